@@ -1,0 +1,1 @@
+"""What an encoder has learned: probes of its frozen features."""

@@ -1,0 +1,1 @@
+"""The contrastive methods that CoCor extends: one small ``nn.Module`` each."""

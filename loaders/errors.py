@@ -1,0 +1,5 @@
+"""The one exception for a user's mistake: commands print its message as a single line and leave with code 2."""
+
+
+class UserError(Exception):
+    """Bad input: the message names the file, key or flag and says what to do about it."""

@@ -1,0 +1,90 @@
+"""The basic augmentations: names, codes, pools and magnitude ranges.
+
+A view is made by a *program*, a short list of (op code, magnitude). The first 14 codes are the paper's basic
+augmentations (appendix "Candidate Augmentations in CoCor") in alphabetical order; a composition vector counts them in
+this order. The codes behind them complete the usual contrastive augmentations. ``END`` pads a program.
+
+Magnitudes are physical values: an enhancement factor, degrees, a share of the image's side, a threshold, a sigma.
+"""
+
+from enum import IntEnum
+from typing import Literal
+
+Pool = Literal["all", "color", "affine"]
+Magnitudes = Literal["uniform", "released"]
+
+END = 255
+
+
+class Op(IntEnum):
+    """Operation codes. The 14 basic augmentations come first; their order is that of composition vectors."""
+
+    AUTO_CONTRAST = 0
+    BRIGHTNESS = 1
+    COLOR = 2
+    CONTRAST = 3
+    EQUALIZE = 4
+    IDENTITY = 5
+    POSTERIZE = 6
+    ROTATE = 7
+    SHARPNESS = 8
+    SHEAR_X = 9
+    SHEAR_Y = 10
+    SOLARIZE = 11
+    TRANSLATE_X = 12
+    TRANSLATE_Y = 13
+    HUE = 14
+    GRAYSCALE = 15
+    GAUSSIAN_BLUR = 16
+
+    @property
+    def label(self) -> str:
+        """The name used in the paper and on pictures, such as ``ShearX``."""
+        return "".join(part.capitalize() for part in self.name.split("_"))
+
+
+BASIC: tuple[Op, ...] = tuple(op for op in Op if op <= Op.TRANSLATE_Y)
+AFFINE: frozenset[Op] = frozenset({Op.ROTATE, Op.SHEAR_X, Op.SHEAR_Y, Op.TRANSLATE_X, Op.TRANSLATE_Y})
+
+POOLS: dict[Pool, tuple[Op, ...]] = {
+    "all": BASIC,
+    "color": tuple(op for op in BASIC if op not in AFFINE),
+    "affine": tuple(op for op in BASIC if op in AFFINE or op == Op.IDENTITY),
+}
+
+# (low, high, integer, random sign) of each op. FixMatch's ranges, on which the authors' code builds; ops that take no
+# magnitude are absent. Integers include both ends.
+UNIFORM: dict[Op, tuple[float, float, bool, bool]] = {
+    Op.BRIGHTNESS: (0.05, 0.95, False, False),
+    Op.COLOR: (0.05, 0.95, False, False),
+    Op.CONTRAST: (0.05, 0.95, False, False),
+    Op.POSTERIZE: (4, 8, True, False),
+    Op.ROTATE: (0.0, 30.0, False, True),
+    Op.SHARPNESS: (0.05, 0.95, False, False),
+    Op.SHEAR_X: (0.0, 0.3, False, True),
+    Op.SHEAR_Y: (0.0, 0.3, False, True),
+    Op.SOLARIZE: (0, 256, True, False),
+    Op.TRANSLATE_X: (0.0, 0.3, False, True),
+    Op.TRANSLATE_Y: (0.0, 0.3, False, True),
+}
+
+# The authors' fixed level 10: the weakest setting of the colour ops, the strongest of the geometric ones; Posterize
+# keeps all 8 bits and Solarize inverts the whole image.
+RELEASED: dict[Op, tuple[float, float, bool, bool]] = {
+    op: (value, value, integer, sign)
+    for op, (value, integer, sign) in {
+        Op.BRIGHTNESS: (0.95, False, False),
+        Op.COLOR: (0.95, False, False),
+        Op.CONTRAST: (0.95, False, False),
+        Op.POSTERIZE: (8.0, True, False),
+        Op.ROTATE: (30.0, False, True),
+        Op.SHARPNESS: (0.95, False, False),
+        Op.SHEAR_X: (0.3, False, True),
+        Op.SHEAR_Y: (0.3, False, True),
+        Op.SOLARIZE: (0.0, True, False),
+        Op.TRANSLATE_X: (0.3, False, True),
+        Op.TRANSLATE_Y: (0.3, False, True),
+    }.items()
+}
+
+RANGES: dict[Magnitudes, dict[Op, tuple[float, float, bool, bool]]] = {"uniform": UNIFORM, "released": RELEASED}
