@@ -7,6 +7,7 @@ abort on concurrent use and do not survive a fork: callers spread samples over a
 import os
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
@@ -19,5 +20,5 @@ def jit(function: Function) -> Function:
     try:
         return numba.njit(nogil=True, cache=True)(function)
     except RuntimeError:  # numba found no writable cache folder (read-only site-packages, no HOME)
-        numba.config.CACHE_DIR = os.path.join(tempfile.gettempdir(), f"cocor-numba-{os.getuid()}")
+        numba.config.CACHE_DIR = str(Path(tempfile.gettempdir(), f"cocor-numba-{os.getuid()}"))
         return numba.njit(nogil=True, cache=True)(function)

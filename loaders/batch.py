@@ -1,0 +1,47 @@
+"""What crosses from the data side to the learning side: a :class:`Batch`, from any :class:`Loader`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's share of a step. Images are normalised, channels-last, in the compute dtype, on the training device.
+
+    V contrastive views, O originals, L composites of B samples:
+
+    - ``views`` (V, B, 3, H, W): the contrastive views.
+    - ``original`` (O*B, 3, H, W), view-major: what the consistency loss compares with. O is 1 except in the
+      ``released`` recipe, which averages the embeddings of several weak crops.
+    - ``composites`` (L, B, 3, H, W): one composite view a length, in the order of the plan's lengths.
+    - ``composition`` (L, B, 14) uint8: how often each basic augmentation of :mod:`loaders.ops` was applied.
+    - ``label`` (B,) int64, -1 where there is none; ``index`` (B,) int64, the sample's place in the data set.
+    """
+
+    views: Tensor
+    original: Tensor
+    composites: Tensor
+    composition: Tensor
+    label: Tensor
+    index: Tensor
+
+
+class Loader(Protocol):
+    """A source of batches. Its position is (epoch, step); it holds no random state."""
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+    def epoch(self, e: int, start_step: int = 0) -> Iterator[Batch]:
+        """The batches of epoch ``e`` from ``start_step`` on. Leaving the iterator early is allowed."""
+        ...
+
+    def close(self) -> None:
+        """Release threads, processes and memory. Calling it twice is allowed."""
+        ...

@@ -1,0 +1,76 @@
+"""The sample order of an epoch: a pure function of (seed, epoch), cut into global batches and rank slices.
+
+The order does not depend on the number of ranks: rank r of R takes the r-th part of each *global* batch. So a run may
+stop on four GPUs and go on with two and sees the same samples. A loader's position is two integers, epoch and step.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from loaders import philox
+from loaders.errors import UserError
+
+# Streams are shared with the view plan's draws; this one is out of reach of any crop or view.
+_ORDER_STREAM = 0xFFFFFFFF
+
+
+@lru_cache(maxsize=4)
+def permutation(seed: int, epoch: int, length: int) -> npt.NDArray[np.int64]:
+    """The order of epoch ``epoch``: int64 (length,), read-only."""
+    order = np.argsort(philox.sort_keys(seed, epoch, length, _ORDER_STREAM), kind="stable").astype(np.int64)
+    order.setflags(write=False)
+    return order
+
+
+class BatchOrder:
+    """Which samples each rank sees at each step.
+
+    ``batch_size`` is global. With ``drop_last`` the tail that fills no batch is left out (another one each epoch when
+    shuffled), so every rank makes the same number of equal steps; without, the last batch is shorter.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle: bool = True,
+        drop_last: bool = True,
+    ) -> None:
+        if batch_size < 1 or batch_size % world_size:
+            raise UserError(f"--batch-size {batch_size} must be a positive multiple of the {world_size} ranks")
+        if length < 1 or (drop_last and length < batch_size):
+            raise UserError(
+                f"{length} images are fewer than one batch; lower --batch-size ({batch_size}) or add images"
+            )
+        self.length, self.batch_size, self.seed = length, batch_size, seed
+        self.rank, self.world_size, self.shuffle, self.drop_last = rank, world_size, shuffle, drop_last
+
+    @property
+    def steps(self) -> int:
+        """Steps in an epoch, the same on every rank."""
+        full, tail = divmod(self.length, self.batch_size)
+        return full if self.drop_last else full + bool(tail)
+
+    @property
+    def local_batch_size(self) -> int:
+        """The largest number of samples in one of this rank's batches."""
+        return self.batch_size // self.world_size
+
+    def global_batch(self, epoch: int, step: int) -> npt.NDArray[np.int64]:
+        """The samples of all ranks at ``step``: int64 (batch_size,), shorter in an undropped tail."""
+        chosen = slice(step * self.batch_size, (step + 1) * self.batch_size)
+        if self.shuffle:
+            return permutation(self.seed, epoch, self.length)[chosen]
+        return np.arange(self.length, dtype=np.int64)[chosen]
+
+    def indices(self, epoch: int, step: int) -> npt.NDArray[np.int64]:
+        """This rank's samples at ``step``: int64 (batch_size / world_size,)."""
+        everyone = self.global_batch(epoch, step)
+        count = len(everyone)
+        return everyone[self.rank * count // self.world_size : (self.rank + 1) * count // self.world_size]

@@ -1,0 +1,48 @@
+"""The order of an epoch: a pure function of (seed, epoch), the same samples for any number of ranks."""
+
+import numpy as np
+import pytest
+
+from loaders.errors import UserError
+from loaders.order import BatchOrder
+
+
+def seen(order: BatchOrder, epoch: int) -> np.ndarray:
+    return np.concatenate([order.indices(epoch, step) for step in range(order.steps)])
+
+
+def test_every_sample_is_seen_once_an_epoch_and_orders_differ_between_epochs_and_seeds() -> None:
+    order = BatchOrder(103, 10, seed=1, drop_last=False)
+    assert order.steps == 11
+    assert np.array_equal(np.sort(seen(order, 0)), np.arange(103))
+    assert not np.array_equal(seen(order, 0), seen(order, 1))
+    assert not np.array_equal(seen(order, 0), seen(BatchOrder(103, 10, seed=2, drop_last=False), 0))
+    assert np.array_equal(seen(order, 7), seen(BatchOrder(103, 10, seed=1, drop_last=False), 7))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_ranks_share_each_global_batch_without_changing_it(world_size: int) -> None:
+    alone = BatchOrder(1000, 32, seed=3)
+    ranks = [BatchOrder(1000, 32, seed=3, rank=rank, world_size=world_size) for rank in range(world_size)]
+    assert {rank.steps for rank in ranks} == {31}
+    for step in (0, 17, 30):
+        together = np.concatenate([rank.indices(2, step) for rank in ranks])
+        assert np.array_equal(together, alone.indices(2, step))
+        assert len({len(rank.indices(2, step)) for rank in ranks}) == 1
+
+
+def test_the_dropped_tail_changes_between_epochs() -> None:
+    order = BatchOrder(39, 10)
+    missed = [set(range(39)) - set(seen(order, epoch).tolist()) for epoch in range(4)]
+    assert all(len(tail) == 9 for tail in missed) and len({frozenset(tail) for tail in missed}) == 4
+
+
+def test_without_shuffling_samples_come_in_their_own_order() -> None:
+    assert np.array_equal(seen(BatchOrder(7, 3, shuffle=False, drop_last=False), 5), np.arange(7))
+
+
+def test_fewer_images_than_a_batch_and_uneven_ranks_are_refused_with_the_flag_named() -> None:
+    with pytest.raises(UserError, match="--batch-size"):
+        BatchOrder(5, 8)
+    with pytest.raises(UserError, match="--batch-size"):
+        BatchOrder(100, 10, world_size=4)
