@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numba
 
@@ -18,7 +18,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def jit(function: Function) -> Function:
     """Compile ``function`` on first call. Read-only installations cache under the temporary folder instead."""
     try:
-        return numba.njit(nogil=True, cache=True)(function)
+        return cast(Function, numba.njit(nogil=True, cache=True)(function))
     except RuntimeError:  # numba found no writable cache folder (read-only site-packages, no HOME)
-        numba.config.CACHE_DIR = str(Path(tempfile.gettempdir(), f"cocor-numba-{os.getuid()}"))
-        return numba.njit(nogil=True, cache=True)(function)
+        numba.config.CACHE_DIR = str(Path(tempfile.gettempdir(), f"cocor-numba-{os.getuid()}"))  # type: ignore[attr-defined]
+        return cast(Function, numba.njit(nogil=True, cache=True)(function))
