@@ -1,0 +1,173 @@
+"""From a configuration to loaders: which images, which views, which batches.
+
+Three loaders serve a run, all of one kind and over one index of the images: the unlabelled batches with all their
+views, the labelled batches that steer the MMNN, and the plain views on which k-NN is measured.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from cocor.config import Config, labelled_batch_size
+from cocor.distributed import World
+from loaders.batch import Loader
+from loaders.dataset import ImageDataset, open_folder, read_label_split
+from loaders.errors import UserError
+from loaders.open import open_loader
+from loaders.order import BatchOrder
+from loaders.plan import Augmentation, ViewPlan
+from loaders.prep.labels import stratified_split
+from loaders.synthetic import synthetic_dataset
+
+# k-NN looks at no more images than this: enough for a trend, seconds on a GPU.
+KNN_BANK, KNN_QUERIES = 20_000, 5_000
+_KNN_BATCH = 256
+
+
+@dataclass(frozen=True)
+class Data:
+    """The data sets of a run. ``labelled`` holds the images whose labels may be used, if any are needed."""
+
+    train: ImageDataset
+    labelled: ImageDataset | None
+    held_out: ImageDataset | None
+
+
+def open_data(config: Config) -> Data:
+    """Read the folders that ``config`` names. UserError for anything missing or contradictory."""
+    if config.loader == "synthetic":
+        train = synthetic_dataset(config.synthetic_images)
+        return Data(train, train if uses_labels(config) else None, None)
+    root, held_out_root = _roots(config)
+    train = open_folder(root, config.labels, config.on_error, config.workers or None)
+    held_out = None
+    if held_out_root is not None:
+        held_out = open_folder(held_out_root, None, config.on_error, config.workers or None)
+        if held_out.classes != train.classes:
+            raise UserError(
+                f"{held_out_root}: its {len(held_out.classes)} classes are not the {len(train.classes)} of {root}; "
+                "pass another --val-data or --knn-every 0"
+            )
+    return Data(train, _labelled(config, train), held_out)
+
+
+def uses_labels(config: Config) -> bool:
+    """Whether the MMNN is learned, which takes a few labels (paper, eq. 4)."""
+    return config.consistency != "none" and config.mmnn == "learned"
+
+
+def _roots(config: Config) -> tuple[Path, Path | None]:
+    """The training and held-out folders: ``--data`` itself, or its ``train`` and ``val`` folders if it has both."""
+    if config.data is None:
+        raise UserError("--data: name a folder of training images, or try --config configs/demo.yaml")
+    root, held_out = config.data, config.val_data
+    if (root / "train").is_dir() and (root / "val").is_dir():
+        root, held_out = root / "train", held_out or root / "val"
+    return root, held_out if config.knn_every else None
+
+
+def _labelled(config: Config, train: ImageDataset) -> ImageDataset | None:
+    if not uses_labels(config):
+        return None
+    if (train.labels < 0).all():
+        raise UserError(
+            f"{config.data}: no labels, which the MMNN learns from; pass --labels FILE, --mmnn constants, "
+            "or --consistency none"
+        )
+    if config.label_split is not None:
+        return train.subset(read_label_split(config.label_split, train))
+    return train.subset(stratified_split(train.labels, config.label_fraction, config.seed))
+
+
+def training_plan(config: Config) -> ViewPlan:
+    """The views of the unlabelled batches (paper, section "Experimental settings" and the recipes of the design)."""
+    augmentation = Augmentation(
+        crop_scale=(config.crop_scale_min, 1.0),
+        brightness=config.brightness,
+        contrast=config.contrast,
+        saturation=config.saturation,
+        hue=config.hue,
+        jitter_prob=config.jitter_prob,
+        grayscale_prob=config.grayscale_prob,
+        blur_prob=config.blur_prob,
+        blur_sigma=config.blur_sigma,
+    )
+    contrastive = (augmentation, augmentation)
+    if config.consistency == "none":
+        return ViewPlan(config.image_size, config.seed, contrastive, original="none", lengths=())
+    return ViewPlan(
+        config.image_size,
+        config.seed,
+        contrastive,
+        original="shared" if config.recipe == "paper" else "weak",
+        originals=config.released_originals,
+        original_scale=(config.crop_scale_min, 1.0),
+        lengths=config.lengths,
+        pool=config.pool,
+        magnitudes=config.magnitudes,
+        weak=augmentation,
+    )
+
+
+def labelled_plan(config: Config) -> ViewPlan:
+    """One random resized crop and flip, the usual training view of a classifier (torchvision's default scale)."""
+    return ViewPlan(config.image_size, config.seed, (), "shared", original_scale=(0.08, 1.0), lengths=())
+
+
+def evaluation_plan(config: Config) -> ViewPlan:
+    """The central crop."""
+    return ViewPlan(config.image_size, config.seed, (), "center", lengths=())
+
+
+def training_loader(config: Config, data: Data, world: World, dtype: torch.dtype) -> Loader:
+    order = BatchOrder(
+        len(data.train), config.batch_size, seed=config.seed, rank=world.rank, world_size=world.size
+    )
+    return open_loader(
+        config.loader, data.train, training_plan(config), order, device=world.device, dtype=dtype,
+        workers=config.workers, hw_decoder_load=config.hw_decoder_load,
+    )  # fmt: skip
+
+
+def labelled_loader(config: Config, data: Data, world: World, dtype: torch.dtype) -> Loader | None:
+    """The MMNN's batches. A labelled set smaller than its batch is used whole at every step."""
+    if data.labelled is None:
+        return None
+    wanted = labelled_batch_size(config, world.size)
+    batch_size = min(wanted, len(data.labelled) // world.size * world.size)
+    if batch_size == 0:
+        raise UserError(
+            f"{len(data.labelled)} labelled images are too few for {world.size} ranks; raise --label-fraction"
+        )
+    order = BatchOrder(
+        len(data.labelled), batch_size, seed=config.seed, rank=world.rank, world_size=world.size
+    )
+    return open_loader(
+        config.loader, data.labelled, labelled_plan(config), order, device=world.device, dtype=dtype,
+        workers=max(1, config.workers // 4), hw_decoder_load=config.hw_decoder_load,
+    )  # fmt: skip
+
+
+def knn_loaders(config: Config, data: Data, world: World, dtype: torch.dtype) -> tuple[Loader, Loader] | None:
+    """Bank (training images) and queries (held-out images) of the online k-NN, or None without held-out images."""
+    if data.held_out is None or not config.knn_every or (data.train.labels < 0).all():
+        return None
+
+    def evaluation_loader(dataset: ImageDataset, limit: int) -> Loader:
+        chosen = dataset.subset(evenly(np.flatnonzero(dataset.labels >= 0), limit))
+        order = BatchOrder(len(chosen), _KNN_BATCH, shuffle=False, drop_last=False)
+        return open_loader(
+            config.loader, chosen, evaluation_plan(config), order, device=world.device, dtype=dtype,
+            workers=config.workers, hw_decoder_load=config.hw_decoder_load,
+        )  # fmt: skip
+
+    return evaluation_loader(data.train, KNN_BANK), evaluation_loader(data.held_out, KNN_QUERIES)
+
+
+def evenly(index: np.ndarray, limit: int) -> np.ndarray:
+    """At most ``limit`` entries of ``index``, evenly spaced: classes that lie in order keep their shares."""
+    if len(index) <= limit:
+        return index
+    return index[np.linspace(0, len(index) - 1, limit).round().astype(np.int64)]
