@@ -1,0 +1,204 @@
+"""A data set of image files: which files, which labels, which sizes. Opened once, then a set of plain arrays.
+
+``open_folder`` accepts class folders (``root/class/.../image``) and flat folders with or without a label file. Classes
+are sorted as plain text, so "10" comes before "2"; a class's label is its place in that order. Every loader and every
+command reads the order from here.
+"""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from loaders.errors import UserError
+from loaders.folder import Listing, list_folder
+from loaders.labels import read_labels, read_names
+from loaders.names import available_cores, printable
+from loaders.size_index import size_index
+
+OnError = Literal["stop", "skip"]
+
+_SPLIT_NAMES = frozenset({"train", "training", "val", "valid", "validation", "test"})
+
+
+@dataclass(frozen=True, eq=False)
+class ImageDataset:
+    """N images below ``root``.
+
+    - ``names``: file names relative to ``root``, with surrogate escapes for undecodable bytes.
+    - ``labels`` int64 (N,): place in ``classes``, -1 where there is none.
+    - ``sizes`` int32 (N, 2): height and width of the upright image in pixels.
+    - ``plain`` bool (N,): whether decoders other than Pillow give Pillow's pixels (see :mod:`loaders.decode`).
+    - ``skipped``: (name, reason) of the files left out.
+    """
+
+    root: Path
+    names: list[str]
+    labels: npt.NDArray[np.int64]
+    classes: list[str]
+    sizes: npt.NDArray[np.int32]
+    plain: npt.NDArray[np.bool_]
+    skipped: tuple[tuple[str, str], ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @cached_property
+    def paths(self) -> list[str]:
+        """Absolute paths of the files."""
+        root = self.root.absolute()
+        return [f"{root}/{name}" for name in self.names]
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over names, labels, classes and sizes: equal for equal data sets, wherever they lie."""
+        digest = hashlib.sha256("\0".join(self.classes).encode("utf-8", "surrogateescape"))
+        digest.update(b"\0\0" + b"\0".join(os.fsencode(name) for name in self.names) + b"\0")
+        digest.update(np.ascontiguousarray(self.labels).tobytes() + np.ascontiguousarray(self.sizes).tobytes())
+        return digest.hexdigest()
+
+    def subset(self, indices: Sequence[int] | npt.NDArray[np.integer]) -> "ImageDataset":
+        """The images ``indices`` in that order, with the same classes."""
+        chosen = np.asarray(indices, np.int64)
+        return replace(
+            self,
+            names=[self.names[i] for i in chosen],
+            labels=self.labels[chosen],
+            sizes=self.sizes[chosen],
+            plain=self.plain[chosen],
+            skipped=(),
+        )
+
+
+def open_folder(
+    path: str | os.PathLike[str],
+    labels: str | os.PathLike[str] | None = None,
+    on_error: OnError = "stop",
+    workers: int | None = None,
+    *,
+    classes: Sequence[str] | None = None,
+    allow_empty: bool = False,
+    quiet: bool = False,
+) -> ImageDataset:
+    """Open a folder of images.
+
+    ``labels`` names a text file for folders without class folders (see :func:`loaders.labels.read_labels`).
+    ``on_error``: "stop" raises at the first file that is not a usable image, "skip" leaves such files out and lists
+    them in ``skipped``. ``classes`` fixes the classes, such as the training set's for a validation set; label files may
+    then hold places instead of names. ``allow_empty`` accepts class folders without images, keeping their label.
+    Raises :class:`UserError`.
+    """
+    root = Path(path)
+    listing = _list(root, labels)
+    index = size_index(root, listing, workers or available_cores(), quiet)
+    faults = [*listing.faults, *((listing.names[i], reason) for i, reason in index.faults.items())]
+    usable = np.ones(len(listing.names), np.bool_)
+    usable[list(index.faults)] = False
+
+    if labels is not None:
+        label_of, more_faults = _file_labels(Path(labels), listing.names)
+    elif listing.folders:
+        label_of, more_faults = _folder_labels(root, listing)
+    else:
+        label_of, more_faults = {}, []
+    faults += more_faults
+    labelled = labels is not None or bool(listing.folders)
+    if labelled:
+        usable &= np.isin(np.arange(len(usable)), list(label_of))
+    _check_faults(root, sorted(faults), on_error)
+
+    chosen = np.flatnonzero(usable)
+    if not len(chosen):
+        raise UserError(f"{printable(root)}: no usable images; check the path")
+    folders = listing.folders if labels is None else []
+    known, numbers = _number_classes(root, [label_of.get(int(i)) for i in chosen], folders, classes, allow_empty)
+    return ImageDataset(
+        root,
+        [listing.names[i] for i in chosen],
+        numbers,
+        known,
+        index.sizes[chosen],
+        index.plain[chosen],
+        tuple(sorted(faults)),
+    )
+
+
+def read_label_split(path: str | os.PathLike[str], dataset: ImageDataset) -> npt.NDArray[np.int64]:
+    """The images of ``dataset`` listed in the text file ``path``, one relative name a line: int64 (M,), in its order.
+
+    Every listed image must have a label. Raises :class:`UserError` naming file and line.
+    """
+    places = np.array(read_names(Path(path), dataset.names), np.int64)
+    unlabelled = places[dataset.labels[places] < 0]
+    if len(unlabelled):
+        raise UserError(f"{printable(path)}: {printable(dataset.names[unlabelled[0]])} has no label in the data set")
+    return places
+
+
+def _list(root: Path, labels: str | os.PathLike[str] | None) -> Listing:
+    if not root.exists():
+        raise UserError(f"{printable(root)}: no such folder; check the path")
+    if not root.is_dir():
+        raise UserError(f"{printable(root)}: not a folder; give the folder that holds the images")
+    listing = list_folder(str(root))
+    if labels is not None:  # the label file may lie beside the images
+        keep = [i for i, name in enumerate(listing.names) if not _same_file(root / name, Path(labels))]
+        listing.names, listing.sizes, listing.mtimes = (
+            [listing.names[i] for i in keep], [listing.sizes[i] for i in keep], [listing.mtimes[i] for i in keep]
+        )  # fmt: skip
+    if not listing.names and not listing.faults:
+        raise UserError(f"{printable(root)}: an empty folder; check the path")
+    nested = listing.folders and set(listing.folders) <= _SPLIT_NAMES and any(n.count("/") > 1 for n in listing.names)
+    if labels is None and nested:
+        raise UserError(
+            f"{printable(root)}: holds the splits {', '.join(listing.folders)}, not classes; "
+            f"give one of them, such as {printable(root / listing.folders[0])}"
+        )
+    return listing
+
+
+def _same_file(path: Path, other: Path) -> bool:
+    return path.name == other.name and os.path.realpath(path) == os.path.realpath(other)
+
+
+def _folder_labels(root: Path, listing: Listing) -> tuple[dict[int, str], list[tuple[str, str]]]:
+    labels = {i: name.partition("/")[0] for i, name in enumerate(listing.names) if "/" in name}
+    return labels, [(name, "outside every class folder") for name in listing.names if "/" not in name]
+
+
+def _file_labels(path: Path, names: list[str]) -> tuple[dict[int, str], list[tuple[str, str]]]:
+    labels, faults = read_labels(path, names)
+    missing = [(name, f"no label in {printable(path)}") for i, name in enumerate(names) if i not in labels]
+    return labels, faults + missing
+
+
+def _check_faults(root: Path, faults: list[tuple[str, str]], on_error: OnError) -> None:
+    if not faults or on_error == "skip":
+        return
+    name, reason = faults[0]
+    others = f" (and {len(faults) - 1:,} more such files)" if len(faults) > 1 else ""
+    raise UserError(f"{printable(root / name)}: {reason}{others}; remove it, or choose to skip unusable files")
+
+
+def _number_classes(
+    root: Path, found: list[str | None], folders: list[str], classes: Sequence[str] | None, allow_empty: bool
+) -> tuple[list[str], npt.NDArray[np.int64]]:
+    """The classes, and each image's place among them (-1 for None)."""
+    present = {label for label in found if label is not None}
+    empty = [folder for folder in folders if folder not in present]
+    if empty and not allow_empty:
+        raise UserError(f"{printable(root / empty[0])}: a class folder without images; remove it or allow empty ones")
+    known = list(classes) if classes is not None else sorted(present.union(folders))
+    places = {name: i for i, name in enumerate(known)}
+    strange = sorted(present - places.keys())
+    if strange and all(label.isdecimal() and int(label) < len(known) for label in present):
+        places, strange = {str(i): i for i in range(len(known))} | {label: int(label) for label in present}, []
+    if strange:
+        raise UserError(f"{printable(root)}: class {printable(strange[0])} is not among the {len(known)} known classes")
+    return known, np.array([-1 if label is None else places[label] for label in found], np.int64)

@@ -1,0 +1,157 @@
+"""The one rule from image bytes to upright RGB pixels. Every loader's pixels are held against it.
+
+- The first frame of any format that Pillow reads; never more than :data:`MAX_PIXELS`.
+- Turned upright by the EXIF (or XMP) orientation found in the file's header.
+- 16-bit grey is scaled to 8 bits, not clipped. CMYK and YCCK become RGB the way Pillow converts them.
+- Alpha, and a palette's or PNG's transparent colour, is composited on white.
+- A damaged or truncated file is an error that names it, never a half-grey picture.
+
+Pillow's global switches are left as they are: they belong to the user's process.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import numpy as np
+from PIL import ExifTags, Image, UnidentifiedImageError
+
+from loaders.errors import UserError
+from loaders.names import printable
+
+MAX_PIXELS = 178_000_000
+"""A larger image is refused as a decompression bomb (Pillow's own hard limit is 178,956,970)."""
+
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_JPEG = ("JPEG", "MPO")
+
+
+class ImageFault(Exception):
+    """Why one file is not a usable image; the message leaves the file's name to the caller."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file's first bytes tell. ``plain``: any correct decoder gives the pixels of :func:`decode`."""
+
+    height: int
+    width: int
+    plain: bool
+
+
+def decode(path: str | os.PathLike[str]) -> Image.Image:
+    """The image at ``path``, upright, mode RGB. Raises :class:`UserError` naming the file."""
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123 (names may hold undecodable bytes)
+            return decode_file(file)
+    except (OSError, ImageFault) as fault:
+        raise UserError(
+            f"{printable(path)}: {describe(fault)}; repair or remove it (cocor-prep finds such files)"
+        ) from fault
+
+
+def decode_array(path: str | os.PathLike[str]) -> np.ndarray:
+    """As :func:`decode`, as uint8 (H, W, 3)."""
+    return np.asarray(decode(path))
+
+
+def decode_file(file: BinaryIO) -> Image.Image:
+    """The image in ``file``, upright, mode RGB. Raises :class:`ImageFault`."""
+    with _open(file) as image:
+        turn = _UPRIGHT.get(_orientation(image))
+        try:
+            image.load()
+            upright = image if turn is None else image.transpose(turn)
+            return _to_rgb(upright)
+        except ImageFault:
+            raise
+        except Exception as fault:  # Pillow's plugins raise nearly anything on damaged data
+            raise ImageFault(f"truncated or damaged image ({_first_line(fault)})") from fault
+
+
+def read_header(file: BinaryIO) -> Header:
+    """Upright size and kind of the image in ``file``; reads no pixels. Raises :class:`ImageFault`."""
+    with _open(file) as image:
+        orientation = _orientation(image)
+        width, height = image.size[::-1] if orientation >= 5 else image.size
+        return Header(height, width, _is_plain(image, orientation))
+
+
+def _open(file: BinaryIO) -> Image.Image:
+    try:
+        image = Image.open(file)
+    except UnidentifiedImageError:
+        raise ImageFault("not an image that Pillow knows") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as fault:
+        raise ImageFault(_first_line(fault)) from None
+    except Exception as fault:  # as in decode_file
+        raise ImageFault(f"truncated or damaged header ({_first_line(fault)})") from fault
+    if image.width * image.height > MAX_PIXELS:
+        raise ImageFault(f"{image.width} x {image.height} pixels are more than the limit of {MAX_PIXELS:,}")
+    if image.width < 1 or image.height < 1:
+        raise ImageFault("an image without pixels")
+    return image
+
+
+def _orientation(image: Image.Image) -> int:
+    """The orientation tag in the header, 1 to 8; 0 where it is unreadable, which leaves the image as it is stored."""
+    if image.format == "TIFF":  # Pillow turns these itself, in the header's size as well
+        return 1
+    try:
+        # The base class's method: PNG's own would decode the pixels to look for EXIF behind them.
+        value = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
+    except Exception:
+        return 0
+    return value if isinstance(value, int) and 1 <= value <= 8 else 0
+
+
+def _is_plain(image: Image.Image, orientation: int) -> bool:
+    if image.mode not in ("L", "RGB") or image.has_transparency_data:
+        return False
+    if orientation != 1 and (image.format not in _JPEG or orientation == 0 or _has_xmp_orientation(image)):
+        return False
+    if image.format in _JPEG:
+        components = getattr(image, "layer", None) or [(1,)]
+        return image.info.get("adobe_transform") != 0 and components[0][0] != ord("R")  # else stored as RGB
+    tiles = getattr(image, "tile", None) or [(None, None, None, "")]
+    return image.format == "PNG" and tiles[0][3] in ("L", "RGB")  # not 16 bits a channel
+
+
+def _has_xmp_orientation(image: Image.Image) -> bool:
+    xmp = image.info.get("xmp") or b""
+    return b"tiff:Orientation" in (xmp if isinstance(xmp, bytes) else str(xmp).encode())
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):
+        return _scale_16_bits(np.asarray(image))
+    if image.mode == "F":
+        raise ImageFault("floating-point pixels have no defined range; convert the file to 8 or 16 bits")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _scale_16_bits(grey: np.ndarray) -> Image.Image:
+    values = grey.astype(np.int64)
+    if values.min() < 0 or values.max() > 65535:
+        raise ImageFault("32-bit pixels have no defined range; convert the file to 8 or 16 bits")
+    return Image.fromarray(((values * 255 + 32767) // 65535).astype(np.uint8)).convert("RGB")
+
+
+def describe(fault: Exception) -> str:
+    """What is wrong, in one line without the file's name."""
+    return (isinstance(fault, OSError) and fault.strerror) or _first_line(fault)
+
+
+def _first_line(fault: BaseException) -> str:
+    return next(iter(str(fault).splitlines()), "") or type(fault).__name__

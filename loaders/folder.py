@@ -1,0 +1,106 @@
+"""Which files a folder offers as images: a walk that hides what is hidden and follows every link once.
+
+Hidden names (a leading dot) and the housekeeping of operating systems are no samples and no classes. A link is followed
+if what it points to is not already part of the folder, so that loops end and each real file counts once; dangling
+links, pipes and devices are never opened, only named.
+"""
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_HOUSEKEEPING = frozenset({"__MACOSX", "Thumbs.db", "desktop.ini", "lost+found", "@eaDir"})
+
+
+@dataclass
+class Listing:
+    """Relative names ("/" between folders) of a folder's files, with what identifies their content."""
+
+    names: list[str] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)  # bytes
+    mtimes: list[int] = field(default_factory=list)  # nanoseconds
+    folders: list[str] = field(default_factory=list)  # directly in the root
+    faults: list[tuple[str, str]] = field(default_factory=list)  # (name, reason) of what cannot be opened
+
+
+def list_folder(root: str) -> Listing:
+    """Everything visible below ``root``, sorted by folder in the root and then by name, as plain text."""
+    listing = Listing()
+    real_root = os.path.realpath(root)
+    folders = {real_root}
+    links = list(_walk(root, "", listing, folders))
+    files = {f"{real_root}/{name}" for name in listing.names} if links else set()
+    # Real files and folders come first, so a link never displaces what it points to; then links in their order.
+    while links:
+        name = links.pop(0)
+        target = os.path.realpath(f"{root}/{name}")
+        if Path(target).is_dir():
+            if "/" not in name:
+                listing.folders.append(name)
+            encloses_root = Path(real_root).is_relative_to(target)
+            if target not in folders and not encloses_root:
+                before = len(listing.names)
+                links.extend(_walk(root, name, listing, folders))
+                files.update(os.path.realpath(f"{root}/{new}") for new in listing.names[before:])
+        elif target not in files:
+            files.add(target)
+            _add_file(name, Path(root, name), listing)
+    order = sorted(range(len(listing.names)), key=lambda i: _sort_key(listing.names[i]))
+    return Listing(
+        [listing.names[i] for i in order],
+        [listing.sizes[i] for i in order],
+        [listing.mtimes[i] for i in order],
+        sorted(listing.folders),
+        sorted(listing.faults),
+    )
+
+
+def is_hidden(name: str) -> bool:
+    return name.startswith(".") or name in _HOUSEKEEPING
+
+
+def _sort_key(name: str) -> tuple[str, str]:
+    """(folder in the root or nothing, the rest)."""
+    top, slash, rest = name.partition("/")
+    return (top, rest) if slash else ("", name)
+
+
+def _walk(root: str, top: str, listing: Listing, folders: set[str]) -> Iterator[str]:
+    """Add the files below ``top`` to ``listing`` and their folders to ``folders``; yield the links met on the way."""
+    pending = [top]
+    while pending:
+        folder = pending.pop()
+        folders.add(os.path.realpath(f"{root}/{folder}"))
+        try:
+            with os.scandir(f"{root}/{folder}") as found:
+                entries = sorted((entry for entry in found if not is_hidden(entry.name)), key=lambda entry: entry.name)
+        except OSError as fault:
+            listing.faults.append((folder or ".", fault.strerror or str(fault)))
+            continue
+        for entry in entries:
+            name = f"{folder}/{entry.name}" if folder else entry.name
+            if entry.is_symlink():
+                yield name
+            elif entry.is_dir():
+                pending.append(name)
+                if not folder:
+                    listing.folders.append(name)
+            else:
+                _add_file(name, entry, listing)
+
+
+def _add_file(name: str, file: "os.DirEntry[str] | Path", listing: Listing) -> None:
+    try:
+        status = file.stat()
+    except OSError as fault:
+        dangling = isinstance(fault, FileNotFoundError)
+        listing.faults.append((name, "a link to nothing" if dangling else fault.strerror or str(fault)))
+        return
+    if not stat.S_ISREG(status.st_mode):
+        listing.faults.append((name, "not a regular file"))
+        return
+    listing.names.append(name)
+    listing.sizes.append(status.st_size)
+    listing.mtimes.append(status.st_mtime_ns)

@@ -1,0 +1,99 @@
+"""Text files about images: labels of a flat folder, and lists that pick images of a data set.
+
+Names are relative to the data set's folder, "/" between folders; where a file of the same last name is unique, that
+name alone will do (the published ImageNet lists have no folders). Lines that start with # are comments. Faults are
+named by line.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from loaders.errors import UserError
+from loaders.names import printable
+
+_HEADER_NAMES = frozenset({"file", "filename", "file_name", "image", "imageid", "name", "path"})
+
+
+class NameLookup:
+    """Finds images by relative name or by unique last name."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._place = {name: i for i, name in enumerate(names)}
+        self._last: dict[str, int | None] = {}
+        for i, name in enumerate(names):
+            last = name.rpartition("/")[2]
+            self._last[last] = None if last in self._last else i
+
+    def find(self, name: str) -> int | None:
+        """The image's place, or None."""
+        name = name.removeprefix("./")
+        place = self._place.get(name)
+        return self._last.get(name) if place is None and "/" not in name else place
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(number, text) of the lines that are neither blank nor comments. Undecodable bytes become surrogate escapes."""
+    try:
+        text = path.read_bytes()
+    except OSError as fault:
+        raise UserError(f"{printable(path)}: {fault.strerror}; give a text file") from fault
+    for number, line in enumerate(text.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        stripped = line.rstrip(b"\r").decode("utf-8", "surrogateescape")
+        if stripped.strip() and not stripped.lstrip().startswith("#"):
+            yield number, stripped
+
+
+def read_labels(path: Path, names: Sequence[str]) -> tuple[dict[int, str], list[tuple[str, str]]]:
+    """Labels by image place, and (name, reason) of lines about images that are not there.
+
+    A line is ``name,label``, ``name<TAB>label`` or ``name label``; a header line is allowed.
+    """
+    lookup = NameLookup(names)
+    labels: dict[int, str] = {}
+    unknown: list[tuple[str, str]] = []
+    for count, (number, line) in enumerate(read_lines(path)):
+        fields = [(name.strip().strip('"'), label.strip().strip('"')) for name, label in _splits(line)]
+        if not fields:
+            raise UserError(f"{printable(path)}:{number}: no label; write 'name,label' or 'name label'")
+        known = next(((place, label) for name, label in fields if (place := lookup.find(name)) is not None), None)
+        if known is None:
+            if count == 0 and fields[0][0].lower() in _HEADER_NAMES:
+                continue
+            unknown.append((fields[0][0], f"labelled in {printable(path)}:{number}, but not there"))
+            continue
+        place, label = known
+        if not label:
+            raise UserError(f"{printable(path)}:{number}: empty label; write 'name,label' or 'name label'")
+        if place in labels:
+            raise UserError(f"{printable(path)}:{number}: {printable(names[place])} has a label already; keep one line")
+        labels[place] = label
+    return labels, unknown
+
+
+def _splits(line: str) -> Iterator[tuple[str, str]]:
+    """The ways to read a line as (name, label), since a name may itself hold blanks or commas."""
+    for separator in ("\t", ",", None):
+        parts = line.rsplit(separator, 1)
+        if len(parts) == 2:
+            yield parts[0], parts[1]
+
+
+def read_names(path: Path, names: Sequence[str]) -> list[int]:
+    """Places of the images listed in ``path``, one name a line, in the list's order."""
+    lookup = NameLookup(names)
+    line_of: dict[int, int] = {}
+    for number, line in read_lines(path):
+        found = lookup.find(line)
+        place = lookup.find(line.strip()) if found is None else found
+        if place is None:
+            raise UserError(
+                f"{printable(path)}:{number}: {printable(line.strip())} is not (or not uniquely) in the data set"
+            )
+        if place in line_of:
+            raise UserError(
+                f"{printable(path)}:{number}: {printable(names[place])} is listed already in line {line_of[place]}"
+            )
+        line_of[place] = number
+    if not line_of:
+        raise UserError(f"{printable(path)}: lists no images; write one name a line")
+    return list(line_of)

@@ -1,0 +1,18 @@
+"""File names as bytes-safe text, and the number of cores to spread work over.
+
+A file name is bytes. Inside the program it is ``str`` with surrogate escapes (``os.fsdecode``), which any name
+survives; what a person or a JSON file gets to see goes through :func:`printable`.
+"""
+
+import os
+
+
+def printable(name: str | os.PathLike[str]) -> str:
+    """``name`` with undecodable bytes shown as ``\\xNN`` and control characters escaped, safe to print or to store."""
+    text = os.fsencode(name).decode("utf-8", "backslashreplace")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def available_cores() -> int:
+    """The cores that this process may run on, which a container or ``taskset`` may have limited."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,141 @@
+"""The size index of a folder: upright height and width of every image, since crop boxes are drawn before decoding.
+
+A parallel scan reads the headers once (and the ends, where truncation shows), and so finds most unusable files before
+training starts. The result is cached beside the data, or in the user's cache folder if that is read-only, under a key
+made of every file's name, size and modification time: a changed folder is scanned again. A cache that cannot be read or
+written is no error.
+"""
+
+import hashlib
+import os
+import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from loaders.decode import Header, ImageFault, decode_file, describe, read_header
+from loaders.folder import Listing
+from loaders.progress import track
+
+CACHE_NAME = ".cocor-index.npz"
+
+_VERSION = b"1"  # of the format and of the rules in loaders.decode
+_CHUNK = 128
+_TAIL = 1024
+_ENDS = (b"\xff\xd9", b"IEND")
+_one_decode = threading.Lock()  # a suspicious file may be a bomb just below the limit: never several at once
+
+
+@dataclass(frozen=True)
+class SizeIndex:
+    """For N files: ``sizes`` int32 (N, 2) upright height and width (0 where unusable), ``plain`` bool (N,) as in
+    :class:`loaders.decode.Header`, ``faults`` what is wrong with file i, for the unusable ones."""
+
+    sizes: npt.NDArray[np.int32]
+    plain: npt.NDArray[np.bool_]
+    faults: dict[int, str]
+
+
+def size_index(root: Path, listing: Listing, workers: int, quiet: bool = False) -> SizeIndex:
+    """The index of the files in ``listing``, from the cache if that is up to date."""
+    key = _key(listing)
+    places = [root / CACHE_NAME, _user_cache(root)]
+    for place in places:
+        cached = _read(place, key, len(listing.names))
+        if cached is not None:
+            return cached
+    found = _scan(root, listing.names, workers, quiet)
+    headers = [item if isinstance(item, Header) else Header(0, 0, False) for item in found]
+    index = SizeIndex(
+        np.array([(header.height, header.width) for header in headers], np.int32).reshape(-1, 2),
+        np.array([header.plain for header in headers], np.bool_),
+        {i: describe(item) for i, item in enumerate(found) if not isinstance(item, Header)},
+    )
+    if not any(isinstance(item, OSError) for item in found):  # a disk's or a permission's fault may pass
+        any(_write(place, key, index) for place in places)
+    return index
+
+
+def _scan(root: Path, names: Sequence[str], workers: int, quiet: bool) -> list[Header | Exception]:
+    def inspect_chunk(start: int) -> list[Header | Exception]:
+        return [inspect(f"{root}/{name}") for name in names[start : start + _CHUNK]]
+
+    found: list[Header | Exception] = []
+    with ThreadPoolExecutor(max(1, workers), thread_name_prefix="cocor-scan") as pool:
+        chunks = pool.map(inspect_chunk, range(0, len(names), _CHUNK))
+        for chunk in chunks if quiet else track(chunks, len(names), "reading image sizes", "images", _CHUNK):
+            found.extend(chunk)
+    return found
+
+
+def inspect(path: str) -> Header | ImageFault | OSError:
+    """The header of the image at ``path``, or why it is unusable."""
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123 (names may hold undecodable bytes)
+            header = read_header(file)
+            if header.plain and not _has_end(file):
+                with _one_decode:
+                    decode_file(file)
+            return header
+    except (ImageFault, OSError) as fault:
+        return fault
+
+
+def _has_end(file: BinaryIO) -> bool:
+    """Whether the last bytes hold a JPEG's or PNG's end mark. Leaves the file at its start."""
+    file.seek(0, os.SEEK_END)
+    file.seek(max(0, file.tell() - _TAIL))
+    tail = file.read()
+    file.seek(0)
+    return any(end in tail for end in _ENDS)
+
+
+def _key(listing: Listing) -> str:
+    digest = hashlib.sha256(_VERSION)
+    digest.update(b"\0".join(os.fsencode(name) for name in listing.names))
+    digest.update(np.array([listing.sizes, listing.mtimes], np.int64).tobytes())
+    return digest.hexdigest()
+
+
+def _user_cache(root: Path) -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or tempfile.gettempdir(), ".cache")
+    return Path(base, "cocor", hashlib.sha256(os.fsencode(os.path.realpath(root))).hexdigest()[:16] + ".npz")
+
+
+def _read(place: Path, key: str, count: int) -> SizeIndex | None:
+    try:
+        with np.load(place, allow_pickle=False) as stored:
+            if str(stored["key"]) != key:
+                return None
+            faults = dict(zip(stored["fault_at"].tolist(), stored["faults"].tolist(), strict=True))
+            index = SizeIndex(stored["sizes"], stored["plain"], faults)
+    except Exception:  # missing, truncated, foreign: numpy and zipfile raise many kinds, and all mean "scan again"
+        return None
+    return index if index.sizes.shape == (count, 2) and index.plain.shape == (count,) else None
+
+
+def _write(place: Path, key: str, index: SizeIndex) -> bool:
+    """Write through a temporary file, so that a reader or a second writer never sees half of it."""
+    temporary = ""
+    try:
+        if place.name != CACHE_NAME:
+            place.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=".cocor-", suffix=".tmp", dir=place.parent)
+        with os.fdopen(handle, "wb") as file:
+            os.fchmod(handle, 0o644)
+            fault_at, faults = np.array(list(index.faults), np.int64), np.array(list(index.faults.values()), np.str_)
+            np.savez(
+                file, key=np.array(key), sizes=index.sizes, plain=index.plain, fault_at=fault_at, faults=faults
+            )  # fmt: skip
+        Path(temporary).replace(place)
+    except OSError:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        return False
+    return True
