@@ -1,0 +1,48 @@
+"""Files that are whole or absent: written under a temporary name beside the target, synced, then renamed onto it.
+
+A reader, a killed process or a full disk therefore never leaves half a file under the final name, and a file that was
+there before stays until its successor is complete.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from loaders.errors import UserError
+
+TEMPORARY = ".tmp"
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a temporary path to write to; when the block ends well, it becomes ``path``, else it is removed.
+
+    Raises:
+        UserError: the folder cannot be written or the disk is full; names the folder. ``path`` is as it was.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY}")
+    try:
+        yield temporary
+        _sync(temporary)
+        temporary.replace(path)
+        _sync(path.parent)  # the rename itself
+    except OSError as error:
+        remedy = "free some space or choose another --output"
+        raise UserError(f"cannot write {path.name} in {path.parent}: {error.strerror or error}; {remedy}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` as UTF-8, whole or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,268 @@
+"""Flat options from YAML files and flags, for any flat dataclass: defaults < YAML < flags.
+
+A field's annotation says what a value must be, its metadata (see :func:`option`) what it means. Values from both
+sources go through one strict :func:`convert`, so ``1e-3`` is a number, ``"False"`` is never true and every error names
+the key, the value and what is allowed. An unknown key or flag is an error that names the nearest known one.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import math
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from loaders.errors import UserError
+
+_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+def option(
+    default: Any, help: str, *, low: float | None = None, high: float | None = None, bare: str | None = None
+) -> Any:
+    """A dataclass field. ``low`` and ``high`` bound a number, both included; ``bare`` is the value of a bare flag."""
+    return dataclasses.field(default=default, metadata={"help": help, "low": low, "high": high, "bare": bare})
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """``"; did you mean X?"`` for the nearest known word, else nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def convert(key: str, value: Any, kind: Any) -> Any:
+    """``value`` (text of a flag, or what YAML made of it) as ``kind``: int, float, bool, str, Path, a Literal, a tuple
+    of these, or any of them or None.
+
+    Raises:
+        UserError: names key, value and what is allowed.
+    """
+    if get_origin(kind) in (Union, types.UnionType):
+        (kind,) = (part for part in get_args(kind) if part is not type(None))
+        if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
+            return None
+    try:
+        if get_origin(kind) is Literal:
+            return _choice(value, get_args(kind))
+        if get_origin(kind) is tuple:
+            return _sequence(key, value, get_args(kind))
+        return _SCALARS[kind](value)
+    except ValueError as error:
+        raise UserError(f"{key}: {value!r} is not {error}") from None
+
+
+def _boolean(value: Any) -> bool:
+    word = str(value).lower()
+    if word not in _WORDS:
+        raise ValueError("true or false")
+    return _WORDS[word]
+
+
+def _integer(value: Any) -> int:
+    number = _number(value, "a whole number")  # also takes 1e3
+    if number != int(number):
+        raise ValueError("a whole number")
+    try:
+        return int(value)
+    except ValueError:
+        return int(number)
+
+
+def _number(value: Any, wanted: str = "a number") -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(wanted)
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        raise ValueError(wanted) from None
+    if not math.isfinite(number):
+        raise ValueError(f"{wanted} that is finite")
+    return number
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str | int | float | Path) or isinstance(value, bool) or value == "":
+        raise ValueError("a text")
+    return str(value)
+
+
+def _path(value: Any) -> Path:
+    return Path(_text(value)).expanduser()
+
+
+def _choice(value: Any, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ValueError(f"one of {', '.join(allowed)}{nearest(str(value), allowed)}")
+    return str(value)
+
+
+def _sequence(key: str, value: Any, kinds: tuple[Any, ...]) -> tuple[Any, ...]:
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",")]
+    parts = list(value) if isinstance(value, list | tuple) else [value]
+    if kinds[-1] is Ellipsis:
+        kinds = (kinds[0],) * len(parts)
+    if len(parts) != len(kinds) or not parts:
+        raise ValueError(f"{len(kinds) or 'some'} values such as {','.join('123'[: len(kinds)] or '1')}")
+    return tuple(convert(key, part, kind) for part, kind in zip(parts, kinds, strict=True))
+
+
+_SCALARS: dict[type, Callable[[Any], Any]] = {
+    bool: _boolean,
+    int: _integer,
+    float: _number,
+    str: _text,
+    Path: _path,
+}
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML's safe subset, without the silent victory of the last of two equal keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"{key} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(options: type, path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The values of a YAML file over those of the file that its ``defaults:`` names (relative to it), converted.
+
+    Raises:
+        UserError: missing, malformed or circular files, unknown or repeated keys, values of the wrong type.
+    """
+    resolved = path.resolve()
+    if resolved in chain:
+        loop = " -> ".join(link.name for link in (*chain, resolved))
+        raise UserError(f"{path}: `defaults` goes round in a circle: {loop}")
+    values = _mapping(path)
+    base = values.pop("defaults", None)
+    inherited = {}
+    if base is not None:
+        inherited = read_yaml(options, path.parent / convert(f"{path}: defaults", base, Path), (*chain, resolved))
+    hints = get_type_hints(options)
+    for key in values:
+        if key not in hints:
+            raise UserError(f"{path}: unknown key {key}{nearest(str(key), hints)}")
+    return inherited | {key: convert(f"{path}: {key}", value, hints[key]) for key, value in values.items()}
+
+
+def _mapping(path: Path) -> dict[Any, Any]:
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
+    except OSError as error:
+        raise UserError(f"--config {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: expected lines of `key: value`")
+    return values
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message.replace("argument ", "", 1))
+
+
+def flag(key: str) -> str:
+    return "--" + key.replace("_", "-")
+
+
+def parser(
+    options: type, prog: str, description: str, groups: Mapping[str, str], notes: Mapping[str, str]
+) -> argparse.ArgumentParser:
+    """A parser with one flag a field. ``groups``: the first field of each group and its title. ``notes``: what the help
+    says in place of a field's default."""
+    usage = f"{prog} [--config FILE] [flags]"
+    result = _Parser(prog, usage, description, formatter_class=_Help, allow_abbrev=False)
+    recipe = "a recipe, such as configs/moco_in100.yaml; flags override it"
+    result.add_argument("--config", metavar="FILE", action="append", default=[], help=recipe)
+    group: Any = result
+    hints = get_type_hints(options)
+    for field in dataclasses.fields(options):
+        if field.name in groups:
+            group = result.add_argument_group(groups[field.name])
+        _add_flag(group, field, hints[field.name], notes.get(field.name))
+    return result
+
+
+def _add_flag(group: Any, field: dataclasses.Field[Any], kind: Any, note: str | None) -> None:
+    default = f" ({note})" if note else "" if field.default is None else f" (default: {_show(field.default)})"
+    words: dict[str, Any] = {
+        "dest": field.name,
+        "default": argparse.SUPPRESS,
+        "metavar": _metavar(kind),
+        "help": f"{field.metadata['help']}{default}".replace("%", "%%"),
+    }
+    bare = "true" if kind is bool else field.metadata["bare"]
+    if bare is not None:
+        words |= {"nargs": "?", "const": bare}
+    group.add_argument(flag(field.name), **words)
+    if kind is bool:
+        negation: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        group.add_argument(flag(f"no_{field.name}"), action="store_const", const="false", **negation)
+
+
+def read_flags(
+    options: type, arguments: argparse.ArgumentParser, argv: Sequence[str]
+) -> tuple[dict[str, Any], Path | None]:
+    """The converted values of the flags in ``argv`` and the file of ``--config``.
+
+    Raises:
+        UserError: an unknown flag (names the nearest), a missing value, or a value of the wrong type.
+    """
+    known, rest = arguments.parse_known_args(argv)
+    hints = get_type_hints(options)
+    if rest:
+        word = next((word for word in rest if word.startswith("-")), rest[0]).split("=")[0]
+        what = "unknown flag" if word.startswith("-") else "unexpected argument"
+        raise UserError(f"{what} {word}{nearest(word, ['--config', *map(flag, hints)])}")
+    values = vars(known)
+    files = values.pop("config")
+    if len(files) > 1:
+        raise UserError("--config is given twice; let one file name the other with `defaults:`")
+    converted = {key: convert(flag(key), value, hints[key]) for key, value in values.items()}
+    return converted, Path(files[0]).expanduser() if files else None
+
+
+def check_bounds(values: Any) -> None:
+    """Raise a UserError if a number lies outside its field's ``low`` and ``high``."""
+    for field in dataclasses.fields(values):
+        low, high = field.metadata["low"], field.metadata["high"]
+        value = getattr(values, field.name)
+        for number in value if isinstance(value, tuple) else (value,):
+            if number is not None and low is not None and number < low:
+                raise UserError(f"{field.name}: {number} is too small; the least is {low}")
+            if number is not None and high is not None and number > high:
+                raise UserError(f"{field.name}: {number} is too large; the most is {high}")
+
+
+class _Help(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=118)
+
+
+def _metavar(kind: Any) -> str:
+    if get_origin(kind) in (Union, types.UnionType):
+        kind = get_args(kind)[0]
+    if get_origin(kind) is Literal:
+        return "{" + ",".join(get_args(kind)) + "}"
+    if get_origin(kind) is tuple:
+        return f"{_metavar(get_args(kind)[0])},..."
+    return {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", bool: "BOOL"}[kind]
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(_show(part) for part in value)
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)

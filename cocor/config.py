@@ -1,0 +1,248 @@
+"""The configuration of a pre-training run: one flat, frozen dataclass, read from YAML and flags, checked before use.
+
+    defaults  <  the method's own defaults  <  YAML (--config, which may build on another by ``defaults:``)  <  flags
+
+``load`` does all of it and imports nothing heavy, so that mistakes are told at once. What depends on the machine
+(GPUs, precision, worker threads) is settled later, by :func:`cocor.launch.settle`.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from cocor import atomic, cli
+from cocor.cli import option
+from loaders.errors import UserError
+from loaders.ops import Magnitudes, Pool
+
+Method = Literal["moco", "simsiam"]
+Loader = Literal["dali", "torch", "synthetic", "ffcv"]
+Consistency = Literal["softplus", "abs", "none"]
+
+
+@dataclass(frozen=True)
+class Config:
+    # Data and output
+    data: Path | None = option(None, "training images: class folders, a flat folder, or a .beton file")
+    val_data: Path | None = option(None, "held-out class folders on which k-NN is measured")
+    labels: Path | None = option(None, "label file of a flat folder: one `file label` a line")
+    label_split: Path | None = option(None, "which images may show their labels to the MMNN, written by cocor-prep")
+    label_fraction: float = option(0.01, "share of the labels shown to the MMNN if there is no --label-split", high=1)
+    loader: Loader = option("dali", "who reads and decodes")
+    synthetic_images: int = option(51200, "images in an epoch of --loader synthetic", low=1)
+    on_error: Literal["stop", "skip"] = option("stop", "what to do about files that cannot be read")
+    output: Path = option(Path("runs/moco"), "folder of the run")
+    overwrite: bool = option(False, "empty the output folder first")
+    resume: str | None = option(None, "checkpoint to go on from; bare or `auto`: the newest in --output", bare="auto")
+    init: Path | None = option(None, "weights to start from: a checkpoint or a backbone.safetensors")
+
+    # Model and optimisation
+    method: Method = option("moco", "contrastive method")
+    backbone: str = option("resnet50", "timm name of the encoder")
+    stem: Literal["imagenet", "small"] = option("imagenet", "first layers; small: 3x3 stride 1, no pooling (CIFAR)")
+    image_size: int = option(224, "side of every view in pixels", low=8)
+    epochs: int = option(200, "passes over the data", low=1)
+    batch_size: int = option(256, "images a step, over all GPUs", low=2)
+    labelled_batch_size: int = option(0, "labelled images a step, over all GPUs; 0: a quarter of the batch", low=0)
+    lr: float = option(0.03, "learning rate at this batch size, never rescaled; cosine to 0", low=0)
+    momentum: float = option(0.9, "momentum of SGD", low=0, high=1)
+    weight_decay: float = option(1e-4, "weight decay of the encoder and heads", low=0)
+    warmup_epochs: int = option(0, "epochs of linear warm-up", low=0)
+    fix_predictor_lr: bool = option(True, "SimSiam: keep the predictor's learning rate constant")
+
+    # MoCo
+    queue_size: int = option(65536, "keys in the queue", low=1)
+    temperature: float = option(0.2, "temperature of InfoNCE", low=1e-3)
+    key_momentum: float = option(0.999, "momentum of the key encoder", low=0, high=1)
+    key_bn_splits: int = option(8, "groups of the batch, over all GPUs, that the keys' BatchNorm sees apart", low=1)
+    embedding_dim: int = option(128, "dimension of queries and keys", low=1)
+
+    # SimSiam
+    projector_dim: int = option(2048, "width and output of the projector", low=1)
+    predictor_dim: int = option(512, "hidden width of the predictor", low=1)
+
+    # CoCor
+    consistency: Consistency = option("softplus", "consistency loss; none: the plain method")
+    consistency_weight: float = option(1.0, "weight of the consistency loss", low=0)
+    consistency_beta: float = option(1.0, "sharpness of the softplus", low=1e-3)
+    lengths: tuple[int, ...] = option((1, 2, 3), "lengths of the composite augmentations", low=1, high=10)
+    pool: Pool = option("all", "basic augmentations to draw from")
+    magnitudes: Magnitudes = option("uniform", "their strengths; released: the authors' fixed level 10")
+    recipe: Literal["paper", "released"] = option("paper", "composites on a shared plain crop, or as the released code")
+    released_originals: int = option(5, "crops whose mean embedding is the original in --recipe released", low=1)
+    mmnn: Literal["learned", "constants"] = option("learned", "where the target similarities come from")
+    constants: tuple[float, ...] = option((0.8, 0.75, 0.65), "targets of lengths 1, 2, 3; extrapolated", low=-1, high=1)
+    hypergradient: Literal["exact", "taylor"] = option("exact", "the MMNN's gradient; taylor: the paper's, sign mended")
+    mmnn_lr: float = option(0.05, "learning rate of the MMNN", low=0)
+    mmnn_momentum: float = option(0.9, "momentum of the MMNN's SGD", low=0, high=1)
+    mmnn_wait_epochs: int = option(3, "epochs before the MMNN learns", low=0)
+    mmnn_warmup_epochs: int = option(2, "epochs of its linear warm-up thereafter", low=0)
+    classifier_lr: float = option(0.4, "learning rate of the classifier that guides the MMNN", low=0)
+    classifier_weight_decay: float = option(1e-4, "its weight decay", low=0)
+
+    # Contrastive views
+    crop_scale_min: float = option(0.2, "least share of the image's area in a random crop", low=1e-3, high=1)
+    brightness: float = option(0.4, "strength of the brightness jitter", low=0)
+    contrast: float = option(0.4, "strength of the contrast jitter", low=0)
+    saturation: float = option(0.4, "strength of the saturation jitter", low=0)
+    hue: float = option(0.1, "strength of the hue jitter", low=0, high=0.5)
+    jitter_prob: float = option(0.8, "probability of the colour jitter", low=0, high=1)
+    grayscale_prob: float = option(0.2, "probability of grey", low=0, high=1)
+    blur_prob: float = option(0.5, "probability of the Gaussian blur", low=0, high=1)
+    blur_sigma: tuple[float, float] = option((0.1, 2.0), "range of its sigma in pixels", low=0.01, high=10)
+
+    # Machine
+    gpus: int | None = option(None, "GPUs of this machine to use; 0: none, train on the CPU", low=0)
+    cpu_ranks: int = option(1, "processes to train with when there is no GPU (--gpus 0)", low=1)
+    precision: Literal["bf16", "fp32"] | None = option(None, "arithmetic of the networks")
+    workers: int = option(0, "CPU threads of a GPU's loader; 0: its share of the CPUs", low=0)
+    hw_decoder_load: float = option(0.65, "share of JPEGs for the GPU's hardware decoder (DALI)", low=0, high=1)
+    seed: int = option(0, "seed of weights, order and views", low=0, high=2**63 - 1)
+
+    # Reports and checkpoints
+    log_every: int = option(50, "steps between two log lines", low=1)
+    checkpoint_every_epochs: int = option(1, "epochs between two checkpoints", low=1)
+    checkpoint_every_minutes: float = option(30.0, "minutes between two checkpoints within an epoch; 0: none", low=0)
+    keep_checkpoints: int = option(3, "newest checkpoints to keep", low=1)
+    knn_every: int = option(5, "epochs between two k-NN measurements on --val-data; 0: none", low=0)
+    knn_k: int = option(200, "neighbours that vote", low=1)
+    knn_temperature: float = option(0.07, "temperature of their weights", low=1e-3)
+    dry_run: bool = option(False, "build everything, run two steps, print shapes, memory and time, and stop")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as YAML and checkpoints hold them: paths become text, tuples lists."""
+        return {key: _plain(value) for key, value in dataclasses.asdict(self).items()}
+
+    def save(self, path: Path, header: str = "") -> None:
+        """Write a file that ``--config`` reads back; ``header`` becomes comment lines. What only concerns one start
+        (resume, overwrite, dry_run) is left out."""
+        values = {key: value for key, value in self.to_dict().items() if key not in ONE_START}
+        comment = "".join(f"# {line}\n" for line in header.splitlines())
+        atomic.write_text(path, comment + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+
+
+GROUPS = {  # the first field of each group
+    "data": "data and output",
+    "method": "model and optimisation",
+    "queue_size": "MoCo",
+    "projector_dim": "SimSiam",
+    "consistency": "CoCor",
+    "crop_scale_min": "contrastive views",
+    "gpus": "machine",
+    "log_every": "reports and checkpoints",
+}
+
+METHOD_DEFAULTS: dict[Method, dict[str, Any]] = {  # paper, appendix on pre-training and its table of constants
+    "moco": {"lr": 0.03, "constants": (0.80, 0.75, 0.65)},
+    "simsiam": {"lr": 0.05, "constants": (0.75, 0.70, 0.60)},
+}
+
+_NOTES = {  # shown in the help in place of a default
+    "lr": "default: 0.03 for moco, 0.05 for simsiam",
+    "constants": "default: 0.8,0.75,0.65 for moco, 0.75,0.7,0.6 for simsiam",
+    "output": "default: runs/NAME, after the config file or the method",
+    "gpus": "default: all",
+    "precision": "default: bf16 on GPUs, fp32 on the CPU",
+}
+
+ONE_START = frozenset({"resume", "overwrite", "dry_run"})
+
+# A run may change these when it resumes: they do not enter the arithmetic of its steps.
+FREE_TO_CHANGE = ONE_START | {
+    *("data", "val_data", "labels", "label_split", "loader", "on_error", "output", "init"),
+    *("gpus", "cpu_ranks", "workers", "hw_decoder_load", "log_every", "checkpoint_every_epochs"),
+    *("checkpoint_every_minutes", "keep_checkpoints", "knn_every", "knn_k", "knn_temperature"),
+}
+
+_DESCRIPTION = "Pre-train an image encoder with CoCor. A flag overrides --config, which overrides the defaults."
+
+
+def load(argv: Sequence[str] | None = None) -> Config:
+    """The checked configuration that a command line (default: this process's) asks for. Ends the process on --help.
+
+    Raises:
+        UserError: any unknown key or flag, wrong value, unreadable file or contradiction, in one line.
+    """
+    parser = cli.parser(Config, "cocor-train", _DESCRIPTION, GROUPS, _NOTES)
+    flags, file = cli.read_flags(Config, parser, sys.argv[1:] if argv is None else argv)
+    values = flags if file is None else cli.read_yaml(Config, file) | flags
+    return resolve(values, name=None if file is None else file.stem)
+
+
+def resolve(values: Mapping[str, Any], name: str | None = None) -> Config:
+    """Fill in what is not in ``values``: the method's own defaults first, then the general ones; check the result.
+
+    ``name`` (of the config file) names the default output folder.
+    """
+    method = values.get("method", Config.method)
+    baseline = values.get("consistency", Config.consistency) == "none"
+    folder = Path("runs") / (name or f"{method}{'' if baseline else '_cocor'}")
+    config = Config(**{"output": folder, **METHOD_DEFAULTS[method], **values})
+    check(config)
+    return config
+
+
+def check(config: Config) -> None:
+    """Raise a UserError for values out of bounds or at odds with each other."""
+    cli.check_bounds(config)
+    mistakes = {
+        "label_fraction: 0 shows no label; use --mmnn constants for that": config.label_fraction <= 0,
+        f"lengths: {config.lengths} names a length twice": len(set(config.lengths)) < len(config.lengths),
+        f"blur_sigma: {config.blur_sigma} must rise": config.blur_sigma[0] > config.blur_sigma[1],
+        f"constants: {config.constants} must fall": any(a <= b for a, b in pairwise(config.constants)),
+        f"warmup_epochs: {config.warmup_epochs} leaves nothing of {config.epochs} epochs": (
+            config.warmup_epochs >= config.epochs
+        ),
+        f"queue_size: {config.queue_size} is less than one batch ({config.batch_size})": (
+            config.method == "moco" and config.queue_size < config.batch_size
+        ),
+        "--overwrite and --resume exclude each other": config.overwrite and config.resume is not None,
+        "--cpu-ranks needs --gpus 0": config.cpu_ranks > 1 and bool(config.gpus),
+    }
+    for message, wrong in mistakes.items():
+        if wrong:
+            raise UserError(message)
+    check_ranks(config, config.gpus or config.cpu_ranks)
+
+
+def check_ranks(config: Config, ranks: int) -> None:
+    """Raise a UserError if the batches cannot be shared out evenly among ``ranks`` processes."""
+    for key in ("batch_size", "labelled_batch_size"):
+        size = getattr(config, key)
+        if size % ranks:
+            raise UserError(f"{key}: {size} is no multiple of the {ranks} ranks; try {-(-size // ranks) * ranks}")
+    local = config.batch_size // ranks
+    if local < 2:
+        raise UserError(f"batch_size: {config.batch_size} on {ranks} ranks is {local} each; BatchNorm needs 2")
+    groups = key_bn_groups(config, ranks)
+    if config.method == "moco" and (local % groups or local // groups < 2):
+        fitting = max(n for n in range(1, groups + 1) if local % n == 0 and local // n >= 2)
+        raise UserError(
+            f"key_bn_splits: {config.key_bn_splits} does not cut a batch of {config.batch_size} on {ranks} ranks into "
+            f"equal groups of 2 or more; try {fitting * ranks}"
+        )
+
+
+def key_bn_groups(config: Config, ranks: int) -> int:
+    """BatchNorm groups of the keys on each rank. They are groups of the global batch, hence the same on more ranks, as
+    long as there are no more ranks than groups."""
+    return max(1, config.key_bn_splits // ranks)
+
+
+def labelled_batch_size(config: Config, ranks: int) -> int:
+    """Labelled images a step over all ranks: as asked, or a quarter of the batch, made a multiple of the ranks."""
+    if config.labelled_batch_size:
+        return config.labelled_batch_size
+    return max(1, config.batch_size // 4 // ranks) * ranks
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value
