@@ -44,12 +44,9 @@ def open_data(config: Config) -> Data:
     train = open_folder(root, config.labels, config.on_error, config.workers or None)
     held_out = None
     if held_out_root is not None:
-        held_out = open_folder(held_out_root, None, config.on_error, config.workers or None)
-        if held_out.classes != train.classes:
-            raise UserError(
-                f"{held_out_root}: its {len(held_out.classes)} classes are not the {len(train.classes)} of {root}; "
-                "pass another --val-data or --knn-every 0"
-            )
+        held_out = open_folder(
+            held_out_root, None, config.on_error, config.workers or None, classes=train.classes or None
+        )
     return Data(train, _labelled(config, train), held_out)
 
 
@@ -122,9 +119,7 @@ def evaluation_plan(config: Config) -> ViewPlan:
 
 
 def training_loader(config: Config, data: Data, world: World, dtype: torch.dtype) -> Loader:
-    order = BatchOrder(
-        len(data.train), config.batch_size, seed=config.seed, rank=world.rank, world_size=world.size
-    )
+    order = BatchOrder(len(data.train), config.batch_size, seed=config.seed, rank=world.rank, world_size=world.size)
     return open_loader(
         config.loader, data.train, training_plan(config), order, device=world.device, dtype=dtype,
         workers=config.workers, hw_decoder_load=config.hw_decoder_load,
@@ -141,9 +136,7 @@ def labelled_loader(config: Config, data: Data, world: World, dtype: torch.dtype
         raise UserError(
             f"{len(data.labelled)} labelled images are too few for {world.size} ranks; raise --label-fraction"
         )
-    order = BatchOrder(
-        len(data.labelled), batch_size, seed=config.seed, rank=world.rank, world_size=world.size
-    )
+    order = BatchOrder(len(data.labelled), batch_size, seed=config.seed, rank=world.rank, world_size=world.size)
     return open_loader(
         config.loader, data.labelled, labelled_plan(config), order, device=world.device, dtype=dtype,
         workers=max(1, config.workers // 4), hw_decoder_load=config.hw_decoder_load,

@@ -1,0 +1,273 @@
+"""One training step: the contrastive loss, the consistency loss and the bi-level update of the MMNN.
+
+    1. encoder    gradient of the contrastive loss, plus slope_l times the gradient of the similarity of each length l
+                  (paper, eq. 3); one SGD step to theta'
+    2. MMNN       gradient of the labelled cross-entropy at theta' through that step (``cocor.hypergradient``)
+    3. classifier gradient of the same cross-entropy (paper, eq. 4 and algorithm 1)
+
+The gradients of the similarities are taken length by length and kept, because the exact hyper-gradient is made of their
+inner products with the gradient of the cross-entropy; the consistency loss itself then costs no further backward pass.
+Without consistency loss, or with constant targets, what is not needed is left out.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cocor.config import Config
+from cocor.consistency import Consistency, abs_loss, latent_similarity, normalised, softplus_loss
+from cocor.distributed import mean_over_ranks, reduce_gradients
+from cocor.hypergradient import Measured, exact, inner_products, sample_inner_products, taylor
+from cocor.methods.base import Method, batch_statistics_only, feature_size
+from cocor.schedule import Cosine
+from loaders.batch import Batch
+
+Metrics = dict[str, Tensor]
+
+
+@dataclass
+class _Pull:
+    """The consistency loss of a batch and what later parts of the step need of it."""
+
+    consistency: Consistency
+    target: Tensor  # (L, B) with the MMNN's graph
+    originals: Tensor  # (B, d)
+    gradients: list[Sequence[Tensor]]  # a list of parameter gradients a length, see _similarity_gradients
+    similarity: Tensor  # (L, B) detached
+
+
+class TrainingStep:
+    """Method, MMNN and classifier with their optimisers; calling it makes one step on a batch.
+
+    ``target`` maps composition vectors to similarities: an MMNN (then ``classes`` must be given), constants, or None for
+    the plain method. ``steps_per_epoch`` scales the schedules.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        method: Method,
+        target: nn.Module | None,
+        classes: int | None,
+        *,
+        steps_per_epoch: int,
+        precision: torch.dtype = torch.float32,
+    ) -> None:
+        self.config, self.method, self.target, self.precision = config, method, target, precision
+        self.device = next(method.parameters()).device
+        total, epoch = config.epochs * steps_per_epoch, steps_per_epoch
+        self.schedule = Cosine(total, warmup=config.warmup_epochs * epoch)
+        self.optimiser = torch.optim.SGD(
+            method.parameter_groups(config.weight_decay, config.fix_predictor_lr),
+            lr=config.lr,
+            momentum=config.momentum,
+        )
+        self.parameters = [p for group in self.optimiser.param_groups for p in group["params"]]
+        self.learns_target = target is not None and any(p.requires_grad for p in target.parameters())
+        if self.learns_target:
+            assert target is not None and classes is not None
+            self.classifier = nn.Linear(feature_size(method.backbone), classes).to(self.device)
+            self.target_optimiser = torch.optim.SGD(
+                target.parameters(), lr=config.mmnn_lr, momentum=config.mmnn_momentum
+            )
+            self.classifier_optimiser = torch.optim.SGD(
+                self.classifier.parameters(), lr=config.classifier_lr, momentum=0.9,
+                weight_decay=config.classifier_weight_decay,
+            )  # fmt: skip
+            # A run shorter than the MMNN's wait and warm-up learns it from the start: better than never.
+            wait, warmup = config.mmnn_wait_epochs * epoch, config.mmnn_warmup_epochs * epoch
+            patient = wait + warmup < total
+            self.target_schedule = Cosine(total, warmup=warmup, wait=wait) if patient else Cosine(total)
+            self.classifier_schedule = Cosine(total)
+            owned = {id(p) for p in method.backbone.parameters()}
+            self.in_backbone = [id(p) in owned for p in self.parameters]
+
+    def __call__(self, batch: Batch, labelled: Batch | None, step: int) -> Metrics:
+        """Make optimiser step number ``step`` of the run; returns detached scalars, not yet read from the device."""
+        factor = self.schedule(step)
+        for group in self.optimiser.param_groups:
+            group["lr"] = self.config.lr * (1.0 if group["fixed_lr"] else factor)
+        self.optimiser.zero_grad(set_to_none=True)
+        with self._autocast():
+            contrastive = self.method.contrastive(batch.views)
+        contrastive.backward()
+        metrics: Metrics = {f"contrastive_{name}": value for name, value in self.method.metrics.items()}
+
+        pull = self._pull(batch) if self.target is not None else None
+        if pull is not None:
+            self._add_consistency_gradient(pull)
+            metrics |= self._describe(pull.consistency)
+        reduce_gradients([p.grad for p in self.parameters if p.grad is not None])
+
+        if pull is not None and self.learns_target:
+            assert labelled is not None
+            metrics |= self._step_all(batch, labelled, contrastive.detach(), pull, step)
+        else:
+            self.optimiser.step()
+        self.method.after_step()
+        metrics["loss"] = contrastive.detach()
+        if pull is not None:
+            metrics["loss"] = metrics["loss"] + self.config.consistency_weight * pull.consistency.loss.detach()
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a later process needs to go on from here: weights, queues, moving averages and momenta."""
+        return {name: part.state_dict() for name, part in self._parts().items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, part in self._parts().items():
+            part.load_state_dict(state[name])
+
+    def _parts(self) -> dict[str, Any]:
+        parts: dict[str, Any] = {"method": self.method, "optimiser": self.optimiser}
+        if self.learns_target:
+            parts |= {"mmnn": self.target, "mmnn_optimiser": self.target_optimiser}
+            parts |= {"classifier": self.classifier, "classifier_optimiser": self.classifier_optimiser}
+        return parts
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        return torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32)
+
+    # --- consistency -------------------------------------------------------------------------------------------------
+
+    def _pull(self, batch: Batch) -> _Pull:
+        """Similarities, their gradients length by length, and the consistency loss made of them."""
+        assert self.target is not None
+        originals = self._embed_originals(batch)
+        target = self.target(batch.composition)
+        gradients, similarities = [], []
+        for at in range(len(batch.composites)):
+            with self._autocast():
+                embedding = self.method.embed_composite(batch.composites[at])
+            similarity = latent_similarity(embedding[None], originals)[0]
+            gradients.append(self._similarity_gradients(similarity, target[at], lengths=len(batch.composites)))
+            similarities.append(similarity.detach())
+        similarity = torch.stack(similarities)
+        return _Pull(self._consistency(similarity, target), target, originals, gradients, similarity)
+
+    def _embed_originals(self, batch: Batch) -> Tensor:
+        """(B, d): the embedding of the original, or the normalised mean over the recipe's several originals."""
+        with self._autocast():
+            embedding = self.method.embed_original(batch.original)
+        return normalised(embedding.view(-1, len(batch.index), embedding.shape[1]).mean(0))
+
+    def _consistency(self, similarity: Tensor, target: Tensor) -> Consistency:
+        if self.config.consistency == "abs":
+            return abs_loss(similarity, target, mean_over_ranks=mean_over_ranks)
+        return softplus_loss(similarity, target, beta=self.config.consistency_beta, mean_over_ranks=mean_over_ranks)
+
+    def _similarity_gradients(self, similarity: Tensor, target: Tensor, lengths: int) -> Sequence[Tensor]:
+        """Parameter gradients of one length: of the mean similarity for softplus, of the loss itself for abs.
+
+        The slope of the softplus loss depends on the mean alone, so it can follow later as a factor; that of the abs
+        loss differs from sample to sample.
+        """
+        if self.config.consistency == "abs":
+            output = abs_loss(similarity[None], target[None]).loss / lengths
+        else:
+            output = similarity.mean()
+        return torch.autograd.grad(output, self.parameters, materialize_grads=True)
+
+    def _add_consistency_gradient(self, pull: _Pull) -> None:
+        weight = self.config.consistency_weight
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        total = [parameter.grad for parameter in self.parameters]
+        for at, gradients in enumerate(pull.gradients):
+            if self.config.consistency == "abs":
+                torch._foreach_add_(total, list(gradients), alpha=weight)
+            else:
+                scaled = torch._foreach_mul(list(gradients), weight * pull.consistency.slope[at])
+                torch._foreach_add_(total, scaled)
+
+    def _describe(self, consistency: Consistency) -> Metrics:
+        metrics = {"consistency_loss": consistency.loss.detach()}
+        for at, length in enumerate(self.config.lengths):
+            metrics[f"similarity_{length}"] = consistency.similarity[at]
+            metrics[f"target_{length}"] = consistency.target[at]
+        return metrics
+
+    # --- the bi-level part -------------------------------------------------------------------------------------------
+
+    def _step_all(self, batch: Batch, labelled: Batch, contrastive: Tensor, pull: _Pull, step: int) -> Metrics:
+        """Steps of encoder, MMNN and classifier."""
+        factor, config = self.target_schedule(step), self.config
+        learning_rate = config.lr * self.schedule(step)
+        for group in self.target_optimiser.param_groups:
+            group["lr"] = config.mmnn_lr * factor
+        for group in self.classifier_optimiser.param_groups:
+            group["lr"] = config.classifier_lr * self.classifier_schedule(step)
+        before = self._measure(batch, labelled, contrastive, pull) if config.hypergradient == "taylor" else None
+        old = self._backbone_copy() if config.consistency == "abs" and before is None else None
+        self.optimiser.step()
+
+        cross_entropy, accuracy, backbone_gradient = self._classify(labelled)
+        curvature = config.consistency_weight * pull.consistency.curvature
+        if before is not None:
+            after = self._remeasure(batch, pull, cross_entropy)
+            surrogate = taylor(pull.target, curvature, before, after)
+        else:
+            products = self._products(batch, pull, backbone_gradient, old)
+            surrogate = exact(pull.target, curvature, products, learning_rate)
+        self.target_optimiser.zero_grad(set_to_none=True)
+        surrogate.backward()
+        assert self.target is not None
+        reduce_gradients([p.grad for p in self.target.parameters() if p.grad is not None])
+        self.target_optimiser.step()
+        self.classifier_optimiser.step()
+        norm = torch.stack([p.grad.norm() for p in self.target.parameters() if p.grad is not None]).norm()
+        return {"labelled_loss": cross_entropy, "labelled_accuracy": accuracy, "hypergradient_norm": norm}
+
+    def _classify(self, labelled: Batch) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Cross-entropy and accuracy over all ranks, and the backbone's gradient; the classifier's goes to ``.grad``."""
+        with self._autocast(), batch_statistics_only(self.method.backbone):
+            features = self.method.backbone(labelled.original)
+        logits = self.classifier(features.float())
+        cross_entropy = F.cross_entropy(logits, labelled.label)
+        backbone = [p for p, inside in zip(self.parameters, self.in_backbone, strict=True) if inside]
+        heads = list(self.classifier.parameters())
+        gradients = list(torch.autograd.grad(cross_entropy, [*backbone, *heads]))
+        reduce_gradients(gradients)
+        for parameter, gradient in zip(heads, gradients[len(backbone) :], strict=True):
+            parameter.grad = gradient
+        accuracy = (logits.argmax(1) == labelled.label).float().mean()
+        means = mean_over_ranks(torch.stack([cross_entropy.detach(), accuracy]))
+        return means[0], means[1], gradients[: len(backbone)]
+
+    def _products(self, batch: Batch, pull: _Pull, gradient: list[Tensor], old: dict[str, Tensor] | None) -> Tensor:
+        """Inner products of the similarities' gradients with the cross-entropy's: a length, or (abs) a sample."""
+        if old is None:
+            kept = [[g for g, inside in zip(row, self.in_backbone, strict=True) if inside] for row in pull.gradients]
+            return inner_products(kept, gradient, mean_over_ranks)
+        direction = dict(zip(old, gradient, strict=True))
+        return sample_inner_products(self.method, batch.composites, pull.originals, direction, old)
+
+    def _backbone_copy(self) -> dict[str, Tensor]:
+        return {f"backbone.{name}": p.detach().clone() for name, p in self.method.backbone.named_parameters()}
+
+    def _measure(self, batch: Batch, labelled: Batch, contrastive: Tensor, pull: _Pull) -> Measured:
+        loss = mean_over_ranks(contrastive) + self.config.consistency_weight * pull.consistency.loss.detach()
+        with torch.no_grad(), self._autocast(), batch_statistics_only(self.method.backbone):
+            features = self.method.backbone(labelled.original)
+        cross_entropy = mean_over_ranks(F.cross_entropy(self.classifier(features.float()), labelled.label).detach())
+        return Measured(loss, cross_entropy, self._compared(pull.similarity, pull.consistency))
+
+    @torch.no_grad()
+    def _remeasure(self, batch: Batch, pull: _Pull, cross_entropy: Tensor) -> Measured:
+        """Loss and similarities of the same batch at the new weights, the MMNN as before."""
+        with self._autocast():
+            contrastive = self.method.reevaluate(batch.views)
+            embeddings = torch.stack([self.method.embed_composite(images) for images in batch.composites])
+        similarity = latent_similarity(embeddings, self._embed_originals(batch))
+        consistency = self._consistency(similarity, pull.target)
+        loss = mean_over_ranks(contrastive) + self.config.consistency_weight * consistency.loss
+        return Measured(loss, cross_entropy, self._compared(similarity, consistency))
+
+    def _compared(self, similarity: Tensor, consistency: Consistency) -> Tensor:
+        return similarity if self.config.consistency == "abs" else consistency.similarity

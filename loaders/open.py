@@ -1,0 +1,48 @@
+"""The one place that turns a loader's name into a loader. Modules load lazily: DALI and FFCV are optional and heavy."""
+
+from typing import Literal
+
+import torch
+
+from loaders.batch import Loader
+from loaders.dataset import ImageDataset
+from loaders.order import BatchOrder
+from loaders.plan import ViewPlan
+
+LoaderName = Literal["dali", "torch", "synthetic", "ffcv"]
+
+
+def open_loader(
+    name: LoaderName,
+    dataset: ImageDataset,
+    plan: ViewPlan,
+    order: BatchOrder,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    workers: int | None = None,
+    hw_decoder_load: float = 0.65,
+) -> Loader:
+    """A loader of ``dataset`` that shows what ``plan`` draws in the batches of ``order``.
+
+    Every name gives the same images, labels, boxes and programs; pixels differ by decoder and resize only (synthetic
+    ones are noise). ``workers``: CPU threads, or processes for ``torch``; None means one a core. UserError if what the
+    loader needs is not installed.
+    """
+    if name == "dali":
+        from loaders.dali import DaliLoader
+
+        return DaliLoader(
+            dataset, plan, order=order, device=device, dtype=dtype, workers=workers, hw_decoder_load=hw_decoder_load
+        )
+    if name == "torch":
+        from loaders.torch import TorchLoader
+
+        return TorchLoader(dataset, plan, order=order, device=device, dtype=dtype, workers=workers)
+    if name == "synthetic":
+        from loaders.synthetic import SyntheticLoader
+
+        return SyntheticLoader(dataset, plan, order=order, device=device, dtype=dtype, workers=workers)
+    from loaders.ffcv import FfcvLoader
+
+    return FfcvLoader(dataset, plan, order=order, device=device, dtype=dtype, workers=workers)
