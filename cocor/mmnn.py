@@ -1,0 +1,177 @@
+"""The monotone mapping network (MMNN): from a composition vector to the optimal latent similarity.
+
+Paper, section "Imposing Monotonicity to the Learnable Model". The network is 14-64-1,
+``g(v) = 1 - [softplus(b) + a.v + u.relu(W v + c)]`` with ``a, W, u > 0``: never above 1, the largest cosine, and
+strictly lower with every further augmentation, because the linear path ``a.v`` has no dead zone and never gets lost in
+rounding. The weights are positive through softplus, where the paper's reference (deep lattice networks) projects.
+
+Before training it is fitted to the paper's constants (table "Constant l_d*"), since a random network predicts
+similarities far outside [-1, 1] and then neither loss nor hyper-gradient moves. ``Constants`` is the ablation without
+MMNN and has the same call signature.
+"""
+
+from collections.abc import Mapping
+from itertools import combinations_with_replacement, pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from loaders.errors import UserError
+from loaders.ops import BASIC
+
+OPS = len(BASIC)
+LONGEST_FITTED = 10  # the paper goes up to composites of 10 augmentations
+
+# Smallest slope of g in a count, as a share of the network's whole weight. Float32 resolves 6e-8 of a value, so a step
+# of this size survives rounding at any length that occurs, whatever the weights have grown to.
+SLOPE_FLOOR = 1e-4
+FIT_RESTRAINT = 1e-9
+
+# Paper, table "Constant l_d* used for the comparison with the MMNN": length of a composite -> similarity.
+CONSTANTS: dict[str, dict[int, float]] = {
+    "moco": {1: 0.80, 2: 0.75, 3: 0.65},
+    "simsiam": {1: 0.75, 2: 0.70, 3: 0.60},
+}
+
+
+def constants_for(method: str) -> dict[int, float]:
+    """The paper's constants of ``method``; methods that its table does not list get MoCo's."""
+    return CONSTANTS.get(method, CONSTANTS["moco"])
+
+
+def similarity_at(constants: Mapping[int, float], length: int) -> float:
+    """Piecewise linear through ``constants``, continued in a straight line beyond both ends.
+
+    A single constant is joined to (0, 1): an image is as similar to itself as can be.
+    """
+    constants = constants if len(constants) > 1 else {0: 1.0, **constants}
+    known = sorted(constants)
+    right = next((i for i, at in enumerate(known) if at >= length and i > 0), len(known) - 1)
+    low, high = known[right - 1], known[right]
+    slope = (constants[high] - constants[low]) / (high - low)
+    return constants[low] + slope * (length - low)
+
+
+def check_constants(constants: Mapping[int, float]) -> None:
+    """Refuse with ``UserError`` what no strictly decreasing, concave network with ``g <= 1`` can represent."""
+    known = sorted(constants)
+    if not known or known[0] < 1:
+        raise UserError("constants: name at least one length of composites, each of 1 or more")
+    if not all(-1.0 <= constants[at] < 1.0 for at in known):
+        raise UserError("constants: every similarity must lie in [-1, 1)")
+    slopes = [(constants[b] - constants[a]) / (b - a) for a, b in pairwise(known)]
+    if any(slope >= 0 for slope in slopes):
+        raise UserError("constants: the similarity must fall with every length")
+    if any(later > earlier + 1e-6 for earlier, later in pairwise(slopes)):
+        raise UserError("constants: the MMNN is concave, so the similarity must not fall more slowly at longer lengths")
+
+
+class Constants(nn.Module):
+    """The ablation without MMNN: one fixed similarity a length of composite, clipped to [-1, 1]."""
+
+    table: Tensor
+
+    def __init__(self, constants: Mapping[int, float]) -> None:
+        super().__init__()
+        values = [min(1.0, max(-1.0, similarity_at(constants, length))) for length in range(OPS * 255 + 1)]
+        self.register_buffer("table", torch.tensor(values, dtype=torch.float32), persistent=False)
+
+    def forward(self, composition: Tensor) -> Tensor:
+        """``composition`` (..., 14) uint8 counts -> similarity (...) float32."""
+        return self.table[composition.sum(-1, dtype=torch.int64)]
+
+
+class MMNN(nn.Module):
+    """``g(v) = 1 - [softplus(b) + a.v + u.relu(W v + c)]``, strictly decreasing in every count; see the module's text.
+
+    A new network is already fitted to ``constants``; the same arguments always give the same weights. Neither the
+    construction nor the fit touches the global random number generator.
+    """
+
+    def __init__(self, constants: Mapping[int, float] = CONSTANTS["moco"], hidden: int = 64, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        # Hidden units differ in their weights, so that they can come to stand for different combinations of ops, and
+        # in the length at which they set in, so that the fit can bend anywhere in the range of lengths.
+        weights = torch.empty(hidden, OPS).uniform_(0.3, 0.5, generator=generator)
+        onsets = torch.linspace(0.0, 6.0, hidden)
+        self.linear = nn.Parameter(_softplus_inverse(torch.full((OPS,), 0.05)))
+        self.hidden = nn.Parameter(_softplus_inverse(weights))
+        self.hidden_bias = nn.Parameter(-weights.mean(1) * onsets)
+        self.output = nn.Parameter(_softplus_inverse(torch.full((hidden,), 0.05 / hidden)))
+        self.bias = nn.Parameter(_softplus_inverse(torch.tensor(0.15)))
+        self.fit_to_constants(constants)
+
+    def forward(self, composition: Tensor) -> Tensor:
+        """``composition`` (..., 14) uint8 counts -> optimal similarity (...), float32 even under autocast."""
+        with torch.autocast(composition.device.type, enabled=False):
+            counts = composition.to(self.linear.dtype)
+            linear, hidden, output = F.softplus(self.linear), F.softplus(self.hidden), F.softplus(self.output)
+            offset = F.softplus(self.bias)
+            # An upper bound of the bracket at length 1: the floor of the slopes grows with it.
+            weight = 1.0 + offset + linear.sum() + output @ (hidden.sum(1) + F.relu(self.hidden_bias))
+            linear = linear + SLOPE_FLOOR * weight
+            activity = F.relu(F.linear(counts, hidden, self.hidden_bias))
+            return 1.0 - (offset + F.linear(counts, linear[None])[..., 0] + F.linear(activity, output[None])[..., 0])
+
+    @torch.no_grad()
+    def fit_to_constants(self, constants: Mapping[int, float]) -> None:
+        """Fit ``g`` to one similarity a length before training, in float64 on the CPU, well under a second.
+
+        Every composite of lengths 1 to 3 and a fixed sample of the longer ones (up to 10) is drawn towards the constant
+        of its length; lengths without a constant towards the straight continuation. Only offset, linear path and output
+        weights move: ``g`` is linear in them, so that L-BFGS works on one small quadratic form. ``UserError`` for
+        constants that a decreasing concave function cannot meet.
+        """
+        check_constants(constants)
+        counts, targets, importance = _fitting_set(constants)
+        hidden, hidden_bias = F.softplus(self.hidden.cpu().double()), self.hidden_bias.cpu().double()
+        length = counts.sum(1, keepdim=True)
+        # One column a weight: what it adds to the bracket, directly and through the floor of the slopes.
+        design = torch.cat([torch.ones_like(length), counts, F.relu(F.linear(counts, hidden, hidden_bias))], 1)
+        reach = torch.cat([torch.ones(1 + OPS).double(), hidden.sum(1) + F.relu(hidden_bias)])
+        design += SLOPE_FLOOR * length * reach
+        wanted = 1.0 - targets - SLOPE_FLOOR * length[:, 0]
+        weighted = design * importance[:, None]
+        quadratic, linear = design.T @ weighted, weighted.T @ wanted
+
+        start = torch.cat([p.detach().cpu().double().view(-1) for p in (self.bias, self.linear, self.output)])
+        raw = start.clone().requires_grad_()
+        optimiser = torch.optim.LBFGS(
+            [raw], max_iter=300, line_search_fn="strong_wolfe", tolerance_grad=1e-9, tolerance_change=1e-13
+        )
+
+        def closure() -> float:
+            optimiser.zero_grad()
+            with torch.enable_grad():
+                x = F.softplus(raw)
+                # The second term keeps weights that the fit does not need from dying out in softplus' flat end.
+                error = 0.5 * x @ quadratic @ x - linear @ x + FIT_RESTRAINT * (raw - start).square().sum()
+                error.backward()
+            return error.item()
+
+        optimiser.step(closure)
+        bias, linear_path, output = raw.detach().split([1, OPS, len(self.output)])
+        self.bias.copy_(bias[0])
+        self.linear.copy_(linear_path)
+        self.output.copy_(output)
+
+
+def _fitting_set(constants: Mapping[int, float]) -> tuple[Tensor, Tensor, Tensor]:
+    """Composition vectors (n, 14), their similarities (n,) and importances (n,), all float64."""
+    generator = torch.Generator().manual_seed(0)
+    counts, targets, importance = [], [], []
+    for length in range(1, LONGEST_FITTED + 1):
+        if length <= 3:
+            draws = torch.tensor(list(combinations_with_replacement(range(OPS), length)))
+        else:
+            draws = torch.randint(OPS, (256, length), generator=generator)
+        counts.append(F.one_hot(draws, OPS).sum(1).double())
+        targets += [similarity_at(constants, length)] * len(draws)
+        importance += [(1.0 if length in constants else 0.01) / len(draws)] * len(draws)
+    return torch.cat(counts), torch.tensor(targets).double(), torch.tensor(importance).double()
+
+
+def _softplus_inverse(value: Tensor) -> Tensor:
+    return value + torch.log(-torch.expm1(-value))

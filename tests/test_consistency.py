@@ -1,0 +1,151 @@
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cocor.consistency import Consistency, abs_loss, latent_similarity, normalised, softplus_loss
+
+
+@pytest.fixture
+def pair() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    similarity = torch.rand(3, 8, generator=generator, dtype=torch.float64) * 2 - 1
+    target = torch.rand(3, 8, generator=generator, dtype=torch.float64)
+    return similarity.requires_grad_(), target.requires_grad_()
+
+
+def literal_softplus(similarity: Tensor, target: Tensor, beta: float = 1.0) -> Tensor:
+    lengths = [
+        torch.log1p(torch.exp(beta * (g.mean() - s.mean()))) / beta for s, g in zip(similarity, target, strict=True)
+    ]
+    return sum(lengths, torch.zeros(())) / len(lengths)
+
+
+def literal_abs(similarity: Tensor, target: Tensor, epsilon: float) -> Tensor:
+    return torch.sqrt((similarity - target) ** 2 + epsilon**2).mean() - epsilon
+
+
+def test_similarity_is_the_cosine_and_the_original_carries_no_gradient() -> None:
+    composites = torch.randn(2, 4, 6, requires_grad=True)
+    originals = torch.randn(4, 6, requires_grad=True)
+    similarity = latent_similarity(composites, originals)
+    assert torch.allclose(similarity, F.cosine_similarity(composites, originals[None], dim=-1), atol=1e-6)
+    similarity.sum().backward()
+    assert composites.grad is not None and originals.grad is None
+
+
+def test_zero_vectors_have_similarity_zero_and_finite_gradients() -> None:
+    composites = torch.zeros(1, 2, 3)
+    composites[0, 1] = 1.0
+    composites.requires_grad_()
+    similarity = latent_similarity(composites, torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]))
+    similarity.sum().backward()
+    assert torch.equal(similarity, torch.zeros(1, 2))
+    assert composites.grad is not None and torch.equal(composites.grad, torch.zeros_like(composites))
+
+
+def test_similarity_is_float32_for_low_precision_features_and_under_autocast() -> None:
+    composites, originals = torch.randn(1, 4, 256).bfloat16(), torch.randn(4, 256).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        similarity = latent_similarity(composites, originals)
+    assert similarity.dtype == torch.float32
+    assert torch.allclose(similarity, latent_similarity(composites.float(), originals.float()))
+
+
+def test_normalised_survives_the_extremes_of_float32() -> None:
+    rows = normalised(torch.tensor([[1e-17, 0.0], [1e18, 1e18]]))
+    assert torch.allclose(rows.norm(dim=1), torch.ones(2))
+
+
+@pytest.mark.parametrize("beta", [1.0, 7.5])
+def test_softplus_loss_and_its_derivatives_are_those_of_the_formula(pair: tuple[Tensor, Tensor], beta: float) -> None:
+    similarity, target = pair
+    loss = literal_softplus(similarity, target, beta)
+    (slope,) = torch.autograd.grad(loss, similarity, create_graph=True)
+    curvature = [-torch.autograd.grad(slope[i, 0], target, retain_graph=True)[0][i, 0] * 8 * 8 for i in range(3)]
+
+    result = softplus_loss(similarity, target, beta=beta)
+    assert torch.allclose(result.loss, loss)
+    assert torch.allclose(result.slope, slope.sum(1))
+    assert torch.allclose(result.curvature, torch.stack(curvature))
+    assert torch.allclose(result.similarity, similarity.mean(1)) and torch.allclose(result.target, target.mean(1))
+    assert torch.allclose(torch.autograd.grad(result.loss, similarity)[0], slope)
+
+
+def test_softplus_pulls_unlike_views_and_spares_those_that_are_alike_enough() -> None:
+    target = torch.full((2, 1), 0.7)
+    result = softplus_loss(torch.tensor([[-0.3], [1.0]]), target, beta=5.0)
+    assert result.slope[0] < 5 * result.slope[1] < 0  # raising the similarity lowers the loss, most where it is low
+
+
+@pytest.mark.parametrize("epsilon", [0.05, 0.5])
+def test_abs_loss_and_its_derivatives_are_those_of_the_formula(pair: tuple[Tensor, Tensor], epsilon: float) -> None:
+    similarity, target = pair
+    loss = literal_abs(similarity, target, epsilon)
+    (slope,) = torch.autograd.grad(loss, similarity, create_graph=True)
+    (curvature,) = torch.autograd.grad(-slope.sum(), target, retain_graph=True)
+
+    result = abs_loss(similarity, target, epsilon=epsilon)
+    assert torch.allclose(result.loss, loss)
+    assert torch.allclose(result.slope, slope)
+    assert torch.allclose(result.curvature, curvature)
+    assert torch.allclose(torch.autograd.grad(result.loss, similarity)[0], slope)
+
+
+def test_abs_loss_without_smoothing_is_equation_2(pair: tuple[Tensor, Tensor]) -> None:
+    similarity, target = pair
+    result = abs_loss(similarity, target, epsilon=0.0)
+    assert torch.allclose(result.loss, (similarity - target).abs().mean())
+    assert not result.curvature.any()
+    assert not abs_loss(target, target, epsilon=0.0).slope.any()
+
+
+@pytest.mark.parametrize("function", [softplus_loss, abs_loss])
+def test_targets_get_no_gradient_from_the_encoders_loss(function, pair: tuple[Tensor, Tensor]) -> None:
+    similarity, target = pair
+    function(similarity, target).loss.backward()
+    assert similarity.grad is not None and target.grad is None
+
+
+@pytest.mark.parametrize("function", [softplus_loss, abs_loss])
+def test_weights_of_lengths_add_up(function, pair: tuple[Tensor, Tensor]) -> None:
+    similarity, target = pair
+    weights = torch.tensor([0.5, 0.0, 2.0])
+    whole = function(similarity, target, weights=weights)
+    parts: list[Consistency] = [
+        function(similarity[i : i + 1], target[i : i + 1], weights=weights[i : i + 1]) for i in range(3)
+    ]
+    assert torch.allclose(whole.loss, torch.stack([part.loss for part in parts]).sum())
+    assert torch.allclose(whole.slope, torch.cat([part.slope for part in parts]))
+    assert torch.allclose(whole.curvature, torch.cat([part.curvature for part in parts]))
+
+
+@pytest.mark.parametrize("function", [softplus_loss, abs_loss])
+def test_two_ranks_give_the_loss_and_gradient_of_the_global_batch(function, pair: tuple[Tensor, Tensor]) -> None:
+    similarity, target = pair
+    whole = function(similarity, target)
+    (gradient,) = torch.autograd.grad(whole.loss, similarity)
+
+    halves = [(similarity[:, :4], target[:, :4]), (similarity[:, 4:], target[:, 4:])]
+    sent: list[Tensor] = []
+    for half in halves:  # what each rank contributes to the mean
+        function(*half, mean_over_ranks=lambda x: sent.append(x) or x)
+    mean = torch.stack(sent).mean(0)
+    results = [function(*half, mean_over_ranks=lambda x: mean) for half in halves]
+    averaged = sum(torch.autograd.grad(result.loss, similarity)[0] for result in results) / 2
+    for result in results:
+        assert torch.allclose(result.loss, whole.loss)
+        assert torch.allclose(result.similarity, whole.similarity)
+    assert torch.allclose(averaged, gradient)
+    if function is softplus_loss:
+        assert torch.allclose(results[0].curvature, whole.curvature)
+    else:
+        assert torch.allclose(torch.cat([result.curvature for result in results], 1) / 2, whole.curvature)
+
+
+def test_softplus_loss_is_finite_for_a_network_far_off() -> None:
+    similarity = torch.zeros(2, 4, requires_grad=True)
+    result = softplus_loss(similarity, torch.tensor([[-300.0] * 4, [300.0] * 4]))
+    assert math.isfinite(result.loss.item()) and bool(result.curvature.isfinite().all())

@@ -1,0 +1,158 @@
+import time
+from itertools import combinations_with_replacement
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from cocor.mmnn import CONSTANTS, MMNN, OPS, Constants, constants_for, similarity_at
+from loaders.errors import UserError
+
+
+def vectors(length: int) -> Tensor:
+    """All composition vectors of one length."""
+    if length == 0:
+        return torch.zeros(1, OPS, dtype=torch.uint8)
+    draws = torch.tensor(list(combinations_with_replacement(range(OPS), length)))
+    return F.one_hot(draws, OPS).sum(1).to(torch.uint8)
+
+
+# Every pair (v, v + one augmentation) up to length 4; all other comparable pairs follow by transitivity.
+WEAKER = torch.cat([vectors(length) for length in range(4)])
+STRONGER = WEAKER[:, None] + torch.eye(OPS, dtype=torch.uint8)
+
+
+def random_composites(length: int, count: int = 4096) -> Tensor:
+    draws = torch.randint(OPS, (count, length), generator=torch.Generator().manual_seed(length))
+    return F.one_hot(draws, OPS).sum(1).to(torch.uint8)
+
+
+def assert_strictly_decreasing(g: MMNN) -> None:
+    with torch.no_grad():
+        weaker, stronger = g(WEAKER), g(STRONGER)
+    assert weaker.max() <= 1.0
+    assert bool((stronger < weaker[:, None]).all())
+
+
+@pytest.fixture(scope="module")
+def fitted() -> MMNN:
+    return MMNN()
+
+
+def copy_of(fitted: MMNN) -> MMNN:
+    g = MMNN.__new__(MMNN)
+    torch.nn.Module.__init__(g)
+    for name, parameter in fitted.named_parameters():
+        g.register_parameter(name, torch.nn.Parameter(parameter.detach().clone()))
+    return g
+
+
+def test_every_further_augmentation_lowers_the_similarity(fitted: MMNN) -> None:
+    assert_strictly_decreasing(fitted)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    lr=st.sampled_from([0.05, 1.0, 30.0, 1000.0]),
+    steps=st.integers(1, 8),
+    length=st.integers(1, 4),
+)
+def test_it_stays_strictly_decreasing_under_wild_training(seed: int, lr: float, steps: int, length: int) -> None:
+    g = copy_of(FITTED)
+    generator = torch.Generator().manual_seed(seed)
+    optimiser = torch.optim.SGD(g.parameters(), lr=lr, momentum=0.9)
+    for _ in range(steps):
+        rows = vectors(length)
+        chosen = rows[torch.randint(len(rows), (32,), generator=generator)]
+        loss = (torch.randn(32, generator=generator) * g(chosen)).mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    assert_strictly_decreasing(g)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32), scale=st.sampled_from([1.0, 10.0, 100.0, 1e4]))
+def test_it_is_strictly_decreasing_for_any_weights(seed: int, scale: float) -> None:
+    g = copy_of(FITTED)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in g.parameters():
+            parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
+    assert_strictly_decreasing(g)
+
+
+@pytest.mark.parametrize("method", ["moco", "simsiam", "byol"])
+def test_the_fit_meets_the_papers_constants(method: str) -> None:
+    constants = constants_for(method)
+    with torch.no_grad():
+        g = MMNN(constants)
+        for length, similarity in constants.items():
+            values = g(random_composites(length))
+            assert values.mean().item() == pytest.approx(similarity, abs=1.5e-3)
+            assert values.std() < 0.005  # no op is favoured before there is evidence
+        for length in range(4, 11):
+            mean = g(random_composites(length)).mean().item()
+            assert mean == pytest.approx(similarity_at(constants, length), abs=0.01)
+            assert mean > -0.15
+
+
+@pytest.mark.parametrize("constants", [{10: -0.05}, {1: 0.8}, {1: 0.9, 3: 0.5}, {2: 0.7, 5: 0.3}])
+def test_the_fit_meets_other_lengths(constants: dict[int, float]) -> None:
+    g = MMNN(constants)
+    with torch.no_grad():
+        for length, similarity in constants.items():
+            assert g(random_composites(length)).mean().item() == pytest.approx(similarity, abs=3e-3)
+
+
+def test_the_fit_is_deterministic_fast_and_leaves_the_global_generator_alone() -> None:
+    state = torch.get_rng_state()
+    first = MMNN()
+    began = time.process_time()
+    second = MMNN()
+    assert (time.process_time() - began) / torch.get_num_threads() < 1.0
+    assert torch.equal(torch.get_rng_state(), state)
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_every_weight_can_learn_from_composites_of_the_trained_lengths(fitted: MMNN) -> None:
+    g = copy_of(fitted)
+    g(torch.cat([vectors(length) for length in (1, 2, 3)])).sum().backward()
+    assert bool((g.linear.grad != 0).all()) and g.bias.grad != 0
+    assert ((g.hidden.grad != 0).all(1)).float().mean() > 0.4  # units that set in at longer lengths wait for those
+
+
+def test_output_is_float32_under_autocast_and_shaped_like_the_batch(fitted: MMNN) -> None:
+    composition = torch.stack([random_composites(length, 5) for length in (1, 2, 3)])
+    plain = fitted(composition)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = fitted(composition)
+    assert mixed.dtype == torch.float32 and mixed.shape == (3, 5)
+    assert torch.equal(plain, mixed)
+
+
+def test_constants_are_looked_up_by_length_and_continued_in_a_line() -> None:
+    constants = Constants(CONSTANTS["moco"])
+    composition = torch.stack([random_composites(length, 4) for length in (1, 2, 3, 5)])
+    expected = torch.tensor([0.80, 0.75, 0.65, 0.45])
+    assert torch.allclose(constants(composition), expected[:, None].expand(4, 4))
+    assert not list(constants.parameters()) and not constants.state_dict()
+    assert Constants({2: 0.5})(random_composites(2, 1)).item() == 0.5
+    assert constants(random_composites(40, 1)).item() == -1.0  # a cosine ends there
+
+
+@pytest.mark.parametrize(
+    "constants",
+    [{}, {0: 1.0, 1: 0.8}, {1: 1.0}, {1: 0.8, 2: 0.8}, {1: 0.8, 2: 0.5, 3: 0.4}, {1: -1.1}],
+)
+def test_constants_that_no_concave_falling_function_meets_are_refused(constants: dict[int, float]) -> None:
+    with pytest.raises(UserError, match="constants:"):
+        MMNN(constants)
+
+
+FITTED = MMNN()
