@@ -1,0 +1,205 @@
+"""Ranks: who this process is, and the few collectives that training needs.
+
+One process a GPU. The environment of torchrun (which ``--gpus N`` uses) or of Slurm's ``srun`` says who is who; without
+either there is one rank, no process group exists, and every function here returns at once.
+
+Anything averaged over the batch is averaged over the *global* batch: :func:`mean_over_ranks` gives each rank the global
+mean and passes the gradient to its own share, and :func:`reduce_gradients` completes the mean over ranks.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from loaders.errors import UserError
+
+# Long enough for one rank to write a checkpoint to slow storage while the others wait.
+_TIMEOUT = timedelta(minutes=10)
+_BUCKET_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among all ``size`` processes and the device that is its alone."""
+
+    rank: int
+    local_rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the one rank that writes files and speaks."""
+        return self.rank == 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a launcher says: this process is ``rank`` of ``size``, on its machine ``local_rank`` of ``local_size``."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+def place() -> Place | None:
+    """Who this process is, by torchrun's or srun's environment; None if neither launched it."""
+    env = os.environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        local = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
+        return Place(int(env["RANK"]), int(env["WORLD_SIZE"]), *local)
+    # Of Slurm's variables only srun sets this one; a batch script or an interactive shell is no rank.
+    tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
+    if tasks > 1 and "SLURM_PROCID" in env:
+        here = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", "1"))  # such as 4(x2)
+        return Place(int(env["SLURM_PROCID"]), tasks, int(env["SLURM_LOCALID"]), int(here.group()) if here else 1)
+    return None
+
+
+def init(use_gpu: bool) -> World:
+    """Join the other ranks, if any: NCCL between GPUs, gloo between CPUs. This rank's GPU becomes the current one.
+
+    Raises:
+        UserError: a rank without a GPU of its own.
+    """
+    here = place() or Place(0, 1, 0, 1)
+    device = torch.device("cpu")
+    if use_gpu:
+        device = torch.device("cuda", _gpu(here.local_rank))
+        torch.cuda.set_device(device)  # before anything else, or every rank would also open a context on GPU 0
+    if here.size > 1:
+        if "MASTER_ADDR" not in os.environ:
+            _find_master()
+        identity: dict[str, Any] = {"device_id": device} if use_gpu else {}
+        dist.init_process_group(
+            "nccl" if use_gpu else "gloo", rank=here.rank, world_size=here.size, timeout=_TIMEOUT, **identity
+        )
+    return World(here.rank, here.local_rank, here.size, device)
+
+
+def shutdown() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _gpu(local_rank: int) -> int:
+    count = torch.cuda.device_count()
+    if count == 1:
+        return 0  # Slurm may show each task its own GPU only
+    if local_rank >= count:
+        raise UserError(f"rank {local_rank} of this machine has no GPU: asked for {local_rank + 1}, have {count}")
+    return local_rank
+
+
+def _find_master() -> None:
+    """Under srun: all ranks agree on the first node and on a port drawn from the job's number."""
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "localhost")
+    os.environ["MASTER_ADDR"] = _first_host(nodes)
+    job, step = int(os.environ.get("SLURM_JOB_ID", 0)), int(os.environ.get("SLURM_STEP_ID", 0))
+    os.environ.setdefault("MASTER_PORT", str(20000 + (job * 7 + step) % 12000))
+
+
+def _first_host(nodes: str) -> str:
+    """The first of Slurm's node list: ``gpu[03-05,9],x`` gives ``gpu03``."""
+    head = re.match(r"([^,\[]*)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
+    assert head is not None  # the pattern matches any text
+    return "".join(part or "" for part in head.groups())
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        result = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(result)
+        return result.div_(dist.get_world_size())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def mean_over_ranks(tensor: Tensor) -> Tensor:
+    """The mean of every rank's ``tensor`` (same shape everywhere, floating point). On one rank the tensor itself.
+
+    The gradient reaches the own share unchanged: a loss of means over equal shares of a global batch then has the
+    global gradient once :func:`reduce_gradients` has averaged over ranks.
+    """
+    return tensor if _ranks() == 1 else _Mean.apply(tensor)
+
+
+@torch.no_grad()
+def gather(tensor: Tensor) -> Tensor:
+    """All ranks' ``tensor`` (B, ...) in rank order as (ranks * B, ...), the order of the global batch; no gradient."""
+    if _ranks() == 1:
+        return tensor.detach()
+    tensor = tensor.detach().contiguous()
+    result = tensor.new_empty((_ranks() * tensor.shape[0], *tensor.shape[1:]))
+    dist.all_gather_into_tensor(result, tensor)
+    return result
+
+
+@torch.no_grad()
+def reduce_gradients(gradients: Sequence[Tensor]) -> None:
+    """Replace each tensor by its mean over ranks, in place. Every rank passes tensors of the same shapes in the same
+    order; they travel in few large messages."""
+    if _ranks() == 1:
+        return
+    for bucket in _buckets(gradients):
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        dist.all_reduce(flat)
+        flat.div_(_ranks())
+        parts = flat.split([gradient.numel() for gradient in bucket])
+        torch._foreach_copy_(bucket, [part.view_as(old) for part, old in zip(parts, bucket, strict=True)])
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+    """Runs of tensors of one dtype, of about ``_BUCKET_BYTES``."""
+    bucket: list[Tensor] = []
+    held = 0
+    for tensor in tensors:
+        if bucket and (tensor.dtype != bucket[0].dtype or held + tensor.nbytes > _BUCKET_BYTES):
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(tensor)
+        held += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+@torch.no_grad()
+def broadcast_parameters(tensors: Iterable[Tensor]) -> None:
+    """Give every rank the main rank's values, in place: parameters and buffers before the first step."""
+    if _ranks() == 1:
+        return
+    for tensor in tensors:
+        whole = tensor.contiguous()
+        dist.broadcast(whole, src=0)
+        tensor.copy_(whole)
+
+
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Whether ``flag`` holds on at least one rank; every rank gets the same answer (and waits for it)."""
+    if _ranks() == 1:
+        return flag
+    votes = torch.tensor(float(flag), device=device)
+    dist.all_reduce(votes, dist.ReduceOp.MAX)
+    return bool(votes.item())
+
+
+def barrier() -> None:
+    """Wait until all ranks are here."""
+    if _ranks() > 1:
+        dist.barrier()

@@ -1,0 +1,91 @@
+"""What the ranks of test_distributed.py do, as a program: ``python -m ranks_at_work WORK --gpus 0 --cpu-ranks N``."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from cocor import distributed, launch
+from cocor.config import Config, load
+from cocor.distributed import World
+from loaders.errors import UserError
+
+
+def collectives(config: Config, world: World) -> None:
+    """Every collective against what one process computes on the whole."""
+    rank, size = world.rank, world.size
+    whole = torch.arange(8 * 3, dtype=torch.float32).reshape(8, 3)
+    share = whole.chunk(size)[rank]
+    assert torch.equal(distributed.gather(share), whole)
+    assert torch.equal(distributed.gather(share.long()), whole.long())
+    images = torch.rand(1, 3, 2, 2).mul_(0).add_(rank).to(memory_format=torch.channels_last).requires_grad_()
+    everyone = distributed.gather(images)
+    assert everyone.shape == (size, 3, 2, 2) and not everyone.requires_grad
+    assert everyone[:, 0, 0, 0].tolist() == list(range(size))
+
+    own = torch.tensor([float(rank), 1.0])
+    assert torch.equal(distributed.mean_over_ranks(own), torch.tensor([(size - 1) / 2, 1.0]))
+    assert own[0] == rank
+
+    tensors = [torch.full((3, 2), float(rank)), torch.full((5,), float(rank), dtype=torch.float64)]
+    tensors.append(torch.full((2, 3, 4, 4), float(rank)).to(memory_format=torch.channels_last))
+    tensors[2][1, 2, 3, 0] = 10.0 * rank
+    distributed._BUCKET_BYTES = 40  # several messages
+    distributed.reduce_gradients(tensors)
+    mean = (size - 1) / 2
+    assert all((tensor.flatten()[:5] == mean).all() for tensor in tensors)
+    assert tensors[2][1, 2, 3, 0] == 10 * mean and tensors[2].is_contiguous(memory_format=torch.channels_last)
+
+    parameters = [torch.full((2, 2), float(rank + 1)), torch.tensor(rank + 1)]
+    distributed.broadcast_parameters(parameters)
+    assert (parameters[0] == 1).all() and parameters[1] == 1
+
+    assert distributed.any_rank(rank == size - 1, world.device) and not distributed.any_rank(False, world.device)
+    same_gradient(world)
+    distributed.barrier()
+
+
+def same_gradient(world: World) -> None:
+    """A loss that is no mean over samples: a function of a global mean, as the consistency loss is."""
+
+    def loss(model: nn.Module, images: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
+        out = model(images)
+        return nn.functional.softplus(mean(out.mean())) + out.square().mean()
+
+    torch.manual_seed(0)
+    model, images = nn.Linear(3, 1), torch.randn(8, 3)
+    expected = torch.autograd.grad(loss(model, images, lambda mean: mean), list(model.parameters()))
+    share = images.chunk(world.size)[world.rank]
+    gradients = list(torch.autograd.grad(loss(model, share, distributed.mean_over_ranks), list(model.parameters())))
+    distributed.reduce_gradients(gradients)
+    for one, reference in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(one, reference, rtol=1e-6, atol=1e-7)
+
+
+def mistake(config: Config, world: World) -> None:
+    if world.rank == 1:
+        raise UserError("no images in nowhere")
+    distributed.barrier()
+
+
+def bug(config: Config, world: World) -> None:
+    if world.rank == 1:
+        raise ZeroDivisionError("the first to fail")
+    distributed.barrier()
+
+
+def killed(config: Config, world: World) -> None:
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    distributed.barrier()
+
+
+if __name__ == "__main__":
+    work = {"collectives": collectives, "mistake": mistake, "bug": bug, "killed": killed}[sys.argv[1]]
+    arguments = sys.argv[2:]
+    sys.exit(
+        launch.command("test", lambda: launch.run(load(arguments), sys.argv[1:], work, "ranks_at_work"))
+    )

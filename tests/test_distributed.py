@@ -1,0 +1,119 @@
+"""Real process groups over gloo, started as ``--gpus N`` starts them; who is who under torchrun and Slurm."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cocor import distributed
+from cocor.config import Config, load
+from cocor.distributed import Place
+from cocor.launch import settle, usable_cpus
+from loaders.errors import UserError
+
+TESTS = Path(__file__).parent
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+
+
+def run_ranks(work: str, ranks: int) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key not in LAUNCHERS}
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    arguments = [work, "--gpus", "0", "--cpu-ranks", str(ranks)]
+    return subprocess.run(
+        [sys.executable, "-m", "ranks_at_work", *arguments],
+        env=environment, capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """No launcher in the environment."""
+    for key in LAUNCHERS:
+        monkeypatch.delenv(key, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_collectives_give_what_one_process_computes(ranks: int) -> None:
+    run = run_ranks("collectives", ranks)
+    assert run.returncode == 0, run.stderr
+
+
+def test_a_users_mistake_on_one_rank_is_one_line_and_exit_code_2() -> None:
+    run = run_ranks("mistake", 2)
+    assert (run.returncode, run.stderr) == (2, "test: error: no images in nowhere\n")
+
+
+def test_the_first_failure_is_shown_alone_and_ends_all_ranks() -> None:
+    run = run_ranks("bug", 2)
+    assert run.returncode == 1
+    assert run.stderr.startswith("rank 1 failed\nTraceback") and run.stderr.count("Traceback") == 1
+    assert "ZeroDivisionError: the first to fail" in run.stderr
+
+
+def test_a_killed_rank_is_named() -> None:
+    run = run_ranks("killed", 2)
+    assert run.returncode == 128 + 9
+    assert run.stderr.startswith("rank 1 was ended by SIGKILL")
+
+
+def test_one_rank_needs_no_process_group(alone: pytest.MonkeyPatch) -> None:
+    world = distributed.init(use_gpu=False)
+    assert (world.rank, world.size, world.main, world.device.type) == (0, 1, True, "cpu")
+    assert not torch.distributed.is_initialized()
+    tensor = torch.ones(3, requires_grad=True)
+    assert distributed.mean_over_ranks(tensor) is tensor
+    assert distributed.gather(tensor).data_ptr() == tensor.data_ptr()
+    distributed.barrier()
+    distributed.shutdown()
+
+
+def test_torchrun_and_srun_say_who_is_who(alone: pytest.MonkeyPatch) -> None:
+    assert distributed.place() is None
+    alone.setenv("SLURM_STEP_NUM_TASKS", "8")
+    alone.setenv("SLURM_PROCID", "5")
+    alone.setenv("SLURM_LOCALID", "1")
+    alone.setenv("SLURM_STEP_TASKS_PER_NODE", "4(x2)")
+    assert distributed.place() == Place(5, 8, 1, 4)
+    for key, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        alone.setenv(key, value)
+    assert distributed.place() == Place(3, 4, 1, 2)
+
+
+def test_a_slurm_shell_or_batch_script_is_no_rank(alone: pytest.MonkeyPatch) -> None:
+    alone.setenv("SLURM_PROCID", "0")
+    alone.setenv("SLURM_NTASKS", "8")
+    alone.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert distributed.place() is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("gpu[03-05,9],x1", "gpu03"), ("n1,n2", "n1"), ("a-b[7]", "a-b7"), ("r[1-2].site", "r1.site"), ("one", "one")],
+)
+def test_the_first_host_of_a_slurm_node_list(nodes: str, first: str) -> None:
+    assert distributed._first_host(nodes) == first
+
+
+def test_what_depends_on_the_machine_is_settled_once(alone: pytest.MonkeyPatch) -> None:
+    config = settle(load(["--gpus", "0", "--cpu-ranks", "2"]))
+    assert (config.gpus, config.precision) == (0, "fp32")
+    assert config.workers == max(1, min(16, usable_cpus() // 2))
+    assert settle(config) == config
+    assert settle(load(["--gpus", "0", "--workers", "3", "--precision", "bf16"])).workers == 3
+
+
+def test_more_gpus_than_present_are_refused_before_anything_starts(alone: pytest.MonkeyPatch) -> None:
+    have = torch.cuda.device_count()
+    with pytest.raises(UserError, match=f"asked for {have + 1}, have {have}"):
+        settle(Config(gpus=have + 1, batch_size=8 * (have + 1), key_bn_splits=have + 1))
+
+
+def test_the_batch_must_suit_the_ranks_that_a_launcher_started(alone: pytest.MonkeyPatch) -> None:
+    for key, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}.items():
+        alone.setenv(key, value)
+    with pytest.raises(UserError, match="256 is no multiple of the 3 ranks; try 258"):
+        settle(load(["--gpus", "0"]))
