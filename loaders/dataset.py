@@ -97,7 +97,7 @@ def open_folder(
     root = Path(path)
     listing = _list(root, labels)
     index = size_index(root, listing, workers or available_cores(), quiet)
-    faults = [*listing.faults, *((listing.names[i], reason) for i, reason in index.faults.items())]
+    faults = dict(listing.faults) | {listing.names[i]: reason for i, reason in index.faults.items()}
     usable = np.ones(len(listing.names), np.bool_)
     usable[list(index.faults)] = False
 
@@ -107,11 +107,11 @@ def open_folder(
         label_of, more_faults = _folder_labels(root, listing)
     else:
         label_of, more_faults = {}, []
-    faults += more_faults
+    faults = dict(more_faults) | faults
     labelled = labels is not None or bool(listing.folders)
     if labelled:
         usable &= np.isin(np.arange(len(usable)), list(label_of))
-    _check_faults(root, sorted(faults), on_error)
+    _check_faults(root, sorted(faults.items()), on_error)
 
     chosen = np.flatnonzero(usable)
     if not len(chosen):
@@ -125,7 +125,7 @@ def open_folder(
         known,
         index.sizes[chosen],
         index.plain[chosen],
-        tuple(sorted(faults)),
+        tuple(sorted(faults.items())),
     )
 
 
@@ -197,8 +197,9 @@ def _number_classes(
     known = list(classes) if classes is not None else sorted(present.union(folders))
     places = {name: i for i, name in enumerate(known)}
     strange = sorted(present - places.keys())
-    if strange and all(label.isdecimal() and int(label) < len(known) for label in present):
-        places, strange = {str(i): i for i in range(len(known))} | {label: int(label) for label in present}, []
+    if strange and all(label.isdecimal() for label in present):
+        places = {label: int(label) for label in present}
+        strange = [label for label in strange if int(label) >= len(known)]
     if strange:
         raise UserError(f"{printable(root)}: class {printable(strange[0])} is not among the {len(known)} known classes")
     return known, np.array([-1 if label is None else places[label] for label in found], np.int64)

@@ -45,8 +45,8 @@ class SizeIndex:
 def size_index(root: Path, listing: Listing, workers: int, quiet: bool = False) -> SizeIndex:
     """The index of the files in ``listing``, from the cache if that is up to date."""
     key = _key(listing)
-    places = [root / CACHE_NAME, _user_cache(root)]
-    for place in places:
+    beside, own = root / CACHE_NAME, _user_cache(root)
+    for place in (beside, own):
         cached = _read(place, key, len(listing.names))
         if cached is not None:
             return cached
@@ -58,7 +58,7 @@ def size_index(root: Path, listing: Listing, workers: int, quiet: bool = False) 
         {i: describe(item) for i, item in enumerate(found) if not isinstance(item, Header)},
     )
     if not any(isinstance(item, OSError) for item in found):  # a disk's or a permission's fault may pass
-        any(_write(place, key, index) for place in places)
+        _write(beside, key, index) or _write(own, key, index, make_folder=True)
     return index
 
 
@@ -120,11 +120,11 @@ def _read(place: Path, key: str, count: int) -> SizeIndex | None:
     return index if index.sizes.shape == (count, 2) and index.plain.shape == (count,) else None
 
 
-def _write(place: Path, key: str, index: SizeIndex) -> bool:
+def _write(place: Path, key: str, index: SizeIndex, make_folder: bool = False) -> bool:
     """Write through a temporary file, so that a reader or a second writer never sees half of it."""
     temporary = ""
     try:
-        if place.name != CACHE_NAME:
+        if make_folder:
             place.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(prefix=".cocor-", suffix=".tmp", dir=place.parent)
         with os.fdopen(handle, "wb") as file:

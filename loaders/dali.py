@@ -1,0 +1,255 @@
+"""The DALI loader: every file is read and decoded once, and every crop is a region-of-interest resize of that decode.
+
+    plan -> file names and boxes (external source) -> io.file.read -> decoders.image -> C resizes -> stack -> torch
+
+DALI draws nothing; it is told which files and which boxes. On a GPU decoding is "mixed": nvJPEG and the card's JPEG
+engines; crops never leave the GPU. Files whose pixels depend on the decoder (alpha, 16 bits, CMYK and the like, see
+:mod:`loaders.decode`) are decoded by the one rule on the host and reach DALI as raw pixels in memory files.
+"""
+
+import os
+import warnings
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
+from loaders.dataset import ImageDataset
+from loaders.decode import decode
+from loaders.delivery import Delivery, Job, paths_of
+from loaders.errors import UserError
+from loaders.names import printable
+from loaders.order import BatchOrder
+from loaders.plan import ViewPlan
+
+_INSTALL = "pip install nvidia-dali-cuda130 (or choose another --loader)"
+_AHEAD = 2  # batches in DALI's own queue
+_LARGEST_HINT = 6500  # pixels a side up to which the hardware decoder's memory is set aside at the start
+
+
+class _MemoryFile:
+    """An image decoded by the one rule, as raw pixels (PPM) in a nameless file. Closed with its last reference."""
+
+    def __init__(self, path: str) -> None:
+        image = decode(path)
+        self._handle = os.memfd_create("cocor-image")
+        with os.fdopen(os.dup(self._handle), "wb") as file:
+            file.write(b"P6 %d %d 255\n" % image.size)
+            file.write(image.tobytes())
+
+    @property
+    def path(self) -> str:
+        return f"/proc/self/fd/{self._handle}"
+
+    def __del__(self) -> None:
+        if hasattr(self, "_handle"):
+            os.close(self._handle)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A job, the files that DALI shall read for it, and the memory files among them (kept open with the request)."""
+
+    job: Job
+    files: list[str]
+    memory_files: list[_MemoryFile]
+
+
+class DaliLoader:
+    """Batches of ``dataset`` as ``plan`` and ``order`` say, on ``device``.
+
+    ``workers`` is the number of DALI's threads (default: one a core); ``hw_decoder_load`` the share of the JPEGs that
+    go to the GPU's hardware decoder. Raises :class:`UserError` naming the file if one cannot be decoded, and if DALI or
+    the GPU is missing.
+    """
+
+    def __init__(
+        self,
+        dataset: ImageDataset,
+        plan: ViewPlan,
+        *,
+        order: BatchOrder,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        workers: int | None = None,
+        hw_decoder_load: float = 0.65,
+        mean: Sequence[float] = IMAGENET_MEAN,
+        std: Sequence[float] = IMAGENET_STD,
+    ) -> None:
+        _require_dali()
+        self._delivery = Delivery(dataset, plan, order, device, dtype, workers, mean, std)
+        self._hw_decoder_load = hw_decoder_load
+        self._pipeline: Any = None
+        self._requests: Iterator[_Request] = iter(())
+        self._in_flight: deque[_Request] = deque()
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self._delivery.order.steps
+
+    def epoch(self, e: int, start_step: int = 0) -> Iterator[Batch]:
+        return self._delivery.deliver(self._pairs(e, start_step), in_background=False)
+
+    def close(self) -> None:
+        self._delivery.close()
+        self._pipeline = None
+
+    def _requests_of(self, epoch: int, start_step: int) -> Generator[_Request, None, None]:
+        dataset = self._delivery.dataset
+        with ThreadPoolExecutor(max(1, self._delivery.workers), thread_name_prefix="cocor-decode") as pool:
+            for job in self._delivery.jobs(epoch, start_step):
+                files = paths_of(dataset, job)
+                awkward = np.flatnonzero(~dataset.plain[job.planned.index])
+                memory_files = list(pool.map(_MemoryFile, [files[i] for i in awkward]))
+                for i, memory_file in zip(awkward, memory_files, strict=True):
+                    files[i] = memory_file.path
+                yield _Request(job, files, memory_files)
+
+    def _pairs(self, epoch: int, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
+        """Jobs and their crops uint8 (B, C, S, S, 3) on the loader's device."""
+        with self._delivery.prefetch(self._requests_of(epoch, start_step), depth=_AHEAD + 1) as self._requests:
+            try:
+                if self._pipeline is None:
+                    self._pipeline = self._build()
+                while True:
+                    crops = self._run()
+                    if crops is None:
+                        return
+                    yield self._in_flight.popleft().job, crops
+            finally:
+                self._drain()
+
+    def _run(self) -> Tensor | None:
+        """The crops of the oldest request in flight; None at the epoch's end."""
+        stream = torch.cuda.current_stream(self._delivery.device) if self._delivery.on_gpu else None
+        try:
+            (crops,) = self._pipeline.run(stream)
+        except StopIteration:
+            return None
+        except RuntimeError as fault:
+            self._pipeline = None  # it does not survive an error
+            raise self._explain(fault) from fault
+        return torch.from_dlpack(crops.as_tensor())
+
+    def _drain(self) -> None:
+        """Let DALI finish what it has been told to do, so that the pipeline is ready for another epoch."""
+        self._requests = iter(())
+        try:
+            if self._pipeline is not None:
+                with suppress(StopIteration):
+                    while True:
+                        self._pipeline.run()
+                self._pipeline.reset()
+        except RuntimeError:
+            self._pipeline = None
+        self._in_flight.clear()
+
+    def _next_inputs(self) -> list[Any]:
+        """DALI's external source: file names, then begin and end (y, x) of every crop's region."""
+        request = next(self._requests)
+        self._in_flight.append(request)
+        inputs: list[Any] = [[np.frombuffer(os.fsencode(file), np.uint8) for file in request.files]]
+        begin = request.job.planned.boxes[..., :2].astype(np.float32)  # (B, C, 2)
+        end = begin + request.job.planned.boxes[..., 2:]
+        for crop in range(begin.shape[1]):
+            inputs += [np.ascontiguousarray(begin[:, crop]), np.ascontiguousarray(end[:, crop])]
+        return inputs
+
+    def _build(self) -> Any:
+        from nvidia.dali import pipeline_def
+
+        @pipeline_def(
+            batch_size=self._delivery.order.local_batch_size,
+            num_threads=max(1, self._delivery.workers),
+            device_id=self._delivery.device.index if self._delivery.on_gpu else None,
+            prefetch_queue_depth=_AHEAD,
+            exec_dynamic=True,
+        )
+        def crops_of_files() -> Any:
+            return self._graph()
+
+        pipeline = crops_of_files()
+        pipeline.build()
+        return pipeline
+
+    def _graph(self) -> Any:
+        from nvidia.dali import fn, types
+
+        size, crops = self._delivery.plan.size, self._delivery.plan.layout.crops
+        files, *corners = fn.external_source(source=self._next_inputs, num_outputs=1 + 2 * crops, batch=True)
+        encoded = fn.io.file.read(files)
+        on_gpu = self._delivery.on_gpu
+        options = self._gpu_options() if on_gpu else {}
+        images = fn.decoders.image(encoded, device="mixed" if on_gpu else "cpu", output_type=types.RGB, **options)
+        resized = [
+            fn.resize(
+                images,
+                size=(size, size),
+                roi_start=corners[2 * crop],
+                roi_end=corners[2 * crop + 1],
+                interp_type=types.INTERP_LINEAR,
+                antialias=True,
+            )
+            for crop in range(crops)
+        ]
+        return fn.stack(*resized)
+
+    def _gpu_options(self) -> dict[str, Any]:
+        """The hardware decoder's share, and room for the largest image, so that it does not stall later to grow."""
+        dataset = self._delivery.dataset
+        height, width = np.minimum(dataset.sizes[dataset.plain].max(axis=0, initial=1), _LARGEST_HINT).tolist()
+        return {
+            "hw_decoder_load": self._hw_decoder_load,
+            "preallocate_height_hint": height,
+            "preallocate_width_hint": width,
+        }
+
+    def _explain(self, fault: RuntimeError) -> Exception:
+        """The file on which DALI failed, found by decoding what it was working on. Other faults as they are."""
+        files = [path for request in self._in_flight for path in paths_of(self._delivery.dataset, request.job)]
+        for path in files:
+            try:
+                decode(path)
+            except UserError as culprit:
+                return culprit
+        for path in files:
+            if not _dali_decodes(path):
+                return UserError(
+                    f"{printable(path)}: DALI cannot decode this file, though Pillow can; "
+                    "re-encode it, or choose another --loader"
+                )
+        return fault
+
+
+def _dali_decodes(path: str) -> bool:
+    from nvidia.dali import fn, pipeline_def
+
+    @pipeline_def(batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
+    def one_image() -> Any:
+        return fn.decoders.image(fn.io.file.read(fn.external_source(name="file")), device="cpu")
+
+    try:
+        one_image().run(file=[np.frombuffer(os.fsencode(path), np.uint8)])
+    except RuntimeError:
+        return False
+    return True
+
+
+def _require_dali() -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import nvidia.dali as dali
+            import nvidia.dali.fn  # noqa: F401
+    except ImportError as fault:
+        raise UserError(f"the DALI loader needs NVIDIA DALI, which is not installed: {_INSTALL}") from fault
+    version = getattr(dali, "__version__", "unknown")
+    if not version[:1].isdigit() or int(version.split(".")[0]) < 2:
+        raise UserError(f"the DALI loader needs NVIDIA DALI 2.0 or newer and finds {version}: {_INSTALL}")

@@ -1,0 +1,173 @@
+"""What all loaders share: from the plan to jobs, and from a job's crops to a :class:`Batch`.
+
+    BatchOrder + ViewPlan -> Job (which images, boxes, programs) -> loader: crops -> executor: views -> Batch
+
+On the CPU all of it happens in a background thread. On a GPU the background thread prepares jobs (and whatever crops
+are made on the host) in pinned memory; the executor is launched by the consumer, on its current stream.
+"""
+
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from threading import Lock
+from typing import TypeVar
+from weakref import WeakSet
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
+from loaders.dataset import ImageDataset
+from loaders.errors import UserError
+from loaders.kernels import make_executor
+from loaders.kernels.lower import lower
+from loaders.names import available_cores
+from loaders.order import BatchOrder
+from loaders.plan import PlannedBatch, ViewPlan
+from loaders.prefetch import Prefetch
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A planned batch of B samples as the executor takes it: C crops, T views of up to P ops, L composites.
+
+    ``tensors``: flips (B, C) uint8, codes (B, T, P) uint8, params (B, T, P, 8) int32, composition (L, B, 14) uint8,
+    label (B,) int64, index (B,) int64.
+    """
+
+    planned: PlannedBatch
+    tensors: dict[str, Tensor]
+
+
+class Delivery:
+    """Makes jobs and finishes batches for one loader. Arguments as for the loaders."""
+
+    def __init__(
+        self,
+        dataset: ImageDataset,
+        plan: ViewPlan,
+        order: BatchOrder,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        workers: int | None = None,
+        mean: Sequence[float] = IMAGENET_MEAN,
+        std: Sequence[float] = IMAGENET_STD,
+    ) -> None:
+        if order.length != len(dataset):
+            raise ValueError(f"the order covers {order.length} samples, the data set has {len(dataset)}")
+        self.dataset, self.plan, self.order, self.dtype = dataset, plan, order, dtype
+        self.device = usable_device(device)
+        self.workers = available_cores() if workers is None else workers
+        self._executor = make_executor(
+            self.device, dtype, plan.layout, plan.size, mean, std, threads=max(1, self.workers)
+        )
+        self._active: WeakSet[Prefetch | Generator] = WeakSet()
+        self._lock = Lock()
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def jobs(self, epoch: int, start_step: int) -> Generator[Job, None, None]:
+        """The jobs of an epoch from ``start_step`` on, in pinned memory if they go to a GPU."""
+        for step in range(start_step, self.order.steps):
+            index = self.order.indices(epoch, step)
+            planned = self.plan.draw(epoch, index, self.dataset.sizes[index])
+            arrays = {
+                "flips": planned.flips,
+                "codes": planned.codes,
+                "params": lower(planned.codes, planned.magnitudes, self.plan.size),
+                "composition": planned.composition,
+                "label": self.dataset.labels[index],
+                "index": planned.index.copy(),  # the order is read-only memory
+            }
+            yield Job(planned, {name: self.stage(torch.from_numpy(array)) for name, array in arrays.items()})
+
+    def stage(self, tensor: Tensor) -> Tensor:
+        """``tensor`` where a copy to the device can start without waiting."""
+        return tensor.pin_memory() if self.on_gpu else tensor
+
+    def prefetch(self, source: Generator[Item, None, None], depth: int = 2) -> Prefetch[Item]:
+        """Run ``source`` in a thread that :meth:`close` stops."""
+        active = Prefetch(source, depth)
+        self._register(active)
+        return active
+
+    def deliver(
+        self, pairs: Generator[tuple[Job, Tensor], None, None], in_background: bool = True
+    ) -> Generator[Batch, None, None]:
+        """Batches from ``pairs`` of jobs and crops (B, C, S, S, 3) uint8. Ends the epoch that was open before.
+
+        On a GPU ``pairs`` may ask to run in the consumer's thread, since it works asynchronously itself.
+        """
+        self.close()
+        if not self.on_gpu:
+            with self.prefetch(self._finish_all(pairs)) as batches:
+                yield from batches
+        elif in_background:
+            with self.prefetch(pairs) as ready:
+                for job, crops in ready:
+                    yield self.finish(job, crops)
+        else:
+            self._register(pairs)
+            yield from self._finish_all(pairs)
+
+    def _finish_all(self, pairs: Generator[tuple[Job, Tensor], None, None]) -> Generator[Batch, None, None]:
+        with closing(pairs):
+            for job, crops in pairs:
+                yield self.finish(job, crops)
+
+    def finish(self, job: Job, crops: Tensor) -> Batch:
+        """Run the programs on ``crops`` (B, C, S, S, 3) uint8, on the current stream if on a GPU."""
+        here = {name: tensor.to(self.device, non_blocking=True) for name, tensor in job.tensors.items()}
+        crops = crops.to(self.device, non_blocking=True)
+        images = self._executor(crops, here["flips"], here["codes"], here["params"])  # (T, B, S, S, 3)
+        return assemble(images, here, self.plan, self.dtype)
+
+    def close(self) -> None:
+        """End the open epoch and its threads."""
+        with self._lock:
+            active = list(self._active)
+        for item in active:
+            item.close()
+
+    def _register(self, active: Prefetch | Generator) -> None:
+        with self._lock:
+            self._active.add(active)
+
+
+def assemble(images: Tensor, tensors: dict[str, Tensor], plan: ViewPlan, dtype: torch.dtype) -> Batch:
+    """Cut views (T, B, S, S, 3) into a batch, without copying them if they have the right type."""
+    layout, size = plan.layout, plan.size
+    channels_last = images.to(dtype).permute(0, 1, 4, 2, 3)
+    views, original, composites = channels_last.split([layout.contrastive, layout.originals, layout.composites])
+    return Batch(
+        views,
+        original.permute(0, 1, 3, 4, 2).reshape(-1, size, size, 3).permute(0, 3, 1, 2),
+        composites,
+        tensors["composition"],
+        tensors["label"],
+        tensors["index"],
+    )
+
+
+def usable_device(device: torch.device | str) -> torch.device:
+    """``device`` with its GPU's number. Raises :class:`UserError` if there is no such GPU."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return device
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise UserError("a GPU was asked for, but PyTorch finds none: check the driver, or run on the CPU")
+    number = torch.cuda.current_device() if device.index is None else device.index
+    if number >= count:
+        raise UserError(f"GPU {number} was asked for, but there are {count}: lower --gpus")
+    return torch.device("cuda", number)
+
+
+def paths_of(dataset: ImageDataset, job: Job) -> list[str]:
+    """The files of the job's samples."""
+    return [dataset.paths[i] for i in np.asarray(job.planned.index)]

@@ -1,0 +1,83 @@
+"""No data: random crops, made once on the device. The upper bound of what a loader can deliver, and a test's stand-in.
+
+The plan is drawn and its programs are executed all the same, unless ``execute`` is off: then the first batch of a shape
+is handed out again and again, and only the order's indices and labels change.
+"""
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
+from loaders.dataset import ImageDataset
+from loaders.delivery import Delivery, Job
+from loaders.order import BatchOrder
+from loaders.plan import ViewPlan
+
+
+def synthetic_dataset(count: int, classes: int = 1000, height: int = 375, width: int = 500) -> ImageDataset:
+    """``count`` images that do not exist, with labels in turn."""
+    return ImageDataset(
+        Path("synthetic"),
+        [f"{i:08d}" for i in range(count)],
+        np.arange(count, dtype=np.int64) % classes,
+        [f"{i:04d}" for i in range(classes)],
+        np.tile(np.array([height, width], np.int32), (count, 1)),
+        np.ones(count, np.bool_),
+    )
+
+
+class SyntheticLoader:
+    """Batches of noise with the views, programs and indices that real images would have."""
+
+    def __init__(
+        self,
+        dataset: ImageDataset,
+        plan: ViewPlan,
+        *,
+        order: BatchOrder,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        workers: int | None = None,
+        mean: Sequence[float] = IMAGENET_MEAN,
+        std: Sequence[float] = IMAGENET_STD,
+        execute: bool = True,
+    ) -> None:
+        self._delivery = Delivery(dataset, plan, order, device, dtype, workers, mean, std)
+        self._execute = execute
+        shape = (order.local_batch_size, plan.layout.crops, plan.size, plan.size, 3)
+        generator = torch.Generator(self._delivery.device).manual_seed(0)
+        self._crops = torch.randint(
+            256, shape, dtype=torch.uint8, device=self._delivery.device, generator=generator
+        )  # fmt: skip
+        self._finished: dict[int, Batch] = {}
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self._delivery.order.steps
+
+    def epoch(self, e: int, start_step: int = 0) -> Iterator[Batch]:
+        if self._execute:
+            return self._delivery.deliver(self._pairs(e, start_step))
+        return self._repeat(e, start_step)
+
+    def close(self) -> None:
+        self._delivery.close()
+
+    def _pairs(self, epoch: int, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
+        for job in self._delivery.jobs(epoch, start_step):
+            yield job, self._crops[: len(job.planned.index)]
+
+    def _repeat(self, epoch: int, start_step: int) -> Iterator[Batch]:
+        order, dataset, device = self._delivery.order, self._delivery.dataset, self._delivery.device
+        for step in range(start_step, order.steps):
+            index = order.indices(epoch, step)
+            if len(index) not in self._finished:
+                job = next(self._delivery.jobs(epoch, step))
+                self._finished[len(index)] = self._delivery.finish(job, self._crops[: len(index)])
+            label = torch.from_numpy(dataset.labels[index]).to(device)
+            yield replace(self._finished[len(index)], label=label, index=torch.from_numpy(index).to(device))

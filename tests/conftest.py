@@ -1,0 +1,47 @@
+"""Small folders of real photographs (scikit-image's), written once a session, and loader building blocks on them."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from skimage import data
+
+PHOTOS = ("astronaut", "chelsea", "coffee", "rocket")
+
+
+def photo(name: str) -> Image.Image:
+    """A photograph of at most 400 pixels a side."""
+    image = Image.fromarray(getattr(data, name)()).convert("RGB")
+    image.thumbnail((400, 400))
+    return image
+
+
+@pytest.fixture(scope="session")
+def photos() -> dict[str, Image.Image]:
+    return {name: photo(name) for name in PHOTOS}
+
+
+@pytest.fixture(scope="session")
+def photo_folder(tmp_path_factory: pytest.TempPathFactory, photos: dict[str, Image.Image]) -> Path:
+    """24 images in 4 class folders: parts of photographs, JPEG and PNG, of several sizes. Read only, do not change."""
+    root = tmp_path_factory.mktemp("photos")
+    rng = np.random.default_rng(0)
+    for name, image in photos.items():
+        (root / name).mkdir()
+        for i in range(6):
+            width, height = (int(rng.integers(120, side)) for side in image.size)
+            left, top = int(rng.integers(0, image.width - width)), int(rng.integers(0, image.height - height))
+            part = image.crop((left, top, left + width, top + height))
+            if i == 5:
+                part.save(root / name / f"{i}.png")
+            else:
+                part.save(root / name / f"{i}.jpg", quality=92)
+    return root
+
+
+@pytest.fixture
+def photo_copy(photo_folder: Path, tmp_path: Path) -> Path:
+    """A copy of ``photo_folder`` that the test may change."""
+    return Path(shutil.copytree(photo_folder, tmp_path / "photos", ignore=shutil.ignore_patterns(".*")))
