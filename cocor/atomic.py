@@ -6,7 +6,7 @@ there before stays until its successor is complete.
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from loaders.errors import UserError
@@ -16,13 +16,15 @@ TEMPORARY = ".tmp"
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary path to write to; when the block ends well, it becomes ``path``, else it is removed.
+    """Give a temporary path to write to; when the block ends well, it becomes ``path``, else it is removed. Makes the
+    folder.
 
     Raises:
         UserError: the folder cannot be written or the disk is full; names the folder. ``path`` is as it was.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
         _sync(temporary)
         temporary.replace(path)
@@ -31,7 +33,8 @@ def replacing(path: Path) -> Iterator[Path]:
         remedy = "free some space or choose another --output"
         raise UserError(f"cannot write {path.name} in {path.parent}: {error.strerror or error}; {remedy}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -9,14 +9,14 @@ mean and passes the gradient to its own share, and :func:`reduce_gradients` comp
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from loaders.errors import UserError
 
@@ -165,7 +165,7 @@ def reduce_gradients(gradients: Sequence[Tensor]) -> None:
         torch._foreach_copy_(bucket, [part.view_as(old) for part, old in zip(parts, bucket, strict=True)])
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Runs of tensors of one dtype, of about ``_BUCKET_BYTES``."""
     bucket: list[Tensor] = []
     held = 0
@@ -180,11 +180,11 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
 
 
 @torch.no_grad()
-def broadcast_parameters(tensors: Iterable[Tensor]) -> None:
-    """Give every rank the main rank's values, in place: parameters and buffers before the first step."""
+def broadcast_parameters(module: nn.Module) -> None:
+    """Give every rank the main rank's parameters and buffers."""
     if _ranks() == 1:
         return
-    for tensor in tensors:
+    for tensor in (*module.parameters(), *module.buffers()):
         whole = tensor.contiguous()
         dist.broadcast(whole, src=0)
         tensor.copy_(whole)

@@ -39,9 +39,11 @@ def collectives(config: Config, world: World) -> None:
     assert all((tensor.flatten()[:5] == mean).all() for tensor in tensors)
     assert tensors[2][1, 2, 3, 0] == 10 * mean and tensors[2].is_contiguous(memory_format=torch.channels_last)
 
-    parameters = [torch.full((2, 2), float(rank + 1)), torch.tensor(rank + 1)]
-    distributed.broadcast_parameters(parameters)
-    assert (parameters[0] == 1).all() and parameters[1] == 1
+    module = nn.Sequential(nn.Conv2d(2, 2, 3), nn.BatchNorm2d(2)).to(memory_format=torch.channels_last)
+    for value in module.state_dict().values():
+        value.fill_(rank + 1)
+    distributed.broadcast_parameters(module)
+    assert all((value == 1).all() for value in module.state_dict().values())
 
     assert distributed.any_rank(rank == size - 1, world.device) and not distributed.any_rank(False, world.device)
     same_gradient(world)

@@ -1,0 +1,196 @@
+"""Checkpoints: all that a run needs to go on, in files that are whole, safe to open, and never the last of their kind.
+
+    runs/NAME/checkpoints/step_0001000.pt     {"step", "epoch", "training", "config", "versions", "dataset", ...}
+
+A checkpoint holds tensors, numbers, text, lists and dicts only, so ``torch.load(weights_only=True)`` opens it without
+running code and without this package. Files are written whole or not at all; an older one goes only after a newer one
+is on disk. A damaged newest file is named and the one before it used. One rank writes, any rank reads, on the CPU.
+"""
+
+import logging
+import platform
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import safetensors.torch
+import timm
+import torch
+import torchvision
+from torch import Tensor
+
+import cocor
+from cocor import atomic
+from cocor.config import FREE_TO_CHANGE, Config
+from loaders.errors import UserError
+
+FOLDER = "checkpoints"
+_PLAIN = (bool, int, float, str, bytes, type(None))
+_log = logging.getLogger(__name__)
+
+
+def save(folder: Path, state: Mapping[str, Any], *, keep: int) -> Path:
+    """Write ``state``, whose ``"step"`` counts the finished steps, and keep no more than ``keep`` files up to it.
+
+    Tensors are copied to the CPU; wrappers' prefixes (``module.``, ``_orig_mod.``) leave the keys.
+
+    Raises:
+        UserError: the disk is full or the folder not writable; what was there is still there.
+        TypeError: something in ``state`` is no tensor, number, text, list or dict; names its place.
+    """
+    path = folder / f"step_{state['step']:07d}.pt"
+    with atomic.replacing(path) as temporary, temporary.open("wb") as file:
+        try:
+            torch.save(portable(state), file)
+        except RuntimeError as error:  # torch's writer hides the system's own error behind one of its own
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+    for stale in folder.glob(f".*{atomic.TEMPORARY}"):  # of killed runs
+        stale.unlink()
+    # Later steps are damaged or of another run's making: not counted, not touched.
+    for old in [other for other in _listed(folder) if _step(other) <= _step(path)][keep:]:
+        old.unlink()
+    return path
+
+
+def describe(config: Config, digest: str) -> dict[str, Any]:
+    """What a checkpoint says about its run: configuration, versions, and the data set's digest."""
+    return {"config": config.to_dict(), "versions": versions(), "dataset": digest}
+
+
+def versions() -> dict[str, str]:
+    """The versions that a result may depend on."""
+    packages = {"torch": torch, "torchvision": torchvision, "timm": timm, "numpy": numpy}
+    found = {name: str(package.__version__) for name, package in packages.items()}
+    return {"cocor": cocor.__version__, "python": platform.python_version(), **found}
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a checkpoint onto the CPU.
+
+    Raises:
+        UserError: the file is missing, damaged, no checkpoint, or would have to run code to load.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such checkpoint")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()  # torch itself does not look at the checksums
+        if broken is not None:
+            raise UserError(f"{path} is damaged: {broken} differs from its checksum")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except UserError:
+        raise
+    except Exception as error:  # a broken file can fail anywhere in zip, pickle or torch
+        raise UserError(f"{path} is damaged or no checkpoint: {str(error).splitlines()[0][:200]}") from None
+    if not isinstance(state, dict) or not isinstance(state.get("step"), int):
+        raise UserError(f"{path} is no checkpoint of cocor: it has no step")
+    return state
+
+
+def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The newest checkpoint in ``folder`` that loads; None if there is none at all. Damaged ones are named.
+
+    Raises:
+        UserError: there are checkpoints, but none that loads.
+    """
+    paths = _listed(folder)
+    for path in paths:
+        try:
+            return path, load(path)
+        except UserError as error:
+            _log.warning("%s; trying the one before", error)
+    if paths:
+        raise UserError(f"{folder}: none of its {len(paths)} checkpoints loads; choose another --output to start anew")
+    return None
+
+
+def find(resume: str, output: Path) -> tuple[Path, dict[str, Any]] | None:
+    """What ``--resume`` means: ``auto`` is the newest in the run's own folder (None if it has none yet), else a
+    checkpoint or the folder of a run.
+
+    Raises:
+        UserError: nothing loads there, or the run's own folder holds later checkpoints, which would be mixed up with
+            those to come.
+    """
+    own = output / FOLDER
+    if resume == "auto":
+        return newest(own)
+    path = Path(resume).expanduser()
+    if path.is_dir():
+        found = newest(path / FOLDER if (path / FOLDER).is_dir() else path)
+        if found is None:
+            raise UserError(f"--resume {path}: no checkpoints there")
+        return found
+    later = [other.name for other in _listed(own) if _step(other) > _step(path)]
+    if path.parent.resolve() == own.resolve() and later:
+        raise UserError(f"--resume {path}: {later[0]} is later; remove the later ones or use another --output")
+    return path, load(path)
+
+
+def compare(state: Mapping[str, Any], config: Config, digest: str) -> list[str]:
+    """How the run that wrote ``state`` differs from the one that ``config`` and the data set's ``digest`` describe, in
+    what enters the arithmetic of its steps: one text a difference, empty if it can go on as if never interrupted."""
+    saved, now = state["config"], config.to_dict()
+    default = Config().to_dict()
+    differences = [
+        f"{key}: {saved.get(key, default.get(key))} in the checkpoint, {now.get(key)} now"
+        for key in now
+        if key not in FREE_TO_CHANGE and saved.get(key, default.get(key)) != now[key]
+    ]
+    if state["dataset"] != digest:
+        differences.append(f"data: other images, digest {state['dataset'][:12]} in the checkpoint, {digest[:12]} now")
+    return differences
+
+
+def read_backbone(path: Path) -> dict[str, Tensor]:
+    """The backbone's weights, under timm's names, in an exported ``.safetensors`` file or a checkpoint.
+
+    Raises:
+        UserError: missing or damaged file, or no backbone in it.
+    """
+    if path.suffix == ".safetensors":
+        try:
+            return safetensors.torch.load_file(path)
+        except (OSError, safetensors.SafetensorError) as error:
+            raise UserError(f"{path}: cannot be read: {error}") from None
+    weights = load(path).get("training", {}).get("method", {})
+    prefix = "backbone."
+    backbone = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
+    if not backbone:
+        raise UserError(f"{path}: holds no backbone")
+    return backbone
+
+
+def portable(state: Any, place: str = "checkpoint") -> Any:
+    """A copy of ``state`` that loads anywhere: CPU tensors of their own memory, plain containers, keys without the
+    prefixes of compiled and distributed wrappers. TypeError, naming the place, for anything else."""
+    if isinstance(state, Tensor):
+        tensor = state.detach().cpu()
+        # A view would drag the whole memory behind it into the file.
+        return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+    if isinstance(state, Mapping):
+        named = zip(_names(state), state.values(), strict=True)
+        return {key: portable(value, f"{place}.{key}") for key, value in named}
+    if isinstance(state, list | tuple):
+        return [portable(value, f"{place}[{position}]") for position, value in enumerate(state)]
+    if type(state) in _PLAIN:  # subclasses such as numpy.float64 need code of their own to load
+        return state
+    raise TypeError(f"{place} is a {type(state).__name__}, which a checkpoint must not hold")
+
+
+def _names(mapping: Mapping[Any, Any]) -> list[Any]:
+    names = [key.replace("_orig_mod.", "") if isinstance(key, str) else key for key in mapping]
+    wrapped = names and all(isinstance(name, str) and name.startswith("module.") for name in names)
+    return [name.removeprefix("module.") for name in names] if wrapped else names
+
+
+def _listed(folder: Path) -> list[Path]:
+    """The checkpoints in ``folder``, newest first."""
+    return sorted(folder.glob("step_*.pt"), key=_step, reverse=True)
+
+
+def _step(path: Path) -> int:
+    digits = path.stem.removeprefix("step_")
+    return int(digits) if digits.isdecimal() else -1

@@ -1,0 +1,260 @@
+"""Checkpoints are whole, safe, portable and never the last of their kind; exports load with timm's own functions."""
+
+import logging
+import os
+import pickle
+import subprocess
+import sys
+from collections import OrderedDict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import timm
+import torch
+from torch import nn
+
+from cocor import atomic, checkpoint
+from cocor.config import Config
+from cocor.export import export_backbone
+from loaders.errors import UserError
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"step": step, "epoch": 1, "training": {"method": {"backbone.w": torch.full((3,), float(step))}}}
+
+
+def steps(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in (5, 10, 15, 20):
+        checkpoint.save(tmp_path, state(step), keep=2)
+    assert steps(tmp_path) == ["step_0000015.pt", "step_0000020.pt"]
+    found = checkpoint.newest(tmp_path)
+    assert found is not None and found[1]["step"] == 20
+
+
+def test_what_was_saved_comes_back_equal_on_the_cpu_in_its_memory_format(tmp_path: Path) -> None:
+    weight = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
+    content = {"step": 1, "a": [1, 2.5, "x", None, True], "b": {"w": weight, 3: torch.tensor(7, dtype=torch.bfloat16)}}
+    loaded = checkpoint.load(checkpoint.save(tmp_path, content, keep=1))
+    assert loaded["a"] == content["a"]
+    assert torch.equal(loaded["b"]["w"], weight)
+    assert loaded["b"]["w"].is_contiguous(memory_format=torch.channels_last)
+    assert loaded["b"][3] == 7 and loaded["b"][3].dtype == torch.bfloat16
+
+
+def test_a_checkpoint_opens_where_cocor_is_not_installed(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.randn(4, 2)).sum().backward()
+    optimiser.step()
+    training = {"method": model.state_dict(), "optimiser": optimiser.state_dict(), "rng": torch.get_rng_state()}
+    content = {"step": 1, "training": training, **checkpoint.describe(Config(data=Path("x")), "digest")}
+    path = checkpoint.save(tmp_path, content, keep=1)
+    code = (
+        "import sys, torch; state = torch.load(sys.argv[1], weights_only=True); "
+        "assert not any(name.startswith(('cocor', 'loaders')) for name in sys.modules); print(state['config']['lr'])"
+    )
+    run = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, cwd="/", check=False)
+    assert run.stdout == "0.03\n", run.stderr
+
+
+def test_optimisers_and_modules_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimiser.step()
+    content = {"step": 1, "m": model.state_dict(), "o": optimiser.state_dict()}
+    loaded = checkpoint.load(checkpoint.save(tmp_path, content, keep=1))
+    other = nn.Linear(2, 2)
+    other_optimiser = torch.optim.SGD(other.parameters(), lr=0.3, momentum=0.9)
+    other.load_state_dict(loaded["m"])
+    other_optimiser.load_state_dict(loaded["o"])
+    for net, opt in ((model, optimiser), (other, other_optimiser)):
+        opt.zero_grad()
+        net(torch.ones(1, 2)).square().sum().backward()
+        opt.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_wrappers_leave_no_trace_in_the_keys() -> None:
+    bare = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    first: Any = torch.compile(bare[0])
+    wrapped: Any = torch.compile(nn.Sequential(first, bare[1]))
+    assert any("_orig_mod" in key for key in wrapped.state_dict())
+    distributed = OrderedDict((f"module.{key}", value) for key, value in wrapped.state_dict().items())
+    for weights in (wrapped.state_dict(), distributed):
+        assert list(checkpoint.portable(weights)) == list(bare.state_dict())
+    assert list(checkpoint.portable({"module.a": 1, "b": 2})) == ["module.a", "b"]  # a module that is called module
+
+
+@pytest.mark.parametrize("stranger", [np.float64(1.0), np.zeros(2), Path("x"), Config(), {1, 2}])
+def test_objects_that_would_not_load_safely_are_named_when_saved(tmp_path: Path, stranger: object) -> None:
+    with pytest.raises(TypeError, match=r"checkpoint\.training\[1\]\.odd is a"):
+        checkpoint.save(tmp_path, {"step": 1, "training": [0, {"odd": stranger}]}, keep=1)
+    assert steps(tmp_path) == []
+
+
+def test_a_view_does_not_drag_its_whole_memory_along(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, {"step": 1, "view": torch.zeros(10**6)[:10]}, keep=1)
+    assert path.stat().st_size < 10_000
+
+
+def test_a_damaged_newest_is_named_and_the_one_before_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (1, 2, 3):
+        path = checkpoint.save(tmp_path, state(step), keep=5)
+    path.write_bytes(path.read_bytes()[:-200])  # truncated
+    second = tmp_path / "step_0000002.pt"
+    content = bytearray(second.read_bytes())
+    at = content.find(torch.full((3,), 2.0).numpy().tobytes())
+    content[at + 5] ^= 1  # one flipped bit within a weight, which torch.load alone would not notice
+    second.write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        found = checkpoint.newest(tmp_path)
+    assert found is not None and found[1]["step"] == 1
+    assert "step_0000003.pt is damaged" in caplog.text and "step_0000002.pt is damaged" in caplog.text
+
+
+def test_saving_never_counts_or_touches_later_files(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, state(1), keep=1)
+    (tmp_path / "step_0000009.pt").write_bytes(b"damaged")
+    checkpoint.save(tmp_path, state(2), keep=1)
+    assert steps(tmp_path) == ["step_0000002.pt", "step_0000009.pt"]
+
+
+def test_if_no_checkpoint_loads_the_run_does_not_silently_start_anew(tmp_path: Path) -> None:
+    assert checkpoint.newest(tmp_path) is None
+    (tmp_path / "step_0000009.pt").write_bytes(b"damaged")
+    with pytest.raises(UserError, match="none of its 1 checkpoints loads"):
+        checkpoint.newest(tmp_path)
+
+
+class _Harm:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, (str(self.marker),))
+
+
+@pytest.mark.parametrize("how", ["torch", "pickle"])
+def test_a_strangers_file_runs_no_code(tmp_path: Path, how: str) -> None:
+    path, marker = tmp_path / "step_0000001.pt", tmp_path / "harm"
+    if how == "torch":
+        torch.save({"step": 1, "x": _Harm(marker)}, path)
+    else:
+        path.write_bytes(pickle.dumps(_Harm(marker)))
+    with pytest.raises(UserError, match="damaged or no checkpoint"):
+        checkpoint.load(path)
+    assert not marker.exists()
+
+
+_FULL = """
+import resource, signal, sys, torch
+from pathlib import Path
+from cocor import checkpoint
+from loaders.errors import UserError
+folder = Path(sys.argv[1])
+checkpoint.save(folder, {"step": 1, "w": torch.zeros(10)}, keep=1)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+try:
+    checkpoint.save(folder, {"step": 2, "w": torch.zeros(100_000)}, keep=1)
+except UserError as error:
+    print(error)
+"""
+
+
+def test_a_disk_that_takes_no_more_keeps_the_old_checkpoint_and_is_named(tmp_path: Path) -> None:
+    run = subprocess.run([sys.executable, "-c", _FULL, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert run.stdout.startswith(f"cannot write step_0000002.pt in {tmp_path}: File too large; free some space")
+    assert steps(tmp_path) == ["step_0000001.pt"]
+
+
+def test_what_killed_runs_left_is_cleared_away(tmp_path: Path) -> None:
+    (tmp_path / f".step_0000001.pt.123{atomic.TEMPORARY}").write_bytes(b"half")
+    checkpoint.save(tmp_path, state(2), keep=1)
+    assert steps(tmp_path) == ["step_0000002.pt"]
+
+
+def test_resume_finds_what_it_is_asked_for(tmp_path: Path) -> None:
+    run, folder = tmp_path / "run", tmp_path / "run" / checkpoint.FOLDER
+    assert checkpoint.find("auto", run) is None
+    for step in (1, 2):
+        checkpoint.save(folder, state(step), keep=5)
+    first, second = sorted(folder.iterdir())
+    other = tmp_path / "other"
+    for resume, output in (("auto", run), (str(second), run), (str(run), other), (str(folder), other)):
+        found = checkpoint.find(resume, output)
+        assert found is not None and found[0] == second
+    found = checkpoint.find(str(first), other)
+    assert found is not None and found[0] == first
+    with pytest.raises(UserError, match=r"step_0000002.pt is later"):
+        checkpoint.find(str(first), run)
+    with pytest.raises(UserError, match="no such checkpoint"):
+        checkpoint.find(str(tmp_path / "x.pt"), run)
+    with pytest.raises(UserError, match="no checkpoints there"):
+        checkpoint.find(str(tmp_path), run)
+
+
+def test_differences_that_matter_are_listed_with_both_values() -> None:
+    config = Config(data=Path("a"), lr=0.1)
+    saved = checkpoint.describe(config, "abc")
+    assert checkpoint.compare(saved, config, "abc") == []
+    assert checkpoint.compare(saved, replace(config, data=Path("b"), workers=7, resume="auto", gpus=2), "abc") == []
+    changed = replace(config, lr=0.2, lengths=(1,), batch_size=512)
+    assert checkpoint.compare(saved, changed, "xyz") == [
+        "batch_size: 256 in the checkpoint, 512 now",
+        "lr: 0.1 in the checkpoint, 0.2 now",
+        "lengths: [1, 2, 3] in the checkpoint, [1] now",
+        "data: other images, digest abc in the checkpoint, xyz now",
+    ]
+
+
+def test_the_export_is_what_timm_loads(tmp_path: Path) -> None:
+    model = timm.create_model("resnet18", num_classes=0).to(memory_format=torch.channels_last).eval()
+    path = tmp_path / "backbone.safetensors"
+    export_backbone(torch.compile(model), path, {"architecture": "resnet18", "stem": "imagenet", "step": 7})  # type: ignore[arg-type]
+    images = torch.randn(2, 3, 64, 64)
+    again = timm.create_model("resnet18", num_classes=0, checkpoint_path=str(path)).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(again(images), model(images), rtol=1e-5, atol=1e-5)
+    overlay = {"file": str(path), "num_classes": 0}
+    assert timm.create_model("resnet18", pretrained=True, num_classes=10, pretrained_cfg_overlay=overlay)
+    with safetensors.safe_open(path, "pt") as file:
+        assert file.metadata() == {"format": "pt", "architecture": "resnet18", "stem": "imagenet", "step": "7"}
+    assert steps(tmp_path) == ["backbone.safetensors"]
+
+
+def test_the_documented_way_to_load_a_small_stem_works(tmp_path: Path) -> None:
+    def small() -> nn.Module:
+        model: Any = timm.create_model("resnet18", num_classes=0)
+        model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
+        return model
+
+    model = small()
+    export_backbone(model, tmp_path / "backbone.safetensors", {})
+    again = small()
+    timm.models.load_checkpoint(again, str(tmp_path / "backbone.safetensors"))
+    assert all(torch.equal(value, again.state_dict()[key]) for key, value in model.state_dict().items())
+
+
+def test_a_backbone_is_read_from_an_export_and_from_a_checkpoint(tmp_path: Path) -> None:
+    module = nn.Linear(2, 2)
+    export_backbone(module, tmp_path / "a.safetensors", {})
+    weights = {f"backbone.{key}": value for key, value in module.state_dict().items()} | {"queue": torch.zeros(2)}
+    path = checkpoint.save(tmp_path, {"step": 1, "training": {"method": weights}}, keep=1)
+    for file in (tmp_path / "a.safetensors", path):
+        read = checkpoint.read_backbone(file)
+        assert read.keys() == {"weight", "bias"} and torch.equal(read["weight"], module.weight)
+    (tmp_path / "b.safetensors").write_bytes(b"no")
+    empty = checkpoint.save(tmp_path, {"step": 2}, keep=2)
+    for file, message in ((tmp_path / "b.safetensors", "cannot be read"), (empty, "holds no backbone")):
+        with pytest.raises(UserError, match=message):
+            checkpoint.read_backbone(file)
