@@ -5,8 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from skimage import data
+
+# Torch's threads spin while they wait: where tests share the processors, small operations take seconds otherwise.
+torch.set_num_threads(1)
 
 PHOTOS = ("astronaut", "chelsea", "coffee", "rocket")
 

@@ -1,4 +1,5 @@
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -18,7 +19,7 @@ def test_wait_warm_up_and_cosine_follow_each_other() -> None:
     assert factors[:6] == [0.0] * 6
     assert factors[6:10] == pytest.approx([0.2, 0.4, 0.6, 0.8])
     assert factors[10] == 1.0
-    assert all(a > b for a, b in zip(factors[10:], factors[11:], strict=False))
+    assert all(a > b for a, b in pairwise(factors[10:]))
     assert factors[-1] > 0.1
 
 

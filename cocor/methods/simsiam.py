@@ -1,0 +1,89 @@
+"""SimSiam: two views predict each other's projection, without negatives and without a second encoder.
+
+Source: Chen & He 2021, with the layers of the authors' code. CoCor passes composites through backbone, projector and
+predictor, and the original through backbone and projector without gradient (paper, appendix "Experimental Setup for
+Pre-training"). On several ranks the authors synchronise BatchNorm; the caller converts the module.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cocor.consistency import normalised
+from cocor.methods.base import Method, batch_statistics_only, feature_size, feature_std
+
+
+class SimSiam(Method):
+    """SimSiam on ``backbone``: a three-layer projector to ``dim`` and a predictor with ``predictor_dim`` hidden units.
+
+    The projector's hidden layers are ``dim`` wide, as the SimSiam paper says. The authors' code makes them as wide as
+    the backbone's features, which is the same for ResNet-50.
+    """
+
+    def __init__(self, backbone: nn.Module, *, dim: int = 2048, predictor_dim: int = 512) -> None:
+        super().__init__()
+        self.backbone = backbone
+        # No linear layer before a BatchNorm has a bias, which BatchNorm would only subtract again.
+        self.projector = nn.Sequential(
+            nn.Linear(feature_size(backbone), dim, bias=False),
+            nn.BatchNorm1d(dim),
+            nn.ReLU(inplace=True),
+            nn.Linear(dim, dim, bias=False),
+            nn.BatchNorm1d(dim),
+            nn.ReLU(inplace=True),
+            nn.Linear(dim, dim, bias=False),
+            nn.BatchNorm1d(dim, affine=False),
+        )
+        self.predictor = nn.Sequential(
+            nn.Linear(dim, predictor_dim, bias=False),
+            nn.BatchNorm1d(predictor_dim),
+            nn.ReLU(inplace=True),
+            nn.Linear(predictor_dim, dim),
+        )
+        self.metrics = {}
+
+    def contrastive(self, views: Tensor) -> Tensor:
+        """Symmetrised negative cosine of views (2, B, 3, H, W), in [-1, 1]; projections carry no gradient."""
+        loss, projections = self._loss(views)
+        self.metrics = {"loss": loss.detach(), "feature_std": feature_std(projections)}
+        return loss
+
+    @torch.no_grad()
+    def reevaluate(self, views: Tensor) -> Tensor:
+        """The loss of ``views`` at the present weights."""
+        with batch_statistics_only(self):
+            return self._loss(views)[0]
+
+    @torch.no_grad()
+    def embed_original(self, images: Tensor) -> Tensor:
+        """Backbone and projector without gradient: (N, 3, H, W) -> (N, dim)."""
+        with batch_statistics_only(self):
+            return normalised(self.projector(self.backbone(images)))
+
+    def embed_composite(self, images: Tensor) -> Tensor:
+        """Backbone, projector and predictor with gradient: (N, 3, H, W) -> (N, dim)."""
+        with batch_statistics_only(self):
+            return normalised(self.predictor(self.projector(self.backbone(images))))
+
+    def after_step(self) -> None:
+        """Nothing: SimSiam keeps no state besides its weights."""
+
+    def parameter_groups(self, weight_decay: float, fix_predictor_lr: bool = False) -> list[dict[str, Any]]:
+        """Encoder and predictor; with ``fix_predictor_lr`` the predictor's learning rate does not decay."""
+        encoder = [*self.backbone.parameters(), *self.projector.parameters()]
+        predictor = list(self.predictor.parameters())
+        return [
+            {"params": encoder, "weight_decay": weight_decay, "fixed_lr": False},
+            {"params": predictor, "weight_decay": weight_decay, "fixed_lr": fix_predictor_lr},
+        ]
+
+    def _loss(self, views: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss and the projections (B, dim) of the first view."""
+        first, second = (self.projector(self.backbone(images)) for images in views)
+        similarity = _cosine(self.predictor(first), second) + _cosine(self.predictor(second), first)
+        return -0.5 * similarity, first
+
+
+def _cosine(prediction: Tensor, projection: Tensor) -> Tensor:
+    return (normalised(prediction) * normalised(projection.detach())).sum(1).mean()

@@ -1,0 +1,361 @@
+import copy
+import threading
+from collections.abc import Callable
+
+import pytest
+import timm.layers
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cocor.methods.base import Method, batch_statistics_only, feature_size, feature_std
+from cocor.methods.moco import MoCo, _permutation
+from cocor.methods.simsiam import SimSiam
+from loaders.errors import UserError
+
+
+def backbone() -> nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model("test_resnet", num_classes=0, zero_init_last=False)  # or inner layers get no gradient yet
+
+
+def moco(**options) -> MoCo:
+    return MoCo(backbone(), **{"dim": 8, "queue": 24, "key_bn_splits": 1, **options})
+
+
+def simsiam() -> SimSiam:
+    return SimSiam(backbone(), dim=16, predictor_dim=8)
+
+
+METHODS = pytest.mark.parametrize(
+    "make", [moco, lambda: moco(key_bn_splits=2), simsiam], ids=["moco", "split", "simsiam"]
+)
+
+
+def images(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def buffers(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in module.named_buffers()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@METHODS
+def test_only_the_contrastive_forward_moves_state(make: Callable[[], Method]) -> None:
+    method = make()
+    before = buffers(method)
+    method.embed_original(images(6))
+    method.embed_composite(images(6)).sum().backward()
+    assert same(before, buffers(method))
+    views = images(2, 6)
+    method.contrastive(views)
+    moved = buffers(method)
+    assert all(
+        not torch.equal(before[name], moved[name])
+        for name in before
+        if "running" in name and name.startswith("backbone")
+    )
+    metrics = dict(method.metrics)
+    method.reevaluate(views)
+    assert same(moved, buffers(method)) and method.metrics == metrics
+
+
+@METHODS
+def test_embeddings_use_their_own_batch_statistics(make: Callable[[], Method]) -> None:
+    method = make()
+    first = method.embed_original(images(6))
+    with torch.no_grad():
+        for name, buffer in method.named_buffers():
+            if "running" in name:
+                buffer.fill_(5.0)
+    assert torch.equal(first, method.embed_original(images(6)))
+    other = images(12, seed=2)
+    other[:6] = images(6)
+    assert not torch.allclose(first, method.embed_original(other)[:6], atol=1e-3)
+
+
+@METHODS
+def test_reevaluation_at_the_same_weights_is_the_same_loss(make: Callable[[], Method]) -> None:
+    method = make()
+    views = images(2, 6)
+    loss = method.contrastive(views)
+    again = method.reevaluate(views)
+    assert not again.requires_grad and torch.allclose(loss, again, atol=1e-6)
+
+
+@METHODS
+def test_gradients_reach_every_trainable_parameter_and_nothing_else(make: Callable[[], Method]) -> None:
+    method = make()
+    method.contrastive(images(2, 6)).backward()
+    groups = method.parameter_groups(1e-4)
+    trainable = {id(p) for group in groups for p in group["params"]}
+    assert len(trainable) == sum(len(group["params"]) for group in groups)
+    assert trainable == {id(p) for p in method.parameters() if p.requires_grad}
+    for name, parameter in method.named_parameters():
+        assert (parameter.grad is not None and bool(parameter.grad.any())) == (id(parameter) in trainable), name
+
+
+@METHODS
+def test_originals_carry_no_gradient_and_composites_do(make: Callable[[], Method]) -> None:
+    method = make()
+    assert not method.embed_original(images(6)).requires_grad
+    composites = method.embed_composite(images(6))
+    assert torch.allclose(composites.norm(dim=1), torch.ones(6), atol=1e-6)
+    composites.square().sum().add(composites[:, 0].sum()).backward()
+    reached = {name.split(".")[0] for name, p in method.named_parameters() if p.grad is not None}
+    assert reached == ({"backbone", "head"} if isinstance(method, MoCo) else {"backbone", "projector", "predictor"})
+
+
+@METHODS
+def test_training_goes_on_from_a_state_dict(make: Callable[[], Method]) -> None:
+    def steps(method: Method, first: int, count: int) -> list[float]:
+        losses = []
+        for step in range(first, first + count):
+            loss = method.contrastive(images(2, 6, seed=step))
+            method.zero_grad()
+            loss.backward()
+            with torch.no_grad():
+                for parameter in method.parameters():
+                    if parameter.grad is not None:
+                        parameter -= 0.05 * parameter.grad
+            method.after_step()
+            losses.append(loss.item())
+        return losses
+
+    method = make()
+    steps(method, 0, 2)
+    resumed = make()
+    resumed.load_state_dict(copy.deepcopy(method.state_dict()))
+    assert steps(method, 2, 2) == steps(resumed, 2, 2)
+    assert same(method.state_dict(), resumed.state_dict())
+
+
+@METHODS
+def test_losses_and_embeddings_are_float32_under_autocast(make: Callable[[], Method]) -> None:
+    method = make()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = method.contrastive(images(2, 6))
+        assert loss.dtype == torch.float32
+        assert method.embed_composite(images(6)).dtype == torch.float32
+    assert all(value.dtype == torch.float32 and not value.requires_grad for value in method.metrics.values())
+
+
+def test_moco_loss_is_the_cross_entropy_of_one_plus_k_logits() -> None:
+    method = moco(temperature=0.2)
+    views = images(2, 6)
+    reference = copy.deepcopy(method)
+    loss = method.contrastive(views)
+    q = F.normalize(reference.head(reference.backbone(views[0])), dim=1)
+    k = F.normalize(reference.key_head(reference.key_backbone(views[1])), dim=1)
+    rows = []
+    for i in range(6):
+        logits = torch.cat([(q[i] @ k[i])[None], reference.queue @ q[i]]) / 0.2
+        rows.append(-torch.log(torch.exp(logits[0]) / torch.exp(logits).sum()))
+        assert len(logits) == 1 + 24
+    expected = torch.stack(rows).mean()
+    assert torch.allclose(loss, expected, atol=1e-6)
+    loss.backward()
+    expected.backward()
+    for (name, a), b in zip(method.named_parameters(), reference.parameters(), strict=True):
+        if a.requires_grad:
+            assert torch.allclose(a.grad, b.grad, rtol=1e-3, atol=1e-4 * float(b.grad.abs().max())), name
+
+
+def test_moco_queue_starts_normalised_and_the_same_on_every_rank() -> None:
+    torch.manual_seed(1)
+    first = MoCo(backbone(), dim=8, queue=24)
+    torch.manual_seed(2)
+    second = MoCo(backbone(), dim=8, queue=24)
+    assert torch.allclose(first.queue.norm(dim=1), torch.ones(24), atol=1e-6)
+    assert torch.equal(first.queue, second.queue)
+
+
+def test_moco_queue_wraps_around_when_the_batch_does_not_divide_it() -> None:
+    method = moco(queue=10)
+    expected = method.queue.clone()
+    at = 0
+    for step in range(4):
+        views = images(2, 4, seed=step)
+        with torch.no_grad(), batch_statistics_only(method):
+            keys = F.normalize(method.key_head(method.key_backbone(views[1])), dim=1)
+        before = method.queue.clone()
+        method.contrastive(views)
+        assert torch.equal(method.queue, before)  # nothing happens before the backward pass is over
+        method.after_step()
+        for key in keys:
+            expected[at % 10] = key
+            at += 1
+        assert torch.allclose(method.queue, expected, atol=1e-6)
+        assert method.pointer.item() == at % 10
+
+
+def test_moco_enqueue_after_the_backward_pass_does_not_disturb_it() -> None:
+    method = moco()
+    storage = method.queue.data_ptr()
+    loss = method.contrastive(images(2, 6))
+    loss.backward()
+    method.after_step()
+    assert method.queue.data_ptr() == storage and not method.queue.requires_grad
+
+
+def test_moco_key_encoder_is_the_moving_average_of_the_query_encoder() -> None:
+    method = moco(momentum=0.9)
+    with torch.no_grad():
+        for parameter in [*method.backbone.parameters(), *method.head.parameters()]:
+            parameter.add_(1.0)
+    before = [p.clone() for p in [*method.key_backbone.parameters(), *method.key_head.parameters()]]
+    method.contrastive(images(2, 6))
+    statistics = buffers(method.key_backbone)
+    method.after_step()
+    queries = [*method.backbone.parameters(), *method.head.parameters()]
+    after = [*method.key_backbone.parameters(), *method.key_head.parameters()]
+    for old, query, new in zip(before, queries, after, strict=True):
+        assert torch.allclose(new, 0.9 * old + 0.1 * query, atol=1e-6)
+    assert same(statistics, buffers(method.key_backbone))
+
+
+def test_moco_steps_once_a_contrastive_call() -> None:
+    method = moco()
+    with pytest.raises(RuntimeError):
+        method.after_step()
+    method.contrastive(images(2, 6))
+    method.after_step()
+    with pytest.raises(RuntimeError):
+        method.after_step()
+
+
+def test_moco_refuses_a_batch_that_its_queue_cannot_hold() -> None:
+    with pytest.raises(UserError, match="queue_size"):
+        moco(queue=4).contrastive(images(2, 6))
+
+
+def test_moco_refuses_groups_too_small_for_batch_norm() -> None:
+    with pytest.raises(UserError, match="key_bn_splits"):
+        moco(key_bn_splits=4).contrastive(images(2, 6))
+
+
+def test_moco_keys_share_statistics_only_within_their_group() -> None:
+    method = moco(key_bn_splits=2)
+    views = images(2, 8)
+    order = _permutation(method.step, 8)
+    method.contrastive(views)
+    assert method._keys is not None
+    with torch.no_grad(), batch_statistics_only(method):
+        for group in order.chunk(2):
+            keys = F.normalize(method.key_head(method.key_backbone(views[1][group])), dim=1)
+            assert torch.allclose(method._keys[group], keys, atol=1e-5)
+
+
+def test_moco_permutation_changes_with_the_step_and_with_nothing_else() -> None:
+    orders = [_permutation(torch.tensor(step), 64) for step in range(50)]
+    torch.manual_seed(3)
+    for step, order in enumerate(orders):
+        assert torch.equal(order.sort().values, torch.arange(64))
+        assert torch.equal(order, _permutation(torch.tensor(step), 64))
+    positions = torch.stack(orders)
+    assert len(positions.unique(dim=0)) == 50
+    assert (positions.float().mean(0) - 31.5).abs().max() < 12  # a mean of 50 has a standard deviation of 2.6
+
+
+class Ranks:
+    """``gather`` between threads of one process."""
+
+    def __init__(self, world: int) -> None:
+        self.parts: list[Tensor | None] = [None] * world
+        self.barrier = threading.Barrier(world, timeout=60)
+
+    def gather(self, rank: int) -> Callable[[Tensor], Tensor]:
+        def gather(tensor: Tensor) -> Tensor:
+            self.parts[rank] = tensor
+            self.barrier.wait()
+            result = torch.cat([part for part in self.parts if part is not None])
+            self.barrier.wait()
+            return result
+
+        return gather
+
+
+def test_moco_on_two_ranks_makes_the_keys_and_the_queue_of_one() -> None:
+    views = images(2, 16)
+    single = moco(key_bn_splits=4)
+    single.contrastive(views)
+    single.after_step()
+
+    ranks = Ranks(2)
+    methods = [moco(key_bn_splits=2, gather=ranks.gather(r), rank=r, world=2) for r in range(2)]
+
+    def work(rank: int) -> None:
+        methods[rank].contrastive(views[:, rank * 8 : rank * 8 + 8])
+        methods[rank].after_step()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for method in methods:
+        assert torch.allclose(method.queue, single.queue, atol=1e-5)
+        assert method.pointer == single.pointer == 16
+
+
+def test_moco_accuracy_and_feature_spread_are_reported() -> None:
+    method = moco(queue=2000)
+    method.contrastive(torch.stack([images(6), images(6)]))  # key and query of the same image and equal weights
+    assert method.metrics["top1"] == 1.0
+    assert 0.0 < method.metrics["feature_std"] < 1.1
+
+
+def test_simsiam_loss_is_the_symmetrised_negative_cosine_with_stopped_projections() -> None:
+    method = simsiam()
+    views = images(2, 6)
+    reference = copy.deepcopy(method)
+    loss = method.contrastive(views)
+    z1, z2 = (reference.projector(reference.backbone(view)) for view in views)
+    p1, p2 = reference.predictor(z1), reference.predictor(z2)
+    expected = -(F.cosine_similarity(p1, z2.detach()).mean() + F.cosine_similarity(p2, z1.detach()).mean()) / 2
+    assert torch.allclose(loss, expected, atol=1e-6)
+    loss.backward()
+    expected.backward()
+    for (name, a), b in zip(method.named_parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad, rtol=1e-3, atol=1e-4 * float(b.grad.abs().max())), name
+
+
+def test_simsiam_has_its_authors_layers_and_groups() -> None:
+    method = SimSiam(backbone())
+    linear = [tuple(m.weight.shape) for m in method.modules() if isinstance(m, nn.Linear)]
+    assert linear == [(2048, feature_size(method.backbone)), (2048, 2048), (2048, 2048), (512, 2048), (2048, 512)]
+    assert not method.projector[-1].affine
+    assert [bool(m.bias is not None) for m in method.predictor if isinstance(m, nn.Linear)] == [False, True]
+    encoder, predictor = method.parameter_groups(1e-4, fix_predictor_lr=True)
+    assert not encoder["fixed_lr"] and predictor["fixed_lr"]
+    assert {id(p) for p in predictor["params"]} == {id(p) for p in method.predictor.parameters()}
+    assert not any(group["fixed_lr"] for group in method.parameter_groups(1e-4))
+
+
+def test_simsiam_embeds_composites_through_the_predictor_and_originals_without() -> None:
+    method = simsiam()
+    x = images(6)
+    with batch_statistics_only(method):
+        z = method.projector(method.backbone(x))
+        assert torch.allclose(method.embed_original(x), F.normalize(z, dim=1), atol=1e-6)
+        assert torch.allclose(method.embed_composite(x), F.normalize(method.predictor(z), dim=1), atol=1e-6)
+
+
+def test_feature_std_tells_collapse_from_spread() -> None:
+    torch.manual_seed(0)
+    assert feature_std(torch.randn(4096, 64)).item() == pytest.approx(1.0, abs=0.02)
+    assert feature_std(torch.ones(16, 64)).item() == 0.0
+
+
+def test_batch_statistics_only_covers_synchronised_and_timms_norms_and_restores_after_errors() -> None:
+    module = nn.Sequential(
+        nn.SyncBatchNorm(4), timm.layers.BatchNormAct2d(4), nn.BatchNorm2d(4, track_running_stats=False)
+    )
+    with pytest.raises(ZeroDivisionError), batch_statistics_only(module):
+        assert not any(norm.track_running_stats for norm in module)
+        raise ZeroDivisionError
+    assert [norm.track_running_stats for norm in module] == [True, True, False]
