@@ -1,0 +1,130 @@
+"""The gradient of the labelled cross-entropy in the MMNN's weights, through one step of the encoder.
+
+Paper, appendix "Derivation of the Update Rule of the MMNN". With the encoder's step ``theta' = theta - eta grad L`` and
+a consistency loss of curvature ``c`` (``cocor.consistency``: minus its second derivative by similarity and target),
+
+    dCE(theta')/d theta_d  =  eta * sum_l c_l <grad CE(theta'), grad sim_l(theta)> * d mean_i g(v_i^l) / d theta_d
+
+and likewise a sample for the abs loss. Momentum and weight decay do not depend on the MMNN within the step, so the
+formula is exact for SGD with both. It needs L inner products, where the paper's approximation (``taylor``) needs the
+contrastive loss, the similarities and the cross-entropy once more, at the new weights.
+
+``exact`` and ``taylor`` return a scalar whose backward pass puts this gradient into the MMNN, and nowhere else.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from cocor.consistency import MeanOverRanks, identity, latent_similarity
+from cocor.methods.base import Method
+from loaders.errors import UserError
+
+
+def inner_products(
+    similarity_gradients: Sequence[Sequence[Tensor]],
+    ce_gradient: Sequence[Tensor],
+    mean_over_ranks: MeanOverRanks = identity,
+) -> Tensor:
+    """``<grad CE, grad sim_l>`` of every length: (L,).
+
+    ``similarity_gradients[l][p]`` is the gradient of this rank's mean similarity of length l by parameter p at the
+    weights before the step; ``ce_gradient[p]`` that of the cross-entropy after it, averaged over all ranks. Parameters
+    that the cross-entropy does not reach (heads) are left out of both. Local gradients are enough, as the product is
+    linear: ``mean_over_ranks`` averages L numbers.
+    """
+    products = []
+    for gradients in similarity_gradients:
+        shares = torch._foreach_mul(list(gradients), list(ce_gradient))
+        products.append(torch.stack([share.sum() for share in shares]).sum())
+    return mean_over_ranks(torch.stack(products))
+
+
+def exact(target: Tensor, curvature: Tensor, products: Tensor, learning_rate: float | Tensor) -> Tensor:
+    """The exact hyper-gradient as a surrogate.
+
+    ``target`` (L, B) is the MMNN's output with its graph. ``curvature`` and ``products`` are both (L,), from
+    ``softplus_loss`` and ``inner_products``, or both (L, B), from ``abs_loss`` and ``sample_inner_products``.
+    ``learning_rate`` is the encoder's in this step, times (1 + momentum) under Nesterov. With several ranks the MMNN's
+    gradients are to be averaged over the ranks.
+    """
+    return _surrogate(target, learning_rate * curvature * products)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What ``taylor`` compares before and after the step; every value over the global batch."""
+
+    loss: Tensor  # scalar: contrastive plus consistency loss
+    cross_entropy: Tensor  # scalar
+    similarity: Tensor  # (L,) means for the softplus loss, (L, B) for the abs loss
+
+
+def taylor(target: Tensor, curvature: Tensor, before: Measured, after: Measured, floor: float = 1e-4) -> Tensor:
+    """The paper's eq. 12 with its sign mended, as a surrogate: ``-dCE * sum_l c_l (d sim_l / dL) * mean_i g``.
+
+    Eq. 6 loses a minus between its lines, which eq. 12 inherits. ``dL``, negative in a step that lowers the loss, is
+    kept at least ``floor`` away from zero on its side of it. Shapes as in ``exact``; the curvature is the one before
+    the step.
+    """
+    fall = (after.loss - before.loss).detach()
+    fall = torch.where(fall > 0, fall.clamp_min(floor), fall.clamp_max(-floor))
+    rise = (after.cross_entropy - before.cross_entropy).detach()
+    moved = (after.similarity - before.similarity).detach()
+    return _surrogate(target, -curvature * rise * moved / fall)
+
+
+def sample_inner_products(
+    method: Method,
+    composites: Tensor,
+    originals: Tensor,
+    direction: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor] | None = None,
+) -> Tensor:
+    """``<grad CE, grad sim_i>`` of every single composite view: (L, B), for the abs loss.
+
+    One forward-mode derivative of the similarities along ``direction``, the averaged gradient of the cross-entropy by
+    parameter name of ``method``; it costs two to three forward passes a view and stores no activations. ``composites``
+    (L, B, 3, H, W), ``originals`` (B, d) embeddings. ``parameters`` are the weights before the step by name, where the
+    module has moved on already; names left out stand as they are in the module.
+    """
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        for module in method.modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                raise UserError(
+                    "consistency: abs needs forward derivatives, which synchronised BatchNorm lacks; "
+                    "use consistency: softplus or hypergradient: taylor"
+                )
+    embed = _Composites(method)
+    present = dict(method.named_parameters()) | dict(parameters or {})
+    fixed = {f"method.{name}": value.detach() for name, value in present.items() if name not in direction}
+    moving = {f"method.{name}": present[name].detach() for name in direction}
+    tangent = {f"method.{name}": value for name, value in direction.items()}
+
+    def similarity(weights: dict[str, Tensor], images: Tensor) -> Tensor:
+        features = torch.func.functional_call(embed, fixed | weights, (images,))
+        return latent_similarity(features[None], originals)[0]
+
+    rows = []
+    with torch.no_grad():
+        for images in composites:
+            rows.append(torch.func.jvp(lambda weights, x=images: similarity(weights, x), (moving,), (tangent,))[1])
+    return torch.stack(rows)
+
+
+class _Composites(nn.Module):
+    """Gives ``functional_call`` a ``forward`` that is the method's ``embed_composite``."""
+
+    def __init__(self, method: Method) -> None:
+        super().__init__()
+        self.method = method
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.method.embed_composite(images)
+
+
+def _surrogate(target: Tensor, coefficient: Tensor) -> Tensor:
+    coefficient = coefficient.detach()
+    return (coefficient * (target.mean(1) if coefficient.ndim == 1 else target)).sum()
