@@ -250,3 +250,14 @@ def test_inner_products_of_ranks_are_averaged() -> None:
     similarity = [[torch.tensor([1.0, 2.0]), torch.tensor([[3.0]])], [torch.tensor([0.0, 1.0]), torch.tensor([[1.0]])]]
     ce = [torch.tensor([1.0, -1.0]), torch.tensor([[2.0]])]
     assert inner_products(similarity, ce, lambda x: x / 2).tolist() == [2.5, 0.5]
+
+
+@pytest.mark.gpu
+def test_sample_inner_products_work_on_the_gpu_under_autocast() -> None:
+    method = MoCo(backbone(), dim=8, queue=64, key_bn_splits=1).cuda().to(memory_format=torch.channels_last)
+    composites, original = torch.randn(2, 32, 3, 32, 32, device="cuda"), torch.randn(32, 3, 32, 32, device="cuda")
+    direction = {f"backbone.{name}": torch.randn_like(p) for name, p in method.backbone.named_parameters()}
+    exact_values = sample_inner_products(method, composites, method.embed_original(original), direction)
+    with torch.autocast("cuda", torch.bfloat16):
+        values = sample_inner_products(method, composites, method.embed_original(original), direction)
+    assert torch.corrcoef(torch.stack([values.flatten(), exact_values.flatten()]))[0, 1] > 0.98
