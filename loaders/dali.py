@@ -8,7 +8,7 @@ engines; crops never leave the GPU. Files whose pixels depend on the decoder (al
 """
 
 import os
-import warnings
+import resource
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
+from loaders.dali_graph import build_pipeline, decodes, load_dali
 from loaders.dataset import ImageDataset
 from loaders.decode import decode
 from loaders.delivery import Delivery, Job, paths_of
@@ -29,8 +30,8 @@ from loaders.names import printable
 from loaders.order import BatchOrder
 from loaders.plan import ViewPlan
 
-_INSTALL = "pip install nvidia-dali-cuda130 (or choose another --loader)"
 _AHEAD = 2  # batches in DALI's own queue
+_OPEN_BATCHES = 8  # more than are in all queues together
 _LARGEST_HINT = 6500  # pixels a side up to which the hardware decoder's memory is set aside at the start
 
 
@@ -39,7 +40,13 @@ class _MemoryFile:
 
     def __init__(self, path: str) -> None:
         image = decode(path)
-        self._handle = os.memfd_create("cocor-image")
+        try:
+            self._handle = os.memfd_create("cocor-image")
+        except OSError as fault:
+            raise UserError(
+                f"{printable(path)}: no file handle for its pixels ({fault.strerror}); "
+                "raise the limit (ulimit -n 8192) or lower --batch-size"
+            ) from fault
         with os.fdopen(os.dup(self._handle), "wb") as file:
             file.write(b"P6 %d %d 255\n" % image.size)
             file.write(image.tobytes())
@@ -83,7 +90,9 @@ class DaliLoader:
         mean: Sequence[float] = IMAGENET_MEAN,
         std: Sequence[float] = IMAGENET_STD,
     ) -> None:
-        _require_dali()
+        load_dali()
+        if not dataset.plain.all():
+            _allow_open_files(_OPEN_BATCHES * order.local_batch_size)
         self._delivery = Delivery(dataset, plan, order, device, dtype, workers, mean, std)
         self._hw_decoder_load = hw_decoder_load
         self._pipeline: Any = None
@@ -156,50 +165,24 @@ class DaliLoader:
         request = next(self._requests)
         self._in_flight.append(request)
         inputs: list[Any] = [[np.frombuffer(os.fsencode(file), np.uint8) for file in request.files]]
-        begin = request.job.planned.boxes[..., :2].astype(np.float32)  # (B, C, 2)
-        end = begin + request.job.planned.boxes[..., 2:]
+        boxes = request.job.planned.boxes.astype(np.float32)  # (B, C, 4)
+        begin, end = boxes[..., :2], boxes[..., :2] + boxes[..., 2:]
         for crop in range(begin.shape[1]):
             inputs += [np.ascontiguousarray(begin[:, crop]), np.ascontiguousarray(end[:, crop])]
         return inputs
 
     def _build(self) -> Any:
-        from nvidia.dali import pipeline_def
-
-        @pipeline_def(
-            batch_size=self._delivery.order.local_batch_size,
-            num_threads=max(1, self._delivery.workers),
-            device_id=self._delivery.device.index if self._delivery.on_gpu else None,
-            prefetch_queue_depth=_AHEAD,
-            exec_dynamic=True,
-        )
-        def crops_of_files() -> Any:
-            return self._graph()
-
-        pipeline = crops_of_files()
-        pipeline.build()
-        return pipeline
-
-    def _graph(self) -> Any:
-        from nvidia.dali import fn, types
-
-        size, crops = self._delivery.plan.size, self._delivery.plan.layout.crops
-        files, *corners = fn.external_source(source=self._next_inputs, num_outputs=1 + 2 * crops, batch=True)
-        encoded = fn.io.file.read(files)
         on_gpu = self._delivery.on_gpu
-        options = self._gpu_options() if on_gpu else {}
-        images = fn.decoders.image(encoded, device="mixed" if on_gpu else "cpu", output_type=types.RGB, **options)
-        resized = [
-            fn.resize(
-                images,
-                size=(size, size),
-                roi_start=corners[2 * crop],
-                roi_end=corners[2 * crop + 1],
-                interp_type=types.INTERP_LINEAR,
-                antialias=True,
-            )
-            for crop in range(crops)
-        ]
-        return fn.stack(*resized)
+        return build_pipeline(
+            self._next_inputs,
+            batch_size=self._delivery.order.local_batch_size,
+            crops=self._delivery.plan.layout.crops,
+            size=self._delivery.plan.size,
+            threads=max(1, self._delivery.workers),
+            device_id=self._delivery.device.index if on_gpu else None,
+            ahead=_AHEAD,
+            gpu_decoder=self._gpu_options() if on_gpu else {},
+        )
 
     def _gpu_options(self) -> dict[str, Any]:
         """The hardware decoder's share, and room for the largest image, so that it does not stall later to grow."""
@@ -220,7 +203,7 @@ class DaliLoader:
             except UserError as culprit:
                 return culprit
         for path in files:
-            if not _dali_decodes(path):
+            if not decodes(path):
                 return UserError(
                     f"{printable(path)}: DALI cannot decode this file, though Pillow can; "
                     "re-encode it, or choose another --loader"
@@ -228,28 +211,11 @@ class DaliLoader:
         return fault
 
 
-def _dali_decodes(path: str) -> bool:
-    from nvidia.dali import fn, pipeline_def
-
-    @pipeline_def(batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
-    def one_image() -> Any:
-        return fn.decoders.image(fn.io.file.read(fn.external_source(name="file")), device="cpu")
-
-    try:
-        one_image().run(file=[np.frombuffer(os.fsencode(path), np.uint8)])
-    except RuntimeError:
-        return False
-    return True
-
-
-def _require_dali() -> None:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import nvidia.dali as dali
-            import nvidia.dali.fn  # noqa: F401
-    except ImportError as fault:
-        raise UserError(f"the DALI loader needs NVIDIA DALI, which is not installed: {_INSTALL}") from fault
-    version = getattr(dali, "__version__", "unknown")
-    if not version[:1].isdigit() or int(version.split(".")[0]) < 2:
-        raise UserError(f"the DALI loader needs NVIDIA DALI 2.0 or newer and finds {version}: {_INSTALL}")
+def _allow_open_files(count: int) -> None:
+    """Raise this process's soft limit by ``count`` open files, as far as its hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + 1024
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -92,9 +92,16 @@ class Delivery:
 
     def prefetch(self, source: Generator[Item, None, None], depth: int = 2) -> Prefetch[Item]:
         """Run ``source`` in a thread that :meth:`close` stops."""
-        active = Prefetch(source, depth)
+        active = Prefetch(self._on_device(source), depth)
         self._register(active)
         return active
+
+    def _on_device(self, source: Generator[Item, None, None]) -> Generator[Item, None, None]:
+        """``source``, in a thread that pins memory for this GPU: a new thread's current GPU is the first one."""
+        if self.on_gpu:
+            torch.cuda.set_device(self.device)
+        with closing(source):
+            yield from source
 
     def deliver(
         self, pairs: Generator[tuple[Job, Tensor], None, None], in_background: bool = True

@@ -79,5 +79,5 @@ class SyntheticLoader:
             if len(index) not in self._finished:
                 job = next(self._delivery.jobs(epoch, step))
                 self._finished[len(index)] = self._delivery.finish(job, self._crops[: len(index)])
-            label = torch.from_numpy(dataset.labels[index]).to(device)
-            yield replace(self._finished[len(index)], label=label, index=torch.from_numpy(index).to(device))
+            label, place = torch.from_numpy(dataset.labels[index]), torch.from_numpy(index.copy())
+            yield replace(self._finished[len(index)], label=label.to(device), index=place.to(device))

@@ -66,7 +66,7 @@ class TorchLoader:
         workers = self._delivery.workers
         loader = DataLoader(
             self._crops,
-            batch_sampler=self._planned_samples(epoch, start_step, pending),  # type: ignore[arg-type]
+            batch_sampler=self._planned_samples(epoch, start_step, pending),
             collate_fn=self._collate,
             num_workers=workers,
             prefetch_factor=_AHEAD if workers else None,

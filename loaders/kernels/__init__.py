@@ -1,1 +1,40 @@
 """Executors of view programs: numba on the CPU, one CUDA kernel on the GPU, the same bits from both."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from loaders.plan import ViewLayout
+
+
+class Executor(Protocol):
+    """Makes all views of a batch from its crops."""
+
+    def __call__(self, crops: Tensor, flips: Tensor, codes: Tensor, params: Tensor) -> Tensor:
+        """Normalised views (T, B, S, S, 3) of ``crops`` (B, C, S, S, 3) uint8.
+
+        ``flips`` (B, C) uint8, ``codes`` (B, T, P) uint8, ``params`` (B, T, P, 8) int32 from
+        :func:`loaders.kernels.lower.lower`; all on the executor's device.
+        """
+        ...
+
+
+def make_executor(
+    device: torch.device,
+    dtype: torch.dtype,
+    layout: ViewLayout,
+    size: int,
+    mean: Sequence[float],
+    std: Sequence[float],
+    threads: int,
+) -> Executor:
+    """The executor for ``device``; ``threads`` counts on the CPU only."""
+    if device.type == "cuda":
+        from loaders.kernels.cuda import CudaExecutor
+
+        return CudaExecutor(layout, size, mean, std, dtype=dtype, device=device)
+    from loaders.kernels.cpu import CpuExecutor
+
+    return CpuExecutor(layout, size, mean, std, threads)

@@ -1,0 +1,98 @@
+"""DALI's side of :mod:`loaders.dali`: the import and its remedies, and the graph from file names to crops."""
+
+import importlib
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from loaders.errors import UserError
+
+_INSTALL = "pip install nvidia-dali-cuda130, or choose another --loader"
+
+
+def load_dali() -> Any:
+    """The module ``nvidia.dali``, 2.0 or newer. Raises :class:`UserError` with the command that installs it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dali: Any = importlib.import_module("nvidia.dali")
+            for part in ("fn", "types"):
+                importlib.import_module(f"nvidia.dali.{part}")
+    except ImportError as fault:
+        raise UserError(f"--loader dali needs NVIDIA DALI, which cannot be imported ({fault}): {_INSTALL}") from fault
+    version = str(getattr(dali, "__version__", "unknown"))
+    if not version[:1].isdigit() or int(version.split(".")[0]) < 2:
+        raise UserError(f"--loader dali needs NVIDIA DALI 2.0 or newer and finds {version}: {_INSTALL}")
+    return dali
+
+
+def build_pipeline(
+    source: Callable[[], list[Any]],
+    *,
+    batch_size: int,
+    crops: int,
+    size: int,
+    threads: int,
+    device_id: int | None,
+    ahead: int,
+    gpu_decoder: dict[str, Any],
+) -> Any:
+    """A pipeline with one output, the crops uint8 (C, S, S, 3) of each sample, on the GPU if there is a ``device_id``.
+
+    ``source`` gives a batch's file names (bytes as uint8) and then, for each crop, the begin and the end (y, x) of its
+    region, float32 (B, 2) in pixels. ``gpu_decoder`` holds options of the mixed decoder; ``ahead`` is how many batches
+    DALI works on at once.
+    """
+    dali = load_dali()
+    fn, types = dali.fn, dali.types
+
+    @dali.pipeline_def(
+        batch_size=batch_size,
+        num_threads=threads,
+        device_id=device_id,
+        prefetch_queue_depth=ahead,
+        exec_dynamic=True,  # outputs stay valid for as long as someone holds them
+    )
+    def crops_of_files() -> Any:
+        files, *corners = fn.external_source(source=source, num_outputs=1 + 2 * crops, batch=True)
+        images = fn.decoders.image(
+            fn.io.file.read(files),
+            device="cpu" if device_id is None else "mixed",
+            output_type=types.RGB,
+            **gpu_decoder,
+        )
+        resized = [
+            fn.resize(
+                images,
+                size=(size, size),
+                roi_start=begin,
+                roi_end=end,
+                interp_type=types.INTERP_LINEAR,
+                antialias=True,
+            )
+            for begin, end in zip(corners[::2], corners[1::2], strict=True)
+        ]
+        return fn.stack(*resized)
+
+    pipeline = crops_of_files()
+    pipeline.build()
+    return pipeline
+
+
+def decodes(path: str) -> bool:
+    """Whether DALI can decode the file at ``path`` on the CPU."""
+    dali = load_dali()
+    fn = dali.fn
+
+    @dali.pipeline_def(batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
+    def one_image() -> Any:
+        return fn.decoders.image(fn.io.file.read(fn.external_source(name="file")), device="cpu")
+
+    try:
+        one_image().run(file=[np.frombuffer(os.fsencode(path), np.uint8)])
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,315 @@
+"""All loaders execute one plan: same order, labels, boxes and programs, nearly the same pixels; nothing stays."""
+
+import gc
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import loaders.torch
+from loaders.batch import IMAGENET_STD, Batch, Loader
+from loaders.dali import DaliLoader
+from loaders.dataset import ImageDataset, open_folder
+from loaders.errors import UserError
+from loaders.order import BatchOrder
+from loaders.plan import ViewPlan
+from loaders.prefetch import Prefetch
+from loaders.synthetic import SyntheticLoader, synthetic_dataset
+from loaders.torch import TorchLoader
+
+SIZE = 32
+PLAN = ViewPlan(size=SIZE, seed=3)
+LOADERS = {"torch": TorchLoader, "dali": DaliLoader}
+FIELDS = ("views", "original", "composites", "composition", "label", "index")
+
+
+@pytest.fixture(scope="module")
+def dataset(photo_folder: Path) -> ImageDataset:
+    return open_folder(photo_folder, quiet=True)
+
+
+@pytest.fixture
+def make(dataset: ImageDataset) -> Iterator[Callable[..., Loader]]:
+    """Opens a loader by name, in this process and with few threads; closes all of them at the end."""
+    opened: list[Loader] = []
+
+    def open_one(name: str, images: ImageDataset | None = None, plan: ViewPlan = PLAN, **order: object) -> Loader:
+        images = images or dataset
+        options: dict = {"batch_size": 8, "seed": plan.seed} | order
+        workers = 0 if name == "torch" else 2
+        opened.append(LOADERS[name](images, plan, order=BatchOrder(len(images), **options), workers=workers))
+        return opened[-1]
+
+    yield open_one
+    for loader in opened:
+        loader.close()
+
+
+def same(first: Batch, second: Batch) -> bool:
+    return all(torch.equal(getattr(first, name), getattr(second, name)) for name in FIELDS)
+
+
+def grey_levels(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Mean absolute difference in units of 1/255; tensors (..., 3, H, W)."""
+    std = torch.tensor(IMAGENET_STD).view(3, 1, 1)
+    return float(((first - second).abs() * std).mean() * 255)
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+
+
+class TestOnePlan:
+    @pytest.mark.parametrize("world", [1, 2, 4])
+    def test_loaders_agree_and_ranks_share_the_epoch(self, make: Callable[..., Loader], world: int) -> None:
+        seen = []
+        for rank in range(world):
+            options = {"rank": rank, "world_size": world, "drop_last": False}
+            reference, dali = make("torch", **options), make("dali", **options)
+            assert reference.steps_per_epoch == dali.steps_per_epoch == 3
+            for left, right in zip(reference.epoch(2), dali.epoch(2), strict=True):
+                for name in ("composition", "label", "index"):
+                    assert torch.equal(getattr(left, name), getattr(right, name))
+                assert grey_levels(left.original, right.original) < 2
+                assert grey_levels(left.views, right.views) < 3  # the same boxes, flips and programs
+                seen.append(left.index)
+        assert sorted(torch.cat(seen).tolist()) == list(range(24))
+
+    def test_world_size_does_not_change_a_sample(self, make: Callable[..., Loader]) -> None:
+        whole = next(make("dali").epoch(0))
+        half = next(make("dali", rank=1, world_size=2).epoch(0))
+        assert torch.equal(whole.original[4:], half.original) and torch.equal(whole.views[:, 4:], half.views)
+
+    @pytest.mark.parametrize("name", LOADERS)
+    def test_batches_are_as_promised(self, make: Callable[..., Loader], dataset: ImageDataset, name: str) -> None:
+        batch = next(iter(make(name).epoch(0)))
+        assert batch.views.shape == (2, 8, 3, SIZE, SIZE) and batch.original.shape == (8, 3, SIZE, SIZE)
+        assert batch.composites.shape == (3, 8, 3, SIZE, SIZE) and batch.composition.shape == (3, 8, 14)
+        assert batch.composition.sum(-1).tolist() == [[1] * 8, [2] * 8, [3] * 8]
+        for image in (batch.original, *batch.views, *batch.composites):
+            assert image.is_contiguous(memory_format=torch.channels_last) and image.dtype == torch.float32
+        assert batch.label.tolist() == dataset.labels[batch.index].tolist()
+
+    @pytest.mark.parametrize("name", LOADERS)
+    def test_views_change_with_epoch_and_view(self, make: Callable[..., Loader], name: str) -> None:
+        loader = make(name, shuffle=False)
+        first, second = next(loader.epoch(0)), next(loader.epoch(1))
+        assert torch.equal(first.index, second.index)
+        assert grey_levels(first.views, second.views) > 10
+        assert grey_levels(first.views[0], first.views[1]) > 10
+        orders = [next(make(name).epoch(e)).index.tolist() for e in (0, 1)]
+        assert orders[0] != orders[1]
+
+    @pytest.mark.parametrize("name", [*LOADERS, "synthetic"])
+    def test_resuming_in_mid_epoch_gives_the_same_batches(
+        self, make: Callable[..., Loader], dataset: ImageDataset, name: str
+    ) -> None:
+        if name == "synthetic":
+            loader: Loader = SyntheticLoader(dataset, PLAN, order=BatchOrder(24, 8), workers=1)
+        else:
+            loader = make(name)
+        whole, rest = list(loader.epoch(5)), list(loader.epoch(5, start_step=1))
+        assert len(whole) == 3 and len(rest) == 2
+        assert all(same(a, b) for a, b in zip(whole[1:], rest, strict=True))
+
+    @pytest.mark.parametrize("room", [True, False])
+    def test_worker_processes_change_nothing(
+        self, make: Callable[..., Loader], dataset: ImageDataset, monkeypatch: pytest.MonkeyPatch, room: bool
+    ) -> None:
+        monkeypatch.setattr(loaders.torch, "_fits_shared_memory", lambda needed: room)
+        loader = TorchLoader(dataset, PLAN, order=BatchOrder(24, 8, seed=PLAN.seed), workers=2)
+        assert all(same(a, b) for a, b in zip(loader.epoch(0), make("torch").epoch(0), strict=True))
+        loader.close()
+
+    def test_the_released_recipe_has_several_originals(self, make: Callable[..., Loader]) -> None:
+        plan = ViewPlan(size=SIZE, original="weak", originals=2)
+        left, right = (next(make(name, plan=plan).epoch(0)) for name in LOADERS)
+        assert left.original.shape == (16, 3, SIZE, SIZE)
+        assert left.original.is_contiguous(memory_format=torch.channels_last)
+        assert grey_levels(left.original, right.original) < 3
+
+
+class TestPixels:
+    def test_awkward_files_look_the_same_everywhere(
+        self, make: Callable[..., Loader], photos: dict[str, Image.Image], tmp_path: Path
+    ) -> None:
+        image = photos["chelsea"]
+        faded = image.convert("RGBA")
+        faded.putalpha(Image.linear_gradient("L").resize(image.size))
+        faded.save(tmp_path / "alpha.png")
+        image.convert("CMYK").save(tmp_path / "cmyk.jpg")
+        image.convert("L").save(tmp_path / "grey.jpg")
+        image.save(tmp_path / "lossy.webp")
+        image.quantize(64).save(tmp_path / "palette.gif")
+        Image.fromarray(np.asarray(image.convert("L")).astype(np.uint16) * 257).save(tmp_path / "deep.png")
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        image.save(tmp_path / "turned.jpg", exif=exif)
+        image.convert("1").save(tmp_path / "bits.png")
+        images = open_folder(tmp_path, quiet=True)
+        assert dict(zip(images.names, images.plain.tolist(), strict=True))["turned.jpg"]
+        left, right = (next(make(name, images).epoch(0)) for name in LOADERS)
+        for sample in range(8):
+            assert grey_levels(left.original[sample], right.original[sample]) < 2, images.names[left.index[sample]]
+
+    @pytest.mark.parametrize("name", LOADERS)
+    def test_kept_batches_are_not_overwritten(self, make: Callable[..., Loader], name: str) -> None:
+        kept, copies = [], []
+        for batch in make(name).epoch(0):
+            kept.append(batch)
+            copies.append(batch.views.clone())
+        assert all(torch.equal(batch.views, copy) for batch, copy in zip(kept, copies, strict=True))
+
+    def test_synthetic_batches_carry_the_plan(self, make: Callable[..., Loader], dataset: ImageDataset) -> None:
+        order = BatchOrder(24, 8, seed=PLAN.seed)
+        for execute in (True, False):
+            loader = SyntheticLoader(dataset, PLAN, order=order, workers=1, execute=execute)
+            batches = list(loader.epoch(0))
+            for batch, other in zip(batches, make("torch").epoch(0), strict=True):
+                assert torch.equal(batch.index, other.index) and torch.equal(batch.label, other.label)
+                assert batch.views.shape == other.views.shape
+                assert not execute or torch.equal(batch.composition, other.composition)
+            loader.close()
+        assert len(synthetic_dataset(5).subset([1, 2]).paths) == 2
+
+
+class TestFaults:
+    @pytest.mark.parametrize("name", LOADERS)
+    @pytest.mark.parametrize("kind", ["half", "rubbish", "gone"])
+    def test_a_broken_file_is_named(
+        self, make: Callable[..., Loader], photo_copy: Path, name: str, kind: str, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        images = open_folder(photo_copy, quiet=True)
+        victim = photo_copy / "coffee" / "2.jpg"
+        whole = victim.read_bytes()
+        victim.write_bytes(whole[: len(whole) // 2] if kind == "half" else b"rubbish")
+        if kind == "gone":
+            victim.unlink()
+        loader = make(name, images)
+        with pytest.raises(UserError, match=r"coffee/2.jpg: (truncated|not an image|No such file)") as error:
+            list(loader.epoch(0))
+        assert "\n" not in str(error.value)
+        victim.write_bytes(whole)
+        assert len(list(loader.epoch(0))) == 3  # the loader is usable again
+        loader.close()
+        assert threads() == []
+
+    def test_a_broken_awkward_file_is_named(
+        self, make: Callable[..., Loader], photo_copy: Path, photos: dict[str, Image.Image]
+    ) -> None:
+        victim = photo_copy / "coffee" / "x.webp"
+        photos["coffee"].save(victim)
+        images = open_folder(photo_copy, quiet=True)
+        victim.write_bytes(victim.read_bytes()[:500])
+        for name in LOADERS:
+            with pytest.raises(UserError, match=r"coffee/x.webp: "):
+                list(make(name, images, batch_size=5).epoch(0))
+
+    def test_a_broken_file_in_a_worker_process_is_named(self, photo_copy: Path) -> None:
+        images = open_folder(photo_copy, quiet=True)
+        (photo_copy / "coffee" / "2.jpg").write_bytes(b"rubbish")
+        loader = TorchLoader(images, PLAN, order=BatchOrder(24, 8), workers=1)
+        with pytest.raises(UserError, match=r"coffee/2.jpg: not an image"):
+            list(loader.epoch(0))
+        loader.close()
+
+    def test_missing_dali_is_one_line_with_the_remedy(
+        self, dataset: ImageDataset, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "nvidia.dali", None)
+        with pytest.raises(UserError, match="pip install nvidia-dali"):
+            DaliLoader(dataset, PLAN, order=BatchOrder(24, 8))
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+    @pytest.mark.parametrize("name", LOADERS)
+    def test_a_missing_gpu_is_one_line(self, dataset: ImageDataset, name: str) -> None:
+        with pytest.raises(UserError, match="a GPU was asked for"):
+            LOADERS[name](dataset, PLAN, order=BatchOrder(24, 8), device="cuda")
+
+
+class TestNothingIsLeftBehind:
+    @pytest.mark.parametrize("name", LOADERS)
+    def test_leaving_early_leaves_no_threads(self, make: Callable[..., Loader], name: str) -> None:
+        loader = make(name, batch_size=2)
+        expected = [batch.index.tolist() for batch in make(name, batch_size=2).epoch(1)]
+        for _ in range(3):
+            for _batch in loader.epoch(0):
+                break
+            assert threads() == []
+        assert [batch.index.tolist() for batch in loader.epoch(1)] == expected
+
+    @pytest.mark.parametrize("name", LOADERS)
+    def test_close_ends_an_open_epoch_and_may_be_repeated(self, make: Callable[..., Loader], name: str) -> None:
+        loader = make(name, batch_size=2)
+        batches = loader.epoch(0)
+        next(batches)
+        loader.close()
+        loader.close()
+        assert threads() == []
+        assert list(batches) == []
+
+    @pytest.mark.parametrize("name", LOADERS)
+    def test_a_new_epoch_ends_the_one_that_is_open(self, make: Callable[..., Loader], name: str) -> None:
+        loader = make(name, batch_size=2)
+        old = loader.epoch(0)
+        next(old)
+        expected = next(make(name, batch_size=2).epoch(1))
+        assert same(next(loader.epoch(1)), expected)
+        assert list(old) == []
+
+
+class TestPrefetch:
+    def test_items_arrive_in_order_from_another_thread(self) -> None:
+        def source() -> Generator[str, None, None]:
+            for _ in range(5):
+                yield threading.current_thread().name
+
+        with Prefetch(source()) as names:
+            assert list(names) == ["cocor-prefetch"] * 5
+        assert threads() == []
+
+    def test_exceptions_are_carried_over(self) -> None:
+        def source() -> Generator[int, None, None]:
+            yield 1
+            raise UserError("broken")
+
+        items = Prefetch(source())
+        assert next(items) == 1
+        with pytest.raises(UserError, match="broken"):
+            next(items)
+        assert list(items) == [] and threads() == []
+
+    def test_work_ahead_is_bounded(self) -> None:
+        made = []
+
+        def source() -> Generator[int, None, None]:
+            for i in range(100):
+                made.append(i)
+                yield i
+
+        with Prefetch(source(), depth=2) as items:
+            next(items)
+            time.sleep(0.1)
+            assert len(made) <= 4
+
+    def test_a_lost_iterator_stops_and_cleans_up_in_its_thread(self) -> None:
+        cleaned = []
+
+        def source() -> Generator[int, None, None]:
+            try:
+                while True:
+                    yield 0
+            finally:
+                cleaned.append(threading.current_thread().name)
+
+        items = Prefetch(source())
+        next(items)
+        del items
+        gc.collect()
+        assert threads() == [] and cleaned == ["cocor-prefetch"]
