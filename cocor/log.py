@@ -1,0 +1,250 @@
+"""What a run says and records: log.txt and the terminal for people, metrics.jsonl for programs.
+
+Metrics stay on the device as running sums; every ``log_every`` steps they are averaged over steps and ranks and read
+with one transfer, so logging never makes the GPU wait. Only the main rank writes; other ranks show warnings on stderr.
+
+    metrics.jsonl   one JSON object a line: {"kind": "train", "step": 100, "loss": ..., "images_per_s": ..., ...}
+"""
+
+import json
+import logging
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from cocor import atomic
+from cocor.distributed import World, mean_over_ranks
+
+Item = TypeVar("Item")
+
+METRICS = "metrics.jsonl"
+_RECENT = 10  # log intervals over which the time left is estimated
+_log = logging.getLogger(__name__)
+
+
+def set_up_logging(world: World, file: Path | None = None) -> None:
+    """Send the messages of cocor and loaders to the terminal and, on the main rank, to ``file``.
+
+    A second call replaces what the first one set up.
+    """
+    console: logging.Handler = _Console()
+    handlers = [console]
+    if world.main:
+        console.setFormatter(logging.Formatter("%(message)s"))
+        if file is not None:
+            handlers.append(logging.FileHandler(file, encoding="utf-8", errors="backslashreplace"))
+            handlers[-1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    else:
+        console.setLevel(logging.WARNING)
+        console.setFormatter(logging.Formatter(f"[rank {world.rank}] %(message)s"))
+    for name in ("cocor", "loaders"):
+        logger = logging.getLogger(name)
+        for old in list(logger.handlers):
+            logger.removeHandler(old)
+            old.close()
+        for handler in handlers:
+            logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+
+
+class _Console(logging.Handler):
+    """Writes above a progress bar. What the bar shows itself is left out where there is a bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not (getattr(record, "in_bar", False) and sys.stderr.isatty()):
+            text = self.format(record).encode("utf-8", "backslashreplace").decode()  # odd file names
+            tqdm.write(text, file=sys.stderr)
+
+
+class RunLog:
+    """Metrics of a run: averages, speed, the share of time spent waiting for data, time left.
+
+        for batch in log.timed(loader.epoch(epoch)):
+            metrics = train(batch)
+            log.step(step, epoch, lr, metrics)
+
+    Args:
+        folder: the run folder; its metrics.jsonl is cut back to ``start_step``, so a resumed run doubles no line.
+        batch_size: images a step over all ranks.
+    """
+
+    def __init__(
+        self, folder: Path, world: World, *, batch_size: int, total_steps: int, log_every: int, start_step: int = 0
+    ) -> None:
+        self.world, self.batch_size, self.total_steps, self.log_every = world, batch_size, total_steps, log_every
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}
+        self._last_step = start_step
+        self._clock = _Clock(world.device)
+        self._recent: deque[tuple[int, float]] = deque(maxlen=_RECENT)
+        self._file = None
+        if world.main:
+            path = folder / METRICS
+            _truncate(path, start_step)
+            self._file = path.open("a", encoding="utf-8")
+        hidden = not (world.main and sys.stderr.isatty())
+        self._bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True, disable=hidden)
+
+    def timed(self, batches: Iterable[Item]) -> Iterator[Item]:
+        """``batches``, while measuring the time spent in here against the time spent on what is done with them."""
+        return self._clock.timed(batches)
+
+    def step(self, step: int, epoch: int, lr: float, metrics: Mapping[str, Tensor]) -> dict[str, Any] | None:
+        """Note the scalars of one step; ``step`` counts finished steps of the run. Every rank calls this.
+
+        Returns:
+            what was written, if this was a step to log, else None.
+        """
+        self._add(metrics)
+        if step % self.log_every and step < self.total_steps:
+            return None
+        means = self._read()  # waits for the device, which makes the times below honest
+        seconds, waited = self._clock.read()
+        steps, self._last_step = step - self._last_step, step
+        self._recent.append((steps, seconds))
+        rate = sum(steps for steps, _ in self._recent) / max(sum(seconds for _, seconds in self._recent), 1e-9)
+        means |= {
+            "lr": lr,
+            "images_per_s": steps * self.batch_size / max(seconds, 1e-9),
+            "data_wait_share": waited / max(seconds, 1e-9),
+            "time_left_s": (self.total_steps - step) / max(rate, 1e-9),
+        }
+        if self.world.device.type == "cuda":
+            means["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        record = self.event("train", step, epoch, means)
+        self._show(step, steps, epoch, means)
+        return record
+
+    def event(self, kind: str, step: int, epoch: int, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Write one line to metrics.jsonl, at once. Numbers that are not finite become null."""
+        record = {"kind": kind, "step": step, "epoch": epoch, "time_s": round(time.time(), 3)}
+        record |= {key: _plain(value) for key, value in values.items()}
+        if self._file is not None:
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.flush()
+        return record
+
+    def close(self) -> None:
+        self._bar.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _add(self, metrics: Mapping[str, Tensor]) -> None:
+        known = [name for name in metrics if name in self._sums]
+        if known:
+            torch._foreach_add_([self._sums[name] for name in known], [metrics[name].detach() for name in known])
+        for name, value in metrics.items():
+            if name not in self._sums:  # a copy, since a step may reuse the memory of its metrics
+                self._sums[name] = value.detach().to(self.world.device, torch.float32, copy=True)
+            self._counts[name] = self._counts.get(name, 0) + 1
+
+    def _read(self) -> dict[str, Any]:
+        if not self._sums:
+            return {}
+        means = mean_over_ranks(torch.stack(list(self._sums.values()))).tolist()
+        result = {name: mean / self._counts[name] for name, mean in zip(self._sums, means, strict=True)}
+        self._sums, self._counts = {}, {}
+        return result
+
+    def _show(self, step: int, steps: int, epoch: int, values: Mapping[str, Any]) -> None:
+        loss = f"loss {values['loss']:.4f}  " if "loss" in values else ""
+        state = f"{loss}lr {values['lr']:.3g}  {values['images_per_s']:.0f} images/s"
+        wait, left = f"waiting for data {values['data_wait_share']:.0%}", f"{duration(values['time_left_s'])} left"
+        self._bar.set_postfix_str(f"{state}  {wait}", refresh=False)
+        self._bar.update(steps)
+        if self.world.main:
+            line = f"epoch {epoch}  step {step}/{self.total_steps}  {state}  {wait}  {left}"
+            _log.info(line, extra={"in_bar": True})
+
+
+class _Clock:
+    """Time spent iterating, and the part of it spent waiting for the next batch.
+
+    On a GPU, where the host runs ahead, the wait is the time in which the GPU had nothing but the loader's work to do,
+    measured by events around the fetch.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._seconds = self._waited = 0.0
+        self._since: float | None = None
+        self._fetches: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def timed(self, batches: Iterable[Item]) -> Iterator[Item]:
+        iterator = iter(batches)
+        self._since = time.perf_counter()
+        try:
+            while True:
+                try:
+                    item = self._fetch(iterator)
+                except StopIteration:
+                    return
+                yield item
+        finally:
+            self._seconds += time.perf_counter() - self._since
+            self._since = None
+            if hasattr(iterator, "close"):
+                iterator.close()
+
+    def _fetch(self, iterator: Iterator[Item]) -> Item:
+        if self.device.type != "cuda":
+            begin = time.perf_counter()
+            item = next(iterator)
+            self._waited += time.perf_counter() - begin
+            return item
+        idle, busy = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        idle.record()
+        item = next(iterator)
+        busy.record()
+        self._fetches.append((idle, busy))
+        return item
+
+    def read(self) -> tuple[float, float]:
+        """(seconds, seconds waited) since the last reading. The device must have caught up."""
+        now = time.perf_counter()
+        seconds, waited = self._seconds, self._waited
+        if self._since is not None:
+            seconds, self._since = seconds + now - self._since, now
+        waited += sum(idle.elapsed_time(busy) for idle, busy in self._fetches) / 1000
+        self._seconds, self._waited, self._fetches = 0.0, 0.0, []
+        return seconds, waited
+
+
+def duration(seconds: float) -> str:
+    """Hours and minutes, or minutes and seconds."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{rest:02d}s"
+
+
+def _truncate(path: Path, step: int) -> None:
+    """Drop the lines of later steps than ``step``, and what a killed process left of a line."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            _log.warning("%s: dropped a broken line", path)
+    atomic.write_text(path, "".join(kept))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if hasattr(value, "tolist"):  # tensors and numpy
+        return _plain(value.tolist())
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    return value
