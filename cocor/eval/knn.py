@@ -1,0 +1,131 @@
+"""Weighted k-nearest-neighbour classification of frozen features (Wu et al., CVPR 2018, section 3.4).
+
+Every query asks the k bank features of largest cosine similarity s; each votes for its class with weight exp(s / T).
+The usual choice is k = 200, T = 0.07; it needs no training, so it shows at once whether an encoder learns.
+
+The result is a function of the features alone: similarities are float32, of equally near neighbours the first in the
+bank count, votes are added as integers, so their order does not matter, and of equal votes the lower class wins.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_CHUNK_BYTES = 256 * 2**20
+_ONE_VOTE = 2**40  # the weight of the nearest neighbour; 2**23 neighbours fit into int64
+
+
+@dataclass(frozen=True)
+class KnnResult:
+    """``accuracy`` of top-1 in [0, 1] over ``queries`` labelled queries, with ``k`` of ``bank`` labelled features.
+
+    ``note`` says what differs from what was asked for, or is empty.
+    """
+
+    accuracy: float
+    k: int
+    queries: int
+    bank: int
+    note: str = ""
+
+
+def knn_accuracy(
+    queries: Tensor,
+    query_labels: Tensor,
+    bank: Tensor,
+    bank_labels: Tensor,
+    *,
+    k: int = 200,
+    temperature: float = 0.07,
+) -> KnnResult:
+    """Classify features (N, D) by the labelled bank (M, D). Labels are int64; those below 0 are unknown and left out.
+
+    Raises:
+        ValueError: features that are not finite, or no labelled features.
+    """
+    queries, query_labels = queries[query_labels >= 0], query_labels[query_labels >= 0]
+    bank, bank_labels = bank[bank_labels >= 0], bank_labels[bank_labels >= 0]
+    if not len(queries) or not len(bank):
+        raise ValueError("k-NN needs labelled queries and a labelled bank")
+    predicted = knn_predict(queries, bank, bank_labels, k=k, temperature=temperature)
+    return _result(predicted, query_labels, k, len(bank), len(bank))
+
+
+def leave_one_out_accuracy(features: Tensor, labels: Tensor, *, k: int = 200, temperature: float = 0.07) -> KnnResult:
+    """Classify every feature (N, D) by all others; else as :func:`knn_accuracy`."""
+    features, labels = features[labels >= 0], labels[labels >= 0]
+    if len(features) < 2:
+        raise ValueError("leave-one-out k-NN needs two labelled features")
+    predicted = knn_predict(features, features, labels, k=k, temperature=temperature, leave_one_out=True)
+    return _result(predicted, labels, k, len(features), len(features) - 1)
+
+
+def _result(predicted: Tensor, labels: Tensor, k: int, bank: int, most: int) -> KnnResult:
+    accuracy = (predicted == labels.to(predicted.device)).double().mean().item()
+    note = f"k = {k} is more than the bank holds; used {most}" if k > most else ""
+    return KnnResult(accuracy, min(k, most), len(labels), bank, note)
+
+
+@torch.no_grad()
+def knn_predict(
+    queries: Tensor,
+    bank: Tensor,
+    bank_labels: Tensor,
+    *,
+    k: int,
+    temperature: float,
+    leave_one_out: bool = False,
+) -> Tensor:
+    """The class of each query (N, D) by the bank (M, D) with labels (M,) >= 0: int64 (N,), on the bank's device.
+
+    ``k`` is clipped to the bank. With ``leave_one_out``, query i is bank feature i and does not vote for itself.
+    """
+    if not (torch.isfinite(queries).all() and torch.isfinite(bank).all()):
+        raise ValueError("features are not finite")
+    bank = F.normalize(bank.float(), dim=1)
+    queries = F.normalize(queries.to(bank.device).float(), dim=1)
+    bank_labels = bank_labels.to(bank.device)
+    k = min(k, len(bank) - leave_one_out)
+    classes = int(bank_labels.max()) + 1
+    rows = max(1, _CHUNK_BYTES // (4 * len(bank)))
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # training may have allowed TF32
+    try:
+        predictions = []
+        for start in range(0, len(queries), rows):
+            similarity = queries[start : start + rows] @ bank.T
+            if leave_one_out:
+                similarity.diagonal(start).fill_(-torch.inf)
+            predictions.append(_vote(similarity, bank_labels, k, temperature, classes))
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    return torch.cat(predictions)
+
+
+def _vote(similarity: Tensor, labels: Tensor, k: int, temperature: float, classes: int) -> Tensor:
+    """Similarities (n, M) -> classes (n,)."""
+    values, neighbours = _nearest(similarity, k)
+    # Relative to the nearest, so that no weight overflows; integers, so that their sum has no order.
+    weights = torch.exp((values.double() - values[:, :1].double()) / temperature)
+    votes = torch.zeros(len(values), classes, dtype=torch.int64, device=values.device)
+    votes.scatter_add_(1, labels[neighbours], (weights * _ONE_VOTE).round().long())
+    return votes.argmax(dim=1)  # the first of equals
+
+
+def _nearest(similarity: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row (n, M) and their columns, each (n, k), nearest first; of equals the first columns."""
+    values, columns = similarity.topk(k, dim=1)
+    least = values[:, -1:]
+    tied = ((similarity >= least).sum(dim=1) > k).nonzero().flatten()
+    if len(tied):  # topk chose among equals as it pleased
+        rows, least = similarity[tied], least[tied]
+        above, equal = rows > least, rows == least
+        missing = k - above.sum(dim=1, keepdim=True)
+        chosen = above | (equal & (equal.cumsum(dim=1) <= missing))
+        picked = chosen.nonzero()[:, 1].reshape(-1, k)
+        order = rows.gather(1, picked).argsort(dim=1, descending=True, stable=True)
+        columns[tied] = picked.gather(1, order)
+        values[tied] = rows.gather(1, columns[tied])
+    return values, columns
