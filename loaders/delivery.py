@@ -112,8 +112,11 @@ class Delivery:
         """
         self.close()
         if not self.on_gpu:
-            with self.prefetch(self._finish_all(pairs)) as batches:
-                yield from batches
+            try:
+                with self.prefetch(self._finish_all(pairs)) as batches:
+                    yield from batches
+            finally:
+                self.close()
         elif in_background:
             with self.prefetch(pairs) as ready:
                 for job, crops in ready:
@@ -132,7 +135,7 @@ class Delivery:
         here = {name: tensor.to(self.device, non_blocking=True) for name, tensor in job.tensors.items()}
         crops = crops.to(self.device, non_blocking=True)
         images = self._executor(crops, here["flips"], here["codes"], here["params"])  # (T, B, S, S, 3)
-        return assemble(images, here, self.plan, self.dtype)
+        return assemble(torch.as_tensor(images), here, self.plan, self.dtype)
 
     def close(self) -> None:
         """End the open epoch and its threads."""
@@ -140,6 +143,7 @@ class Delivery:
             active = list(self._active)
         for item in active:
             item.close()
+        self._executor.close()
 
     def _register(self, active: Prefetch | Generator) -> None:
         with self._lock:

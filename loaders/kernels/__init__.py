@@ -1,10 +1,9 @@
 """Executors of view programs: numba on the CPU, one CUDA kernel on the GPU, the same bits from both."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from loaders.plan import ViewLayout
 
@@ -12,12 +11,16 @@ from loaders.plan import ViewLayout
 class Executor(Protocol):
     """Makes all views of a batch from its crops."""
 
-    def __call__(self, crops: Tensor, flips: Tensor, codes: Tensor, params: Tensor) -> Tensor:
+    def __call__(self, crops: Any, flips: Any, codes: Any, params: Any) -> Any:
         """Normalised views (T, B, S, S, 3) of ``crops`` (B, C, S, S, 3) uint8.
 
         ``flips`` (B, C) uint8, ``codes`` (B, T, P) uint8, ``params`` (B, T, P, 8) int32 from
-        :func:`loaders.kernels.lower.lower`; all on the executor's device.
+        :func:`loaders.kernels.lower.lower`; all on the executor's device. The CPU's takes and gives NumPy arrays too.
         """
+        ...
+
+    def close(self) -> None:
+        """End its threads, if it has any. It can still be used."""
         ...
 
 
