@@ -1,0 +1,96 @@
+"""views.png shows the batch's own pixels in their places, whatever the batch holds."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from cocor.view_sheet import describe, save_view_sheet
+from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
+from loaders.ops import BASIC, Op
+
+SIZE, TILE = 40, 160  # a 40-pixel image is shown four times as large
+
+
+def normalised(levels: torch.Tensor) -> torch.Tensor:
+    """uint8 levels (..., 3, H, W) as a loader delivers them."""
+    mean, std = (torch.tensor(part).view(3, 1, 1) for part in (IMAGENET_MEAN, IMAGENET_STD))
+    return (levels.float() / 255 - mean) / std
+
+
+@pytest.fixture
+def levels() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (5, 3, 3, SIZE, SIZE), generator=generator, dtype=torch.uint8)  # 5 views of 3 images
+
+
+@pytest.fixture
+def batch(levels: torch.Tensor) -> Batch:
+    composition = torch.zeros(2, 3, len(BASIC), dtype=torch.uint8)
+    composition[0, :, Op.ROTATE] = 1
+    composition[1, :, Op.COLOR] = 2
+    views = normalised(levels)
+    return Batch(views[1:3], views[0], views[3:], composition, torch.tensor([4, -1, 0]), torch.arange(3))
+
+
+def shown(path: Path, column: int, row: int, lines: int = 1) -> np.ndarray:
+    """The pixels at a place of the sheet, at the batch's own size."""
+    sheet = np.asarray(Image.open(path))
+    left, top = 8 + column * (TILE + 8), 32 + row * (TILE + lines * 16 + 16)
+    return sheet[top : top + TILE : 4, left : left + TILE : 4]
+
+
+def test_every_view_stands_in_its_place_with_its_own_pixels(
+    tmp_path: Path, batch: Batch, levels: torch.Tensor
+) -> None:
+    save_view_sheet(batch, tmp_path / "views.png")
+    for column in range(5):
+        for row in range(3):
+            expected = levels[column, row].permute(1, 2, 0).numpy()
+            assert np.array_equal(shown(tmp_path / "views.png", column, row), expected)
+
+
+def test_captions_say_the_composition(batch: Batch) -> None:
+    assert describe(batch.composition[0, 0]) == "Rotate"
+    assert describe(batch.composition[1, 0] + batch.composition[0, 0]) == "Color x2, Rotate"
+
+
+def test_captions_are_drawn_and_long_ones_wrapped(tmp_path: Path, batch: Batch) -> None:
+    save_view_sheet(batch, tmp_path / "short.png")
+    batch.composition.fill_(1)  # all fourteen at once
+    save_view_sheet(batch, tmp_path / "long.png")
+    short, long = (np.asarray(Image.open(tmp_path / name)) for name in ("short.png", "long.png"))
+    assert long.shape[0] > short.shape[0] and long.shape[1] == short.shape[1]
+    below = short[32 + TILE : 32 + TILE + 16]
+    assert (below[:, 8 + 3 * (TILE + 8) :] < 128).any()
+
+
+def test_low_precision_and_channels_last_are_shown_as_well(tmp_path: Path, batch: Batch, levels: torch.Tensor) -> None:
+    original = batch.original.to(torch.bfloat16).to(memory_format=torch.channels_last)
+    save_view_sheet(replace(batch, original=original), tmp_path / "views.png")
+    difference = shown(tmp_path / "views.png", 0, 1).astype(int) - levels[0, 1].permute(1, 2, 0).numpy()
+    assert abs(difference).max() <= 2
+
+
+def test_a_batch_without_originals_or_composites_shows_its_views(
+    tmp_path: Path, batch: Batch, levels: torch.Tensor
+) -> None:
+    bare = replace(
+        batch, original=batch.original[:0], composites=batch.composites[:0], composition=batch.composition[:0]
+    )
+    save_view_sheet(bare, tmp_path / "views.png")
+    assert np.array_equal(shown(tmp_path / "views.png", 1, 2), levels[2, 2].permute(1, 2, 0).numpy())
+    assert Image.open(tmp_path / "views.png").width == 8 + 2 * (TILE + 8)
+
+
+def test_of_several_originals_the_first_is_shown(tmp_path: Path, batch: Batch, levels: torch.Tensor) -> None:
+    save_view_sheet(replace(batch, original=torch.cat([batch.original, -batch.original])), tmp_path / "views.png")
+    assert np.array_equal(shown(tmp_path / "views.png", 0, 2), levels[0, 2].permute(1, 2, 0).numpy())
+
+
+def test_large_batches_show_their_first_images(tmp_path: Path, batch: Batch) -> None:
+    save_view_sheet(batch, tmp_path / "views.png", images=2)
+    assert Image.open(tmp_path / "views.png").height == 32 + 2 * (TILE + 32)
