@@ -1,0 +1,136 @@
+"""Outputs that appear only when complete.
+
+A file or folder is made under a hidden temporary name beside its target, flushed to the disk and renamed. A process
+that dies leaves at most such a hidden name: loaders skip hidden names, and the next run for the same target removes
+what no living process holds a lock on.
+"""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from loaders.errors import UserError
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+@contextlib.contextmanager
+def staged(target: Path, *, folder: bool, force: bool = False) -> Iterator[Path]:
+    """Yield a temporary path that becomes ``target`` when the block ends without an error.
+
+    Args:
+        target: the file or folder to make; its parent must exist.
+        folder: yield an empty folder instead of the path of a file to be written.
+        force: replace an existing ``target`` (at the end, in one rename).
+
+    Raises:
+        UserError: ``target`` exists and ``force`` is off, its parent is missing, or the disk is full.
+    """
+    target = target.absolute()
+    refuse_existing(target, force)
+    remove_stale(target)
+    work = None
+    try:
+        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+        lock = os.open(work, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            inner = work / "content"
+            if folder:
+                inner.mkdir()
+            yield inner
+            flush_tree(inner)
+            publish(inner, target, force)
+        finally:
+            os.close(lock)
+    except OSError as error:
+        raise explain(error, target) from error
+    finally:
+        if work is not None:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def refuse_existing(target: Path, force: bool) -> None:
+    """Raise a :class:`UserError` unless ``target`` may be made (it does not exist or ``force``; its parent exists)."""
+    if not target.parent.is_dir():
+        raise UserError(f"{target.parent}: no such folder for the output {target.name}; make it first")
+    if os.path.lexists(target) and not force:
+        raise UserError(f"{target} exists; name another output or pass --force to replace it")
+
+
+def remove_stale(target: Path) -> None:
+    """Remove temporary outputs of ``target`` that no living process holds."""
+    for work in target.parent.glob(f".{glob_escape(target.name)}.partial-*"):
+        try:
+            lock = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            continue  # another process is at work there
+        else:
+            shutil.rmtree(work, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+def glob_escape(name: str) -> str:
+    """``name`` with the characters that mean something to glob taken literally."""
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+def flush_tree(path: Path) -> None:
+    """Bring a file, or everything below a folder, to the disk: one ``syncfs`` where a thousand fsyncs would crawl."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        syncfs = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
+        if not path.is_dir() or syncfs is None:
+            os.fsync(descriptor)
+        elif syncfs(descriptor) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+    finally:
+        os.close(descriptor)
+
+
+def publish(source: Path, target: Path, force: bool) -> None:
+    """Rename ``source`` to ``target`` in one step; with ``force`` what was there ends up under the name ``source``."""
+    if force and os.path.lexists(target):
+        if not _exchange(source, target):  # file systems without RENAME_EXCHANGE: two renames, old output kept aside
+            target.rename(source.with_name("replaced"))
+            source.rename(target)
+    elif os.path.lexists(target):  # made by somebody else in the meantime
+        raise UserError(f"{target} exists; name another output or pass --force to replace it")
+    else:
+        source.rename(target)
+    descriptor = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two names atomically (Linux ``renameat2``); False where that is not possible."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):
+        return False
+    return rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0
+
+
+def explain(error: OSError, target: Path) -> UserError:
+    """The one-line message for an error of the operating system while making ``target``."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(f"{target}: no space left on the disk of {target.parent}; nothing was kept")
+    if error.errno == errno.EFBIG:
+        return UserError(f"{target}: larger than the allowed file size (see ulimit -f); nothing was kept")
+    where = f" ({error.filename})" if error.filename else ""
+    return UserError(f"{target}: {error.strerror or error}{where}")
