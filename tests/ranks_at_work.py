@@ -88,6 +88,4 @@ def killed(config: Config, world: World) -> None:
 if __name__ == "__main__":
     work = {"collectives": collectives, "mistake": mistake, "bug": bug, "killed": killed}[sys.argv[1]]
     arguments = sys.argv[2:]
-    sys.exit(
-        launch.command("test", lambda: launch.run(load(arguments), sys.argv[1:], work, "ranks_at_work"))
-    )
+    sys.exit(launch.command("test", lambda: launch.run(load(arguments), sys.argv[1:], work, "ranks_at_work")))

@@ -43,9 +43,7 @@ def shown(path: Path, column: int, row: int, lines: int = 1) -> np.ndarray:
     return sheet[top : top + TILE : 4, left : left + TILE : 4]
 
 
-def test_every_view_stands_in_its_place_with_its_own_pixels(
-    tmp_path: Path, batch: Batch, levels: torch.Tensor
-) -> None:
+def test_every_view_stands_in_its_place_with_its_own_pixels(tmp_path: Path, batch: Batch, levels: torch.Tensor) -> None:
     save_view_sheet(batch, tmp_path / "views.png")
     for column in range(5):
         for row in range(3):
