@@ -12,6 +12,15 @@ from skimage import data
 # Torch's threads spin while they wait: where tests share the processors, small operations take seconds otherwise.
 torch.set_num_threads(1)
 
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
 PHOTOS = ("astronaut", "chelsea", "coffee", "rocket")
 
 
