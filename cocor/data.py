@@ -16,14 +16,18 @@ from loaders.batch import Loader
 from loaders.dataset import ImageDataset, open_folder, read_label_split
 from loaders.errors import UserError
 from loaders.open import open_loader
-from loaders.order import BatchOrder
+from loaders.order import BatchOrder, CyclicOrder
 from loaders.plan import Augmentation, ViewPlan
+from loaders.prep.demo import make_demo
 from loaders.prep.labels import stratified_split
 from loaders.synthetic import synthetic_dataset
 
 # k-NN looks at no more images than this: enough for a trend, seconds on a GPU.
 KNN_BANK, KNN_QUERIES = 20_000, 5_000
 _KNN_BATCH = 256
+
+# ``data: demo`` means the photographs that a dependency ships (unless there is a folder of that name).
+DEMO = "demo"
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,8 @@ def _roots(config: Config) -> tuple[Path, Path | None]:
     if config.data is None:
         raise UserError("--data: name a folder of training images, or try --config configs/demo.yaml")
     root, held_out = config.data, config.val_data
+    if str(root) == DEMO and not root.exists():
+        root = make_demo()
     if (root / "train").is_dir() and (root / "val").is_dir():
         root, held_out = root / "train", held_out or root / "val"
     return root, held_out if config.knn_every else None
@@ -126,21 +132,28 @@ def training_loader(config: Config, data: Data, world: World, dtype: torch.dtype
     )  # fmt: skip
 
 
-def labelled_loader(config: Config, data: Data, world: World, dtype: torch.dtype) -> Loader | None:
-    """The MMNN's batches. A labelled set smaller than its batch is used whole at every step."""
+def labelled_loader(config: Config, data: Data, world: World, dtype: torch.dtype, steps: int) -> Loader | None:
+    """The MMNN's batches, in step with epochs of ``steps`` steps; a small labelled set is passed over many times."""
     if data.labelled is None:
         return None
-    wanted = labelled_batch_size(config, world.size)
-    batch_size = min(wanted, len(data.labelled) // world.size * world.size)
-    if batch_size == 0:
-        raise UserError(
-            f"{len(data.labelled)} labelled images are too few for {world.size} ranks; raise --label-fraction"
-        )
-    order = BatchOrder(len(data.labelled), batch_size, seed=config.seed, rank=world.rank, world_size=world.size)
+    order = CyclicOrder(
+        len(data.labelled),
+        labelled_batch_size(config, world.size),
+        steps=steps,
+        seed=config.seed,
+        rank=world.rank,
+        world_size=world.size,
+    )
     return open_loader(
-        config.loader, data.labelled, labelled_plan(config), order, device=world.device, dtype=dtype,
-        workers=max(1, config.workers // 4), hw_decoder_load=config.hw_decoder_load,
-    )  # fmt: skip
+        config.loader,
+        data.labelled,
+        labelled_plan(config),
+        order,
+        device=world.device,
+        dtype=dtype,
+        workers=max(1, config.workers // 4),
+        hw_decoder_load=config.hw_decoder_load,
+    )
 
 
 def knn_loaders(config: Config, data: Data, world: World, dtype: torch.dtype) -> tuple[Loader, Loader] | None:

@@ -44,8 +44,8 @@ class _Pull:
 class TrainingStep:
     """Method, MMNN and classifier with their optimisers; calling it makes one step on a batch.
 
-    ``target`` maps composition vectors to similarities: an MMNN (then ``classes`` must be given), constants, or None for
-    the plain method. ``steps_per_epoch`` scales the schedules.
+    ``target`` maps composition vectors to similarities: an MMNN (then ``classes`` must be given), constants, or None
+    for the plain method. ``steps_per_epoch`` scales the schedules.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class TrainingStep:
         for group in self.classifier_optimiser.param_groups:
             group["lr"] = config.classifier_lr * self.classifier_schedule(step)
         before = self._measure(batch, labelled, contrastive, pull) if config.hypergradient == "taylor" else None
-        old = self._backbone_copy() if config.consistency == "abs" and before is None else None
+        old = self._weights_copy() if config.consistency == "abs" and before is None else None
         self.optimiser.step()
 
         cross_entropy, accuracy, backbone_gradient = self._classify(labelled)
@@ -225,7 +225,7 @@ class TrainingStep:
         return {"labelled_loss": cross_entropy, "labelled_accuracy": accuracy, "hypergradient_norm": norm}
 
     def _classify(self, labelled: Batch) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Cross-entropy and accuracy over all ranks, and the backbone's gradient; the classifier's goes to ``.grad``."""
+        """Cross-entropy, accuracy and the backbone's gradient over all ranks; the classifier's goes to ``.grad``."""
         with self._autocast(), batch_statistics_only(self.method.backbone):
             features = self.method.backbone(labelled.original)
         logits = self.classifier(features.float())
@@ -245,11 +245,12 @@ class TrainingStep:
         if old is None:
             kept = [[g for g, inside in zip(row, self.in_backbone, strict=True) if inside] for row in pull.gradients]
             return inner_products(kept, gradient, mean_over_ranks)
-        direction = dict(zip(old, gradient, strict=True))
+        names = [f"backbone.{name}" for name, _ in self.method.backbone.named_parameters()]
+        direction = dict(zip(names, gradient, strict=True))
         return sample_inner_products(self.method, batch.composites, pull.originals, direction, old)
 
-    def _backbone_copy(self) -> dict[str, Tensor]:
-        return {f"backbone.{name}": p.detach().clone() for name, p in self.method.backbone.named_parameters()}
+    def _weights_copy(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.method.named_parameters() if p.requires_grad}
 
     def _measure(self, batch: Batch, labelled: Batch, contrastive: Tensor, pull: _Pull) -> Measured:
         loss = mean_over_ranks(contrastive) + self.config.consistency_weight * pull.consistency.loss.detach()

@@ -75,7 +75,7 @@ class Delivery:
         """The jobs of an epoch from ``start_step`` on, in pinned memory if they go to a GPU."""
         for step in range(start_step, self.order.steps):
             index = self.order.indices(epoch, step)
-            planned = self.plan.draw(epoch, index, self.dataset.sizes[index])
+            planned = self.plan.draw(self.order.passes(epoch, step), index, self.dataset.sizes[index])
             arrays = {
                 "flips": planned.flips,
                 "codes": planned.codes,

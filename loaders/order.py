@@ -71,6 +71,46 @@ class BatchOrder:
 
     def indices(self, epoch: int, step: int) -> npt.NDArray[np.int64]:
         """This rank's samples at ``step``: int64 (batch_size / world_size,)."""
-        everyone = self.global_batch(epoch, step)
+        return self._share(self.global_batch(epoch, step))
+
+    def passes(self, epoch: int, step: int) -> npt.NDArray[np.int64]:
+        """Which pass over the data each sample of :meth:`indices` belongs to: the epoch that its views are drawn for."""
+        return np.full(len(self.indices(epoch, step)), epoch, np.int64)
+
+    def _share(self, everyone: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         count = len(everyone)
         return everyone[self.rank * count // self.world_size : (self.rank + 1) * count // self.world_size]
+
+
+class CyclicOrder(BatchOrder):
+    """Pass after pass over a small data set in batches that keep pace with another order's epochs of ``steps`` steps.
+
+    The labelled images of the MMNN are fewer than a step or an epoch needs; here a batch may span several passes, and
+    a sample's views are drawn anew in each.
+    """
+
+    def __init__(
+        self, length: int, batch_size: int, *, steps: int, seed: int = 0, rank: int = 0, world_size: int = 1
+    ) -> None:
+        super().__init__(length, batch_size, seed=seed, rank=rank, world_size=world_size, drop_last=False)
+        self._steps = steps
+
+    @property
+    def steps(self) -> int:
+        return self._steps
+
+    def global_batch(self, epoch: int, step: int) -> npt.NDArray[np.int64]:
+        places = self._places(epoch, step)
+        number, within = np.divmod(places, self.length)
+        index = np.empty_like(places)
+        for one in np.unique(number):
+            chosen = number == one
+            index[chosen] = permutation(self.seed, int(one), self.length)[within[chosen]]
+        return index
+
+    def passes(self, epoch: int, step: int) -> npt.NDArray[np.int64]:
+        return self._share(self._places(epoch, step) // self.length)
+
+    def _places(self, epoch: int, step: int) -> npt.NDArray[np.int64]:
+        start = (epoch * self._steps + step) * self.batch_size
+        return np.arange(start, start + self.batch_size, dtype=np.int64)

@@ -127,9 +127,12 @@ class ViewPlan:
             return _AUGMENTATION_LENGTH + longest
         return max(longest, _AUGMENTATION_LENGTH if self.contrastive else 1)
 
-    def draw(self, epoch: int, index: npt.NDArray[np.int64], sizes: npt.NDArray[np.int32]) -> PlannedBatch:
-        """Plan the samples ``index`` (B,) of upright ``sizes`` (B, 2) = (height, width) for ``epoch``."""
+    def draw(
+        self, epoch: int | npt.NDArray[np.int64], index: npt.NDArray[np.int64], sizes: npt.NDArray[np.int32]
+    ) -> PlannedBatch:
+        """Plan the samples ``index`` (B,) of upright ``sizes`` (B, 2) = (height, width) for ``epoch``, one or (B,)."""
         batch, layout = len(index), self.layout
+        epochs = np.ascontiguousarray(np.broadcast_to(np.asarray(epoch, np.int64), batch))
         boxes = np.empty((batch, layout.crops, 4), np.int32)
         flips = np.empty((batch, layout.crops), np.uint8)
         codes = np.full((batch, layout.views, self.program_length), END, np.uint8)
@@ -138,9 +141,9 @@ class ViewPlan:
         crop_rows, view_rows, lengths, pool, ranges = self._tables
         index = np.ascontiguousarray(index, np.int64)
         sizes = np.ascontiguousarray(sizes, np.int32)
-        _draw_crops(self.seed, epoch, index, sizes, crop_rows, boxes, flips)
+        _draw_crops(self.seed, epochs, index, sizes, crop_rows, boxes, flips)
         _draw_programs(
-            self.seed, epoch, index, view_rows, lengths, pool, ranges, layout.contrastive + layout.originals,
+            self.seed, epochs, index, view_rows, lengths, pool, ranges, layout.contrastive + layout.originals,
             codes, magnitudes, composition,
         )  # fmt: skip
         return PlannedBatch(index, boxes, flips, codes, magnitudes, composition)
@@ -201,7 +204,7 @@ def _central_crop(height, width, box):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _draw_crops(seed, epoch, index, sizes, rows, boxes, flips):  # type: ignore[no-untyped-def]
+def _draw_crops(seed, epochs, index, sizes, rows, boxes, flips):  # type: ignore[no-untyped-def]
     """``rows`` (C, 4): lowest and highest area share, flip probability, 1 for a central crop."""
     for b in range(len(index)):
         height, width = int(sizes[b, 0]), int(sizes[b, 1])
@@ -209,8 +212,8 @@ def _draw_crops(seed, epoch, index, sizes, rows, boxes, flips):  # type: ignore[
             if rows[c, 3] > 0:
                 _central_crop(height, width, boxes[b, c])
             else:
-                _random_resized_crop(seed, epoch, index[b], c, height, width, rows[c, 0], rows[c, 1], boxes[b, c])
-            flips[b, c] = uniform(seed, epoch, index[b], c, _FLIP_DRAW) < rows[c, 2]
+                _random_resized_crop(seed, epochs[b], index[b], c, height, width, rows[c, 0], rows[c, 1], boxes[b, c])
+            flips[b, c] = uniform(seed, epochs[b], index[b], c, _FLIP_DRAW) < rows[c, 2]
 
 
 @jit
@@ -271,19 +274,19 @@ def _draw_magnitude(seed, epoch, index, stream, number, limits):  # type: ignore
 
 @jit
 def _draw_programs(  # type: ignore[no-untyped-def]
-    seed, epoch, index, rows, lengths, pool, ranges, first_composite, codes, magnitudes, composition
+    seed, epochs, index, rows, lengths, pool, ranges, first_composite, codes, magnitudes, composition
 ):
     """Programs of all views; composites append their draws to the (perhaps empty) augmentation of their row."""
     for b in range(len(index)):
         for t in range(len(rows)):
             stream = _VIEW_STREAM + t
-            at = _draw_augmentation(seed, epoch, index[b], stream, rows[t], codes[b, t], magnitudes[b, t])
+            at = _draw_augmentation(seed, epochs[b], index[b], stream, rows[t], codes[b, t], magnitudes[b, t])
             if t < first_composite:
                 continue
             for i in range(lengths[t - first_composite]):
                 number = 16 + 3 * i
-                op = pool[integer(seed, epoch, index[b], stream, number, len(pool))]
+                op = pool[integer(seed, epochs[b], index[b], stream, number, len(pool))]
                 codes[b, t, at] = op
-                magnitudes[b, t, at] = _draw_magnitude(seed, epoch, index[b], stream, number + 1, ranges[op])
+                magnitudes[b, t, at] = _draw_magnitude(seed, epochs[b], index[b], stream, number + 1, ranges[op])
                 composition[t - first_composite, b, op] += 1
                 at += 1

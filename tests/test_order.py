@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from loaders.errors import UserError
-from loaders.order import BatchOrder
+from loaders.order import BatchOrder, CyclicOrder
 
 
 def seen(order: BatchOrder, epoch: int) -> np.ndarray:
@@ -46,3 +46,23 @@ def test_fewer_images_than_a_batch_and_uneven_ranks_are_refused_with_the_flag_na
         BatchOrder(5, 8)
     with pytest.raises(UserError, match="--batch-size"):
         BatchOrder(100, 10, world_size=4)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_small_set_is_cycled_pass_after_pass_in_step_with_the_epochs_of_another(world_size: int) -> None:
+    orders = [CyclicOrder(7, 4, steps=5, seed=1, rank=rank, world_size=world_size) for rank in range(world_size)]
+    index, passes = (
+        np.concatenate([getattr(order, part)(epoch, step) for epoch in (0, 1) for step in range(5) for order in orders])
+        for part in ("indices", "passes")
+    )
+    assert len(index) == 40 and orders[0].steps == 5
+    for number in range(5):
+        assert np.array_equal(np.sort(index[passes == number]), np.arange(7))
+    assert not np.array_equal(index[:7], index[7:14])
+
+
+def test_a_batch_larger_than_the_set_shows_its_samples_in_several_passes() -> None:
+    order = CyclicOrder(3, 8, steps=2)
+    assert sorted(zip(order.passes(0, 0), order.indices(0, 0), strict=True))[:6] == [
+        (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)
+    ]  # fmt: skip
