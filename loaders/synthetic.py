@@ -47,7 +47,7 @@ class SyntheticLoader:
         std: Sequence[float] = IMAGENET_STD,
         execute: bool = True,
     ) -> None:
-        self._delivery = Delivery(dataset, plan, order, device, dtype, workers, mean, std)
+        self._delivery = Delivery(dataset, plan, order, device, dtype, workers, mean, std, decoding=False)
         self._execute = execute
         shape = (order.local_batch_size, plan.layout.crops, plan.size, plan.size, 3)
         generator = torch.Generator(self._delivery.device).manual_seed(0)

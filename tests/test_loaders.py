@@ -264,6 +264,55 @@ class TestNothingIsLeftBehind:
         assert list(old) == []
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+class TestOnGpu:
+    @pytest.mark.parametrize("kind", [TorchLoader, DaliLoader])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_the_gpu_sees_what_the_cpu_sees(
+        self,
+        make: Callable[..., Loader],
+        dataset: ImageDataset,
+        kind: Callable[..., Loader],
+        dtype: torch.dtype,
+    ) -> None:
+        order = BatchOrder(24, 8, seed=PLAN.seed)
+        loader = kind(dataset, PLAN, order=order, device="cuda", dtype=dtype, workers=2)
+        for epoch in range(2):
+            for left, right in zip(make("torch").epoch(epoch), loader.epoch(epoch), strict=True):
+                assert right.views.is_cuda and right.views.dtype == dtype
+                assert right.original.is_contiguous(memory_format=torch.channels_last)
+                for name in ("composition", "label", "index"):
+                    assert torch.equal(getattr(left, name), getattr(right, name).cpu())
+                if kind is TorchLoader and dtype == torch.float32:
+                    assert torch.equal(left.composites, right.composites.cpu())
+                assert grey_levels(left.original, right.original.float().cpu()) < 2
+        loader.close()
+
+    def test_dali_on_the_gpu_names_a_broken_file_and_goes_on(self, photo_copy: Path) -> None:
+        images = open_folder(photo_copy, quiet=True)
+        victim = photo_copy / "coffee" / "2.jpg"
+        whole = victim.read_bytes()
+        victim.write_bytes(b"rubbish")
+        loader = DaliLoader(images, PLAN, order=BatchOrder(24, 8), device="cuda", workers=2)
+        with pytest.raises(UserError, match=r"coffee/2.jpg: "):
+            list(loader.epoch(0))
+        victim.write_bytes(whole)
+        assert len(list(loader.epoch(0))) == 3
+        loader.close()
+        assert threads() == []
+
+    @pytest.mark.parametrize("kind", [TorchLoader, DaliLoader, SyntheticLoader])
+    def test_leaving_early_and_resuming(self, dataset: ImageDataset, kind: Callable[..., Loader]) -> None:
+        loader = kind(dataset, PLAN, order=BatchOrder(24, 4), device="cuda", workers=2)
+        whole = list(loader.epoch(1))
+        for _batch in loader.epoch(0):
+            break
+        assert threads() == []
+        assert all(same(a, b) for a, b in zip(whole[2:], loader.epoch(1, start_step=2), strict=True))
+        loader.close()
+
+
 class TestPrefetch:
     def test_items_arrive_in_order_from_another_thread(self) -> None:
         def source() -> Generator[str, None, None]:
