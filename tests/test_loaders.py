@@ -17,7 +17,7 @@ from loaders.batch import IMAGENET_STD, Batch, Loader
 from loaders.dali import DaliLoader
 from loaders.dataset import ImageDataset, open_folder
 from loaders.errors import UserError
-from loaders.order import BatchOrder
+from loaders.order import BatchOrder, CyclicOrder
 from loaders.plan import ViewPlan
 from loaders.prefetch import Prefetch
 from loaders.synthetic import SyntheticLoader, synthetic_dataset
@@ -117,6 +117,19 @@ class TestOnePlan:
         whole, rest = list(loader.epoch(5)), list(loader.epoch(5, start_step=1))
         assert len(whole) == 3 and len(rest) == 2
         assert all(same(a, b) for a, b in zip(whole[1:], rest, strict=True))
+
+    @pytest.mark.parametrize("kind", LOADERS.values())
+    def test_small_sets_cycle_with_new_views_at_every_pass(
+        self, dataset: ImageDataset, kind: Callable[..., Loader]
+    ) -> None:
+        images = dataset.subset(range(6))
+        loader = kind(images, PLAN, order=CyclicOrder(6, 4, steps=3, seed=PLAN.seed), workers=0)
+        batches = list(loader.epoch(0))
+        assert sorted(torch.cat([batch.index for batch in batches]).tolist()) == sorted([*range(6)] * 2)
+        place = torch.cat([batch.index for batch in batches[:2]])[:6].tolist().index(int(batches[2].index[0]))
+        before = torch.cat([batch.original for batch in batches[:2]])[place]
+        assert grey_levels(before, batches[2].original[0]) > 5
+        loader.close()
 
     @pytest.mark.parametrize("room", [True, False])
     def test_worker_processes_change_nothing(
