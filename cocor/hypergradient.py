@@ -38,7 +38,9 @@ def inner_products(
     products = []
     for gradients in similarity_gradients:
         shares = torch._foreach_mul(list(gradients), list(ce_gradient))
-        products.append(torch.stack([share.sum() for share in shares]).sum())
+        # The results are dense, in whatever layout; seen as flat they join into one sum instead of hundreds.
+        flat = [share.as_strided((share.numel(),), (1,)) for share in shares]
+        products.append(torch.cat(flat).sum())
     return mean_over_ranks(torch.stack(products))
 
 
@@ -86,9 +88,10 @@ def sample_inner_products(
     """``<grad CE, grad sim_i>`` of every single composite view: (L, B), for the abs loss.
 
     One forward-mode derivative of the similarities along ``direction``, the averaged gradient of the cross-entropy by
-    parameter name of ``method``; it costs two to three forward passes a view and stores no activations. ``composites``
-    (L, B, 3, H, W), ``originals`` (B, d) embeddings. ``parameters`` are the weights before the step by name, where the
-    module has moved on already; names left out stand as they are in the module.
+    parameter name of ``method``. It stores no activations, but costs the time of about nine forward passes (ResNet-50
+    on an H100, bf16), because BatchNorm's derivative is not fused. ``composites`` (L, B, 3, H, W), ``originals`` (B, d)
+    embeddings. ``parameters`` are the weights before the step by name, where the module has moved on already; names
+    left out stand as they are in the module.
     """
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         for module in method.modules():

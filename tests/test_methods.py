@@ -238,16 +238,21 @@ def test_moco_refuses_groups_too_small_for_batch_norm() -> None:
         moco(key_bn_splits=4).contrastive(images(2, 6))
 
 
-def test_moco_keys_share_statistics_only_within_their_group() -> None:
-    method = moco(key_bn_splits=2)
+@pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet"])  # BatchNorm with and without activation inside
+def test_moco_keys_share_statistics_only_within_their_group(name: str) -> None:
+    method = MoCo(timm.create_model(name, num_classes=0), dim=8, queue=24, key_bn_splits=2)
+    assert method._groups_inside == (name == "test_resnet")
     views = images(2, 8)
+    reference = copy.deepcopy(method.backbone)  # of equal weights
     order = _permutation(method.step, 8)
     method.contrastive(views)
     assert method._keys is not None
-    with torch.no_grad(), batch_statistics_only(method):
+    with torch.no_grad():
         for group in order.chunk(2):
-            keys = F.normalize(method.key_head(method.key_backbone(views[1][group])), dim=1)
+            keys = F.normalize(method.head(reference(views[1][group])), dim=1)
             assert torch.allclose(method._keys[group], keys, atol=1e-5)
+    for a, b in zip(method.key_backbone.buffers(), reference.buffers(), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
 
 
 def test_moco_permutation_changes_with_the_step_and_with_nothing_else() -> None:

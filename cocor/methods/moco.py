@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from cocor.consistency import identity, normalised
 from cocor.methods.base import Gather, Method, batch_statistics_only, feature_size, feature_std
+from cocor.methods.grouped_norm import group_batch_norm
 from loaders.errors import UserError
 
 
@@ -53,6 +54,7 @@ class MoCo(Method):
         self.key_head = copy.deepcopy(self.head).requires_grad_(False)
         self.temperature, self.momentum, self.key_bn_splits = temperature, momentum, key_bn_splits
         self.gather, self.rank, self.world = gather, rank, world
+        self._groups_inside = key_bn_splits > 1 and group_batch_norm(self.key_backbone, key_bn_splits)
         # Its own generator: all ranks start from the same queue, whatever they have drawn before.
         start = torch.randn(queue, dim, generator=torch.Generator().manual_seed(0))
         self.register_buffer("queue", normalised(start))
@@ -127,7 +129,7 @@ class MoCo(Method):
         mine = order[self.rank * local : (self.rank + 1) * local]
         # Channels last is contiguous as (N, H, W, C), so neither gathering nor choosing images changes their layout.
         shuffled = self.gather(images.permute(0, 2, 3, 1).contiguous())[mine].permute(0, 3, 1, 2)
-        groups = shuffled.tensor_split(self.key_bn_splits)
+        groups = shuffled.tensor_split(1 if self._groups_inside else self.key_bn_splits)
         keys = self.gather(torch.cat([self._encode_key(group) for group in groups]))
         return torch.empty_like(keys).index_copy_(0, order, keys)
 

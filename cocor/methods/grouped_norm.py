@@ -1,0 +1,49 @@
+"""BatchNorm that normalises groups of the batch apart, in a single forward pass of the network.
+
+MoCo's keys need several BatchNorm groups on one GPU. Passing each group through the whole network would do it, but
+convolutions over an eighth of the batch leave the GPU waiting for launches (ResNet-50, batch 256 in 8 groups on an
+H100: 73 ms instead of 37 ms). Here only BatchNorm, whose slices of the batch are contiguous, sees the groups.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class GroupedBatchNorm2d(nn.BatchNorm2d):
+    """``nn.BatchNorm2d`` with separate batch statistics in ``groups`` equal slices of the batch; without gradient.
+
+    Equal to the bit to calling the network once a group on the same kernels; the running statistics move once a group.
+    """
+
+    groups: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
+        mean = var = None
+        if self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked += self.groups
+            mean, var = self.running_mean, self.running_var
+        assert self.momentum is not None  # see group_batch_norm
+        result = torch.empty_like(input)
+        used = input.new_empty((2, self.num_features), dtype=torch.promote_types(input.dtype, torch.float32))
+        for part, out in zip(input.tensor_split(self.groups), result.tensor_split(self.groups), strict=True):
+            torch.native_batch_norm(
+                part, self.weight, self.bias, mean, var, True, self.momentum, self.eps, out=(out, used[0], used[1])
+            )
+        return result
+
+
+def group_batch_norm(module: nn.Module, groups: int) -> bool:
+    """Let every ``nn.BatchNorm2d`` in ``module`` normalise ``groups`` apart; parameters and buffers stay the same.
+
+    False, and nothing done, where the module has other kinds of BatchNorm: then pass its groups one by one.
+    """
+    norms = [m for m in module.modules() if isinstance(m, _BatchNorm)]
+    if not all(type(norm) is nn.BatchNorm2d and norm.momentum is not None for norm in norms):
+        return False
+    for norm in norms:
+        norm.__class__ = GroupedBatchNorm2d
+        norm.groups = groups  # type: ignore[assignment]
+    return True
