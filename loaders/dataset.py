@@ -97,27 +97,15 @@ def open_folder(
     root = Path(path)
     listing = _list(root, labels)
     index = size_index(root, listing, workers or available_cores(), quiet)
-    faults = dict(listing.faults) | {listing.names[i]: reason for i, reason in index.faults.items()}
-    usable = np.ones(len(listing.names), np.bool_)
-    usable[list(index.faults)] = False
-
-    if labels is not None:
-        label_of, more_faults = _file_labels(Path(labels), listing.names)
-    elif listing.folders:
-        label_of, more_faults = _folder_labels(root, listing)
-    else:
-        label_of, more_faults = {}, []
-    faults = dict(more_faults) | faults
-    labelled = labels is not None or bool(listing.folders)
-    if labelled:
-        usable &= np.isin(np.arange(len(usable)), list(label_of))
-    _check_faults(root, sorted(faults.items()), on_error)
-
-    chosen = np.flatnonzero(usable)
-    if not len(chosen):
+    label_of, faults = _labels(listing, labels)
+    faults |= dict(listing.faults) | {listing.names[i]: reason for i, reason in index.faults.items()}
+    if faults and on_error == "stop":
+        _refuse(root, faults)
+    chosen = [i for i, name in enumerate(listing.names) if name not in faults]
+    if not chosen:
         raise UserError(f"{printable(root)}: no usable images; check the path")
     folders = listing.folders if labels is None else []
-    known, numbers = _number_classes(root, [label_of.get(int(i)) for i in chosen], folders, classes, allow_empty)
+    known, numbers = _number_classes(root, [label_of.get(i) for i in chosen], folders, classes, allow_empty)
     return ImageDataset(
         root,
         [listing.names[i] for i in chosen],
@@ -167,23 +155,23 @@ def _same_file(path: Path, other: Path) -> bool:
     return path.name == other.name and os.path.realpath(path) == os.path.realpath(other)
 
 
-def _folder_labels(root: Path, listing: Listing) -> tuple[dict[int, str], list[tuple[str, str]]]:
-    labels = {i: name.partition("/")[0] for i, name in enumerate(listing.names) if "/" in name}
-    return labels, [(name, "outside every class folder") for name in listing.names if "/" not in name]
+def _labels(listing: Listing, path: str | os.PathLike[str] | None) -> tuple[dict[int, str], dict[str, str]]:
+    """Label by image place, and what is wrong by name: images that should have a label, labels without image."""
+    names = listing.names
+    if path is not None:
+        labels, unknown = read_labels(Path(path), names)
+        missing = {name: f"no label in {printable(path)}" for i, name in enumerate(names) if i not in labels}
+        return labels, missing | dict(unknown)
+    if listing.folders:
+        labels = {i: name.partition("/")[0] for i, name in enumerate(names) if "/" in name}
+        return labels, {name: "outside every class folder" for name in names if "/" not in name}
+    return {}, {}
 
 
-def _file_labels(path: Path, names: list[str]) -> tuple[dict[int, str], list[tuple[str, str]]]:
-    labels, faults = read_labels(path, names)
-    missing = [(name, f"no label in {printable(path)}") for i, name in enumerate(names) if i not in labels]
-    return labels, faults + missing
-
-
-def _check_faults(root: Path, faults: list[tuple[str, str]], on_error: OnError) -> None:
-    if not faults or on_error == "skip":
-        return
-    name, reason = faults[0]
+def _refuse(root: Path, faults: dict[str, str]) -> None:
+    name = min(faults)
     others = f" (and {len(faults) - 1:,} more such files)" if len(faults) > 1 else ""
-    raise UserError(f"{printable(root / name)}: {reason}{others}; remove it, or choose to skip unusable files")
+    raise UserError(f"{printable(root / name)}: {faults[name]}{others}; remove it, or choose to skip unusable files")
 
 
 def _number_classes(
