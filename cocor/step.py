@@ -115,6 +115,11 @@ class TrainingStep:
             metrics["loss"] = metrics["loss"] + self.config.consistency_weight * pull.consistency.loss.detach()
         return metrics
 
+    @property
+    def learning_rate(self) -> float:
+        """The encoder's learning rate in the last step."""
+        return float(self.optimiser.param_groups[0]["lr"])
+
     def state_dict(self) -> dict[str, Any]:
         """Everything a later process needs to go on from here: weights, queues, moving averages and momenta."""
         return {name: part.state_dict() for name, part in self._parts().items()}

@@ -74,7 +74,7 @@ class BatchOrder:
         return self._share(self.global_batch(epoch, step))
 
     def passes(self, epoch: int, step: int) -> npt.NDArray[np.int64]:
-        """Which pass over the data each sample of :meth:`indices` belongs to: the epoch that its views are drawn for."""
+        """The pass over the data that each sample of :meth:`indices` belongs to: the epoch its views are drawn for."""
         return np.full(len(self.indices(epoch, step)), epoch, np.int64)
 
     def _share(self, everyone: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

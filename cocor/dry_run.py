@@ -1,0 +1,72 @@
+"""``--dry-run``: build everything, make two steps, and say what a real run would do and cost."""
+
+import resource
+import sys
+import time
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+import torch
+import yaml
+from torch import Tensor
+
+from cocor.distributed import barrier
+from cocor.log import duration
+from loaders.batch import Batch
+
+if TYPE_CHECKING:
+    from cocor.train import Run
+
+STEPS = 2
+
+
+def report(run: "Run") -> None:
+    """Make two steps of ``run`` and print shapes, memory, estimated time and the resolved configuration on stdout."""
+    from cocor.train import pairs
+
+    seconds = []
+    batches = pairs(run, 0, 0)
+    batch = None
+    for number, (batch, labelled) in zip(range(STEPS), batches, strict=False):
+        begin = time.perf_counter()
+        metrics = run.step(batch, labelled, number)
+        loss = metrics["loss"].item()  # waits for the device
+        seconds.append(time.perf_counter() - begin)
+    batches.close()
+    barrier()
+    assert batch is not None
+    if run.world.main:
+        print(yaml.safe_dump(run.config.to_dict(), sort_keys=False), end="")
+        print("\n".join(["", *_shapes(batch), *_model(run), f"loss after {len(seconds)} steps: {loss:.4f}"]))
+        print(f"memory: {_memory(run.world.device)}")
+        # The first step pays for warming up; loaders run ahead, so the last one shows the rate of the networks.
+        total = seconds[-1] * run.total
+        print(f"time: {seconds[-1]:.3f} s a step, {run.total:,} steps, about {duration(total)} if data keeps up")
+        sys.stdout.flush()
+
+
+def _shapes(batch: Batch) -> list[str]:
+    lines = []
+    for field in fields(batch):
+        tensor: Tensor = getattr(batch, field.name)
+        lines.append(f"{field.name}: {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} {tensor.device}")
+    return lines
+
+
+def _model(run: "Run") -> list[str]:
+    method = run.step.method
+    trained = sum(p.numel() for p in run.step.parameters)
+    backbone = sum(p.numel() for p in method.backbone.parameters())
+    return [
+        f"{run.config.backbone}: {backbone / 1e6:.1f} M parameters; {run.config.method} trains {trained / 1e6:.1f} M",
+        f"steps: {run.loader.steps_per_epoch:,} an epoch, {run.config.epochs} epochs, {run.world.size} ranks",
+    ]
+
+
+def _memory(device: torch.device) -> str:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        peak = torch.cuda.max_memory_allocated(device)
+        used = f"{(total - free) / 2**30:.1f} of {total / 2**30:.0f} GiB in use"
+        return f"{peak / 2**30:.1f} GiB of tensors at the peak, {used}"
+    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB at the peak"

@@ -1,0 +1,53 @@
+"""k-NN on held-out images while training runs: the first sign that an encoder learns."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from cocor.config import Config
+from cocor.eval.knn import KnnResult, knn_accuracy
+from loaders.batch import Loader
+
+
+class OnlineKnn:
+    """Measures a backbone with a bank of training images and held-out queries, both seen as central crops."""
+
+    def __init__(self, config: Config, bank: Loader, queries: Loader, precision: torch.dtype) -> None:
+        self.config, self.bank, self.queries, self.precision = config, bank, queries, precision
+
+    def __call__(self, backbone: nn.Module) -> KnnResult:
+        """Top-1 accuracy of ``backbone`` in evaluation mode, which it leaves as it found it."""
+        with evaluating(backbone):
+            queries, query_labels = self._features(backbone, self.queries)
+            bank, bank_labels = self._features(backbone, self.bank)
+        return knn_accuracy(
+            queries, query_labels, bank, bank_labels, k=self.config.knn_k, temperature=self.config.knn_temperature
+        )
+
+    def close(self) -> None:
+        self.bank.close()
+        self.queries.close()
+
+    @torch.no_grad()
+    def _features(self, backbone: nn.Module, loader: Loader) -> tuple[Tensor, Tensor]:
+        features, labels = [], []
+        device = next(backbone.parameters()).device
+        for batch in loader.epoch(0):
+            with torch.autocast(device.type, self.precision, enabled=self.precision != torch.float32):
+                features.append(backbone(batch.original).float())
+            labels.append(batch.label)
+        return torch.cat(features), torch.cat(labels)
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """``module`` in evaluation mode; every part returns to its own mode afterwards."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
