@@ -1,4 +1,4 @@
-"""What the ranks of test_distributed.py do, as a program: ``python -m ranks_at_work WORK --gpus 0 --cpu-ranks N``."""
+"""What the ranks of test_distributed.py do, as a program: ``python -m ranks_at_work WORK FLAGS...``."""
 
 import os
 import signal
@@ -16,6 +16,7 @@ from loaders.errors import UserError
 
 def collectives(config: Config, world: World) -> None:
     """Every collective against what one process computes on the whole."""
+    torch.set_default_device(world.device)
     rank, size = world.rank, world.size
     whole = torch.arange(8 * 3, dtype=torch.float32).reshape(8, 3)
     share = whole.chunk(size)[rank]

@@ -18,12 +18,11 @@ TESTS = Path(__file__).parent
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
 
 
-def run_ranks(work: str, ranks: int) -> subprocess.CompletedProcess[str]:
+def run_ranks(work: str, *flags: str) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key not in LAUNCHERS}
     environment["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-    arguments = [work, "--gpus", "0", "--cpu-ranks", str(ranks)]
     return subprocess.run(
-        [sys.executable, "-m", "ranks_at_work", *arguments],
+        [sys.executable, "-m", "ranks_at_work", work, *flags],
         env=environment, capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
 
@@ -38,24 +37,31 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_collectives_give_what_one_process_computes(ranks: int) -> None:
-    run = run_ranks("collectives", ranks)
+    run = run_ranks("collectives", "--gpus", "0", "--cpu-ranks", str(ranks))
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_collectives_between_gpus() -> None:
+    run = run_ranks("collectives", "--gpus", "2")
     assert run.returncode == 0, run.stderr
 
 
 def test_a_users_mistake_on_one_rank_is_one_line_and_exit_code_2() -> None:
-    run = run_ranks("mistake", 2)
+    run = run_ranks("mistake", "--gpus", "0", "--cpu-ranks", "2")
     assert (run.returncode, run.stderr) == (2, "test: error: no images in nowhere\n")
 
 
 def test_the_first_failure_is_shown_alone_and_ends_all_ranks() -> None:
-    run = run_ranks("bug", 2)
+    run = run_ranks("bug", "--gpus", "0", "--cpu-ranks", "2")
     assert run.returncode == 1
     assert run.stderr.startswith("rank 1 failed\nTraceback") and run.stderr.count("Traceback") == 1
     assert "ZeroDivisionError: the first to fail" in run.stderr
 
 
 def test_a_killed_rank_is_named() -> None:
-    run = run_ranks("killed", 2)
+    run = run_ranks("killed", "--gpus", "0", "--cpu-ranks", "2")
     assert run.returncode == 128 + 9
     assert run.stderr.startswith("rank 1 was ended by SIGKILL")
 
