@@ -24,6 +24,9 @@ from loaders.errors import UserError
 _TIMEOUT = timedelta(minutes=10)
 _BUCKET_BYTES = 64 * 2**20
 
+# Renamed in PyTorch 2.14, which warns about the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclass(frozen=True)
 class World:
@@ -147,7 +150,7 @@ def gather(tensor: Tensor) -> Tensor:
         return tensor.detach()
     tensor = tensor.detach().contiguous()
     result = tensor.new_empty((_ranks() * tensor.shape[0], *tensor.shape[1:]))
-    dist.all_gather_into_tensor(result, tensor)
+    _all_gather(result, tensor)
     return result
 
 

@@ -38,7 +38,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_collectives_give_what_one_process_computes(ranks: int) -> None:
     run = run_ranks("collectives", "--gpus", "0", "--cpu-ranks", str(ranks))
-    assert run.returncode == 0, run.stderr
+    assert (run.returncode, run.stderr) == (0, "")
 
 
 @pytest.mark.gpu
