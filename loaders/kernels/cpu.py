@@ -1,0 +1,168 @@
+"""The CPU executor: crops and lowered programs in, views out, spread over a pool of threads.
+
+A thread takes a few samples at a time. Each crop is packed into pixel words once and serves all views that start from
+it; each view is run (``loaders.kernels.program``) and then written through one table per channel, in which the pending
+per-channel operations and the normalisation are already composed. The functions release the GIL.
+"""
+
+import queue
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loaders.jit import jit
+from loaders.kernels.lower import normalisation_table
+from loaders.kernels.pointwise import flip, pack
+from loaders.kernels.program import Scratch, run, scratch
+from loaders.kernels.warp import write, write_warped
+from loaders.plan import ViewLayout
+
+_SAMPLES_AT_A_TIME = 4
+_VALUES = np.tile(np.arange(256, dtype=np.float32), (3, 1))
+
+
+class CpuExecutor:
+    """Runs the programs of a batch; see ``__call__``. ``mean`` and ``std`` are per channel, of values in [0, 1]."""
+
+    def __init__(
+        self, layout: ViewLayout, size: int, mean: Sequence[float], std: Sequence[float], threads: int = 1
+    ) -> None:
+        self.size = size
+        self.crop_of_view = np.array(layout.crop_of_view, np.int64)
+        self.normalise = normalisation_table(mean, std)
+        self.threads = max(1, threads)
+        self._pool: ThreadPoolExecutor | None = None
+        self._scratches: queue.SimpleQueue[Scratch] | None = None
+
+    def __call__(self, crops: Any, flips: Any, codes: Any, params: Any, out: Any = None) -> Any:
+        """The views as float32 (T, B, S, S, 3), normalised; view t of the layout is ``out[t]``.
+
+        ``crops`` uint8 (B, C, S, S, 3), ``flips`` uint8 (B, C), ``codes`` uint8 (B, T, P) and ``params`` int32
+        (B, T, P, 8) from ``lower``: arrays or CPU tensors. Writes into ``out``, an array or CPU tensor, if given.
+        """
+        return self._execute(self.normalise, crops, flips, codes, params, out)
+
+    def execute_uint8(self, crops: Any, flips: Any, codes: Any, params: Any, out: Any = None) -> Any:
+        """The views before normalisation, uint8 (T, B, S, S, 3). For tests and pictures: it costs a float copy."""
+        views = self._execute(_VALUES, crops, flips, codes, params, None).astype(np.uint8)
+        if out is None:
+            return views
+        np.asarray(out)[:] = views
+        return out
+
+    def close(self) -> None:
+        """End the threads. The executor can still be used; it starts new ones."""
+        if self._pool is not None:
+            self._pool.shutdown()
+        self._pool = self._scratches = None
+
+    def _execute(self, lookup: NDArray[Any], crops: Any, flips: Any, codes: Any, params: Any, out: Any) -> Any:
+        crops, flips = np.ascontiguousarray(crops, np.uint8), np.ascontiguousarray(flips, np.uint8)
+        codes, params = np.ascontiguousarray(codes, np.uint8), np.ascontiguousarray(params, np.int32)
+        batch, views = len(crops), len(self.crop_of_view)
+        if out is None:
+            out = np.empty((views, batch, self.size, self.size, 3), lookup.dtype)
+        target = out.numpy() if isinstance(out, torch.Tensor) else out
+        self._check(crops, flips, codes, params, target, lookup.dtype)
+        scratches = self._start()
+
+        def work(first: int) -> None:
+            memory = scratches.get()
+            try:
+                last = min(first + _SAMPLES_AT_A_TIME, batch)
+                _run_samples(first, last, crops, flips, codes, params, self.crop_of_view, lookup, memory, target)
+            finally:
+                scratches.put(memory)
+
+        starts = range(0, batch, _SAMPLES_AT_A_TIME)
+        if self._pool is None:
+            for first in starts:
+                work(first)
+        else:
+            list(self._pool.map(work, starts))
+        return out
+
+    def _start(self) -> "queue.SimpleQueue[Scratch]":
+        """Threads are started on first use, so that an executor can be made before a fork and pickled."""
+        if self._scratches is None:
+            self._scratches = queue.SimpleQueue()
+            for _ in range(self.threads):
+                self._scratches.put(scratch(self.size))
+            if self.threads > 1:
+                self._pool = ThreadPoolExecutor(self.threads, "views")
+        return self._scratches
+
+    def _check(
+        self,
+        crops: NDArray[Any],
+        flips: NDArray[Any],
+        codes: NDArray[Any],
+        params: NDArray[Any],
+        out: NDArray[Any],
+        dtype: np.dtype[Any],
+    ) -> None:
+        """The compiled code checks no bounds, so the shapes are checked here."""
+        batch, count, size, views = len(crops), int(self.crop_of_view.max()) + 1, self.size, len(self.crop_of_view)
+        wanted = {
+            "crops": (crops.shape, (batch, count, size, size, 3)),
+            "flips": (flips.shape, (batch, count)),
+            "codes": (codes.shape[:2], (batch, views)),
+            "params": (params.shape, (*codes.shape, 8)),
+            "out": (out.shape, (views, batch, size, size, 3)),
+        }
+        for name, (shape, expected) in wanted.items():
+            if shape != expected:
+                raise ValueError(f"{name} has shape {shape}, expected {expected}")
+        if out.dtype != dtype or not out.flags.c_contiguous:
+            raise ValueError(f"out must be contiguous {dtype}, not {out.dtype}")
+
+
+@jit
+def _run_samples(
+    first: int,
+    last: int,
+    crops: NDArray[np.uint8],
+    flips: NDArray[np.uint8],
+    codes: NDArray[np.uint8],
+    params: NDArray[np.int32],
+    crop_of_view: NDArray[np.int64],
+    lookup: NDArray[np.float32],
+    s: Scratch,
+    out: NDArray[np.float32],
+) -> None:
+    size = crops.shape[2]
+    for b in range(first, last):
+        packed = -1
+        for t in range(crop_of_view.size):
+            crop = crop_of_view[t]
+            if crop != packed:
+                if flips[b, crop]:
+                    pack(crops[b, crop], s.pixels[1])
+                    flip(s.pixels[1], size, s.pixels[0])
+                else:
+                    pack(crops[b, crop], s.pixels[0])
+                packed = crop
+            at, warped = run(codes[b, t], params[b, t], size, s)
+            _finish(s, at, warped, size, lookup, out[t, b])
+
+
+@jit
+def _finish(
+    s: Scratch, at: int, warped: bool, size: int, lookup: NDArray[np.float32], out: NDArray[np.float32]
+) -> None:
+    """Write a view: one look-up per value, for all that is pending and the normalisation together."""
+    composed = np.empty_like(lookup)
+    for c in range(3):
+        for v in range(256):
+            composed[c, v] = lookup[c, s.table[c, v]]
+    if warped:
+        fill = np.empty(3, lookup.dtype)
+        for c in range(3):
+            fill[c] = lookup[c, s.fill[c]]
+        write_warped(s.pixels[at], size, s.warp, composed, fill, out)
+    else:
+        write(s.pixels[at], composed, out)
