@@ -252,7 +252,8 @@ class TrainingStep:
             return inner_products(kept, gradient, mean_over_ranks)
         names = [f"backbone.{name}" for name, _ in self.method.backbone.named_parameters()]
         direction = dict(zip(names, gradient, strict=True))
-        return sample_inner_products(self.method, batch.composites, pull.originals, direction, old)
+        with self._autocast():
+            return sample_inner_products(self.method, batch.composites, pull.originals, direction, old)
 
     def _weights_copy(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.method.named_parameters() if p.requires_grad}
