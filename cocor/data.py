@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from loaders.prep.labels import stratified_split
 
 from cocor.config import Config, labelled_batch_size
 from cocor.distributed import World
@@ -20,6 +19,7 @@ from loaders.open import open_loader
 from loaders.order import BatchOrder, CyclicOrder
 from loaders.plan import Augmentation, ViewPlan
 from loaders.prep.demo import make_demo
+from loaders.split import stratified_split
 from loaders.synthetic import synthetic_dataset
 
 # k-NN looks at no more images than this: enough for a trend, seconds on a GPU.
