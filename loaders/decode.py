@@ -40,11 +40,13 @@ class ImageFault(Exception):
 
 @dataclass(frozen=True)
 class Header:
-    """What a file's first bytes tell. ``plain``: any correct decoder gives the pixels of :func:`decode`."""
+    """What a file's first bytes tell. ``plain``: any correct decoder gives the pixels of :func:`decode`;
+    ``upright_jpeg``: even one that knows only JPEG and ignores its orientation tag."""
 
     height: int
     width: int
     plain: bool
+    upright_jpeg: bool = False
 
 
 def decode(path: str | os.PathLike[str]) -> Image.Image:
@@ -82,7 +84,8 @@ def read_header(file: BinaryIO) -> Header:
     with _open(file) as image:
         orientation = _orientation(image)
         width, height = image.size[::-1] if orientation >= 5 else image.size
-        return Header(height, width, _is_plain(image, orientation))
+        plain = _is_plain(image, orientation)
+        return Header(height, width, plain, plain and orientation == 1 and image.format in _JPEG)
 
 
 def _open(file: BinaryIO) -> Image.Image:

@@ -47,7 +47,7 @@ def list_folder(root: str) -> Listing:
         elif target not in files:
             files.add(target)
             _add_file(name, Path(root, name), listing)
-    order = sorted(range(len(listing.names)), key=lambda i: _sort_key(listing.names[i]))
+    order = sorted(range(len(listing.names)), key=lambda i: sort_key(listing.names[i]))
     return Listing(
         [listing.names[i] for i in order],
         [listing.sizes[i] for i in order],
@@ -61,7 +61,7 @@ def is_hidden(name: str) -> bool:
     return name.startswith(".") or name in _HOUSEKEEPING
 
 
-def _sort_key(name: str) -> tuple[str, str]:
+def sort_key(name: str) -> tuple[str, str]:
     """(folder in the root or nothing, the rest)."""
     top, slash, rest = name.partition("/")
     return (top, rest) if slash else ("", name)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from loaders.errors import UserError
+from loaders.ilsvrc import ilsvrc_labels
 from loaders.names import printable
 
 _HEADER_NAMES = frozenset({"file", "filename", "file_name", "image", "imageid", "name", "path"})
@@ -46,12 +47,17 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 def read_labels(path: Path, names: Sequence[str]) -> tuple[dict[int, str], list[tuple[str, str]]]:
     """Labels by image place, and (name, reason) of lines about images that are not there.
 
-    A line is ``name,label``, ``name<TAB>label`` or ``name label``; a header line is allowed.
+    A line is ``name,label``, ``name<TAB>label`` or ``name label``; a header line is allowed. ImageNet's official
+    validation lists are read as well (:mod:`loaders.ilsvrc`).
     """
+    lines = list(read_lines(path))
+    official = ilsvrc_labels(path, lines, names)
+    if official is not None:
+        return official, []
     lookup = NameLookup(names)
     labels: dict[int, str] = {}
     unknown: list[tuple[str, str]] = []
-    for count, (number, line) in enumerate(read_lines(path)):
+    for count, (number, line) in enumerate(lines):
         fields = [(name.strip().strip('"'), label.strip().strip('"')) for name, label in _splits(line)]
         if not fields:
             raise UserError(f"{printable(path)}:{number}: no label; write 'name,label' or 'name label'")

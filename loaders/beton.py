@@ -1,0 +1,171 @@
+"""FFCV's file format (``.beton``, version 2), read and described without FFCV.
+
+    header · field descriptors · one row a sample · stored images · cocor's index · allocation table
+
+A file made by ``cocor-prep`` carries a :class:`loaders.prep.record.Record` between images and allocation table; the
+otherwise unused arguments of the image field say where. FFCV's own loader ignores it, and a file without it (made by
+FFCV's writer) is read as well, with numbers for names and classes.
+
+The layout follows the published format; a test holds it against FFCV's own reader.
+"""
+
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loaders.errors import UserError
+from loaders.names import printable
+from loaders.prep.record import Record
+
+VERSION = 2
+HEADER = np.dtype(
+    [
+        ("version", "<u2"),
+        ("num_fields", "<u2"),
+        ("page_size", "<u4"),
+        ("num_samples", "<u8"),
+        ("alloc_table_ptr", "<u8"),
+    ],
+)
+FIELD = np.dtype([("type_id", "u1"), ("name", "u1", (16,)), ("arguments", "u1", (1024,))])
+SAMPLE = np.dtype(
+    {
+        "names": ["mode", "width", "height", "data_ptr", "label"],
+        "formats": ["u1", "<u2", "<u2", "<u8", "<i8"],
+        "offsets": [0, 1, 3, 5, 16],
+        "itemsize": 24,
+    }
+)
+ALLOCATION = np.dtype([("sample_id", "<u8"), ("ptr", "<u8"), ("size", "<u8")])
+INT_FIELD, IMAGE_FIELD = 1, 2  # type_id
+JPEG, RAW = 0, 1  # mode
+FIELD_NAMES = ("image", "label")
+LARGEST_SIDE = 65535
+POINTER = struct.Struct("<16sQQ")  # in the image field's arguments: marker, offset and length of the record
+MARKER = b"cocor-prep\0\0\0\0\0\0"
+
+
+@dataclass(frozen=True, eq=False)
+class Beton:
+    """An open ``.beton`` file of N images: the same fields as :class:`loaders.dataset.ImageDataset`, and the bytes.
+
+    - ``table``: SAMPLE (N,); ``sizes_in_bytes`` int64 (N,).
+    - ``record``: what cocor-prep stored, or None for a file made by other programs.
+    """
+
+    root: Path
+    page_size: int
+    table: np.ndarray
+    sizes_in_bytes: npt.NDArray[np.int64]
+    record: Record | None
+    data: mmap.mmap
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @cached_property
+    def names(self) -> list[str]:
+        return self.record.names if self.record else [f"{i:08d}" for i in range(len(self))]
+
+    @cached_property
+    def labels(self) -> npt.NDArray[np.int64]:
+        return self.table["label"].astype(np.int64)
+
+    @cached_property
+    def classes(self) -> list[str]:
+        return self.record.classes if self.record else [str(i) for i in range(int(self.labels.max(initial=-1)) + 1)]
+
+    @cached_property
+    def sizes(self) -> npt.NDArray[np.int32]:
+        """int32 (N, 2): height and width of the stored, upright images."""
+        return np.stack([self.table["height"], self.table["width"]], axis=1).astype(np.int32)
+
+    def read(self, index: int) -> memoryview:
+        """The stored bytes of an image (a JPEG file, or height x width x 3 pixels in raw mode), not copied."""
+        start = int(self.table["data_ptr"][index])
+        return memoryview(self.data)[start : start + int(self.sizes_in_bytes[index])]
+
+    def check(self, index: int) -> None:
+        """Raise :class:`UserError` naming file and image if the stored bytes are not those that were written."""
+        if self.record is not None and zlib.crc32(self.read(index)) != int(self.record.crcs[index]):
+            raise UserError(
+                f"{printable(self.root)}: {printable(self.names[index])} (image {index}) is damaged: "
+                "its checksum differs; run cocor-prep convert again"
+            )
+
+
+def is_beton(path: str | os.PathLike[str]) -> bool:
+    """Whether a path names a ``.beton`` file (by its suffix: a broken one is still meant as one)."""
+    return Path(path).suffix == ".beton"
+
+
+def open_beton(path: str | os.PathLike[str]) -> Beton:
+    """Open a file, checking that it is complete. Raises :class:`UserError` naming it otherwise."""
+    place = Path(path)
+    try:
+        with place.open("rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as fault:
+        raise UserError(f"{printable(path)}: {fault.strerror}; give a .beton file") from fault
+    except ValueError:
+        raise UserError(f"{printable(path)}: an empty file, not FFCV data; run cocor-prep convert again") from None
+    try:
+        return _parse(place, data)
+    except (ValueError, IndexError, struct.error, KeyError) as fault:
+        raise _broken(place, "its parts do not fit the file's length") from fault
+
+
+def _broken(path: Path, why: str) -> UserError:
+    return UserError(f"{printable(path)}: not a complete FFCV file ({why}); run cocor-prep convert again")
+
+
+def _parse(path: Path, data: mmap.mmap) -> Beton:
+    header = np.frombuffer(data, HEADER, 1)[0]
+    if header["version"] != VERSION:
+        raise _broken(path, f"version {header['version']} instead of {VERSION}")
+    fields = np.frombuffer(data, FIELD, int(header["num_fields"]), HEADER.itemsize)
+    names = tuple(field["name"].tobytes().rstrip(b"\0").decode("ascii", "replace") for field in fields)
+    if names != FIELD_NAMES or fields["type_id"].tolist() != [IMAGE_FIELD, INT_FIELD]:
+        raise UserError(
+            f"{printable(path)}: holds the fields {', '.join(names) or 'none'}; "
+            "cocor reads an RGB 'image' and an integer 'label'"
+        )
+    count = int(header["num_samples"])
+    table = np.frombuffer(data, SAMPLE, count, HEADER.itemsize + fields.nbytes)
+    allocations = np.frombuffer(data, ALLOCATION, count, int(header["alloc_table_ptr"]))
+    allocations = allocations[np.argsort(allocations["sample_id"], kind="stable")]
+    ends = allocations["ptr"] + allocations["size"]
+    if not np.array_equal(allocations["ptr"], table["data_ptr"]) or int(ends.max(initial=0)) > len(data):
+        raise _broken(path, "the table of images is damaged")
+    marker, offset, length = POINTER.unpack(fields["arguments"][0].tobytes()[: POINTER.size])
+    record = Record.from_bytes(data[offset : offset + length], path) if marker == MARKER else None
+    if record is not None:
+        _compare(path, table, record)
+    return Beton(path, int(header["page_size"]), table, allocations["size"].astype(np.int64), record, data)
+
+
+def _compare(path: Path, table: np.ndarray, record: Record) -> None:
+    same = len(record) == len(table) and np.array_equal(record.labels, table["label"])
+    if not same or not np.array_equal(record.sizes, np.stack([table["height"], table["width"]], axis=1)):
+        raise _broken(path, "table and index differ")
+
+
+def field_descriptors(record_at: tuple[int, int]) -> np.ndarray:
+    """FIELD (2,): an RGB image and an integer label; ``record_at`` is offset and length of the record."""
+    fields = np.zeros(2, FIELD)
+    kinds: Mapping[str, int] = dict(zip(FIELD_NAMES, (IMAGE_FIELD, INT_FIELD), strict=True))
+    for field, (name, kind) in zip(fields, kinds.items(), strict=True):
+        field["type_id"] = kind
+        field["name"][: len(name)] = np.frombuffer(name.encode(), np.uint8)
+    pointer: Any = np.frombuffer(POINTER.pack(MARKER, *record_at), np.uint8)
+    fields["arguments"][0, : len(pointer)] = pointer
+    return fields

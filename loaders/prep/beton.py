@@ -1,0 +1,72 @@
+"""Writing ``.beton`` files: one process, a plain file, images in the order they come, rows in the order of names.
+
+FFCV's own writer polls a shared counter and waits for ever if a worker raises or dies, and the layout of its files
+depends on which worker was faster. This one has nothing to wait for, and equal images give equal bytes. The header is
+written last, so that even a file torn from its temporary name is no valid one.
+"""
+
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from loaders.beton import ALLOCATION, FIELD, HEADER, SAMPLE, VERSION, field_descriptors
+from loaders.errors import UserError
+from loaders.names import printable
+from loaders.prep.record import Record
+
+SMALLEST_PAGE = 1 << 23  # FFCV's default; no image may cross the boundary of a page
+LARGEST_PAGE = 1 << 31
+
+
+class BetonWriter:
+    """Writes one file of at most ``capacity`` images."""
+
+    def __init__(self, path: Path, capacity: int) -> None:
+        self._file: BinaryIO = path.open("wb", buffering=1 << 20)
+        self._page = SMALLEST_PAGE
+        self._position = HEADER.itemsize + 2 * FIELD.itemsize + capacity * SAMPLE.itemsize
+        self._advance_to_page()
+        self._stored = np.zeros(capacity, ALLOCATION)
+        self._count = 0
+
+    def add(self, name: str, data: bytes) -> None:
+        """Append an image's bytes."""
+        # Where pages grow, earlier images still cross no boundary: every new one is a boundary of the smaller pages.
+        while len(data) > self._page:
+            self._page *= 2
+            if self._page > LARGEST_PAGE:
+                raise UserError(f"{printable(name)}: {len(data):,} bytes are too many for a .beton file; shrink it")
+        if self._position % self._page + len(data) > self._page:
+            self._advance_to_page()
+        self._file.seek(self._position)
+        self._file.write(data)
+        self._stored[self._count] = (0, self._position, len(data))
+        self._position += len(data)
+        self._count += 1
+
+    def finish(self, order: np.ndarray, modes: np.ndarray, record: Record) -> None:
+        """Write rows, index and header, and close. Row i is the ``order[i]``-th added image, stored in ``modes[i]``."""
+        allocations = self._stored[order]
+        allocations["sample_id"] = np.arange(len(order))
+        table = np.zeros(len(order), SAMPLE)
+        table["mode"], table["label"], table["data_ptr"] = modes, record.labels, allocations["ptr"]
+        table["height"], table["width"] = record.sizes.T
+        block = record.to_bytes()
+        header = np.zeros(1, HEADER)
+        header[0] = (VERSION, 2, self._page, len(order), self._position + len(block))
+        with self._file as file:
+            file.seek(self._position)
+            file.write(block + allocations.tobytes())
+            file.seek(HEADER.itemsize)
+            file.write(field_descriptors((self._position, len(block))).tobytes() + table.tobytes())
+            file.flush()
+            file.seek(0)
+            file.write(header.tobytes())
+
+    def close(self) -> None:
+        """Close the file, complete or not."""
+        self._file.close()
+
+    def _advance_to_page(self) -> None:
+        self._position = -(-self._position // self._page) * self._page

@@ -1,0 +1,153 @@
+"""From any source to a ``.beton`` file or a tree of class folders, in one pass, complete or not at all.
+
+    source -> locators -> worker processes: read, decode, encode -> this process: write in order -> record -> rename
+
+The order of the source decides the order of writing and names decide the order of rows, so the output's bytes depend
+neither on the number of workers nor on their speed.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from loaders.dataset import OnError
+from loaders.errors import UserError
+from loaders.folder import sort_key
+from loaders.names import available_cores, printable
+from loaders.prep.beton import BetonWriter
+from loaders.prep.encode import Encoded, Settings, encode_all
+from loaders.prep.output import refuse_existing, staged
+from loaders.prep.pool import in_order
+from loaders.prep.record import Record, content_digest
+from loaders.prep.sources import Source
+from loaders.prep.tree import TreeWriter
+from loaders.progress import track
+
+Target = Literal["beton", "folder"]
+CHUNK = 8  # images a task
+_ROW = np.dtype([("mode", "u1"), ("height", "i4"), ("width", "i4"), ("source_crc", "u4"), ("crc", "u4")])
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What a conversion did: images by treatment ("kept", "resized", ...), and (name, reason) of those left out."""
+
+    images: int
+    treatments: dict[str, int]
+    skipped: list[tuple[str, str]]
+
+
+def convert(
+    source: Source,
+    output: Path,
+    target: Target,
+    settings: Settings,
+    *,
+    workers: int | None = None,
+    on_error: OnError = "stop",
+    force: bool = False,
+) -> Converted:
+    """Make ``output`` from ``source``.
+
+    ``on_error``: "stop" ends at the first unusable image, "skip" leaves such images out and lists them. Raises
+    :class:`UserError`, and then nothing is left behind.
+    """
+    refuse_existing(output, force)
+    _refuse_overlap(source.path, output)
+    if source.faults and on_error == "stop":
+        raise unusable(source, *source.faults[0])
+    names = stored_names(source)
+    faults = list(source.faults)
+    with staged(output, folder=target == "folder", force=force) as work:
+        writer = BetonWriter(work, len(source)) if target == "beton" else TreeWriter(work)
+        with closing(writer):
+            rows = np.zeros(len(source), _ROW)
+            kept: list[int] = []
+            treatments: Counter[str] = Counter()
+            for index, encoded in _encoded(source, settings, workers or available_cores()):
+                if isinstance(encoded, str):
+                    if on_error == "stop":
+                        raise unusable(source, names[index], encoded)
+                    faults.append((names[index], encoded))
+                    continue
+                writer.add(names[index], encoded.data)
+                rows[len(kept)] = (encoded.mode, encoded.height, encoded.width, encoded.source_crc, encoded.crc)
+                kept.append(index)
+                treatments[encoded.treatment] += 1
+            if not kept:
+                raise UserError(f"{printable(source.path)}: no usable images; nothing was written")
+            done = Converted(len(kept), dict(sorted(treatments.items())), sorted(faults))
+            order = np.array(sorted(range(len(kept)), key=lambda i: sort_key(names[kept[i]])), np.int64)
+            chosen = np.array(kept, np.int64)[order]
+            record = _record(source, [names[i] for i in chosen], chosen, rows[order], settings, target, done)
+            writer.finish(order, rows["mode"][order], record)
+    return done
+
+
+def stored_names(source: Source) -> list[str]:
+    """The names under which images are stored: those of the source, with ``.jpg`` added to any that is no JPEG's."""
+    names = [name if name.lower().endswith((".jpg", ".jpeg")) else f"{name}.jpg" for name in source.names]
+    double = next((name for name, count in Counter(names).items() if count > 1), None)
+    if double is not None:
+        raise UserError(f"{printable(source.path)}: two images would both be stored as {printable(double)}; rename one")
+    return names
+
+
+def unusable(source: Source, name: str, reason: str) -> UserError:
+    """The error that names an unusable image of ``source``."""
+    where = printable(source.path / name) if source.kind == "folder" else f"{printable(source.path)}: {printable(name)}"
+    return UserError(f"{where}: {reason}; remove it, or pass --on-error skip")
+
+
+def _encoded(source: Source, settings: Settings, workers: int) -> Iterator[tuple[int, Encoded | str]]:
+    starts = range(0, len(source), CHUNK)
+    tasks = ([source.locate(i) for i in range(start, min(start + CHUNK, len(source)))] for start in starts)
+
+    def name(task: int) -> str:
+        return printable(source.names[starts[task]])
+
+    results = in_order(partial(encode_all, settings=settings), tasks, max(1, min(workers, len(starts))), name)
+    with closing(results):
+        for start, encoded in zip(starts, track(results, len(source), "converting", "images", CHUNK), strict=True):
+            yield from enumerate(encoded, start)
+
+
+def _record(
+    source: Source,
+    names: Sequence[str],
+    chosen: np.ndarray,
+    rows: np.ndarray,
+    settings: Settings,
+    target: Target,
+    done: Converted,
+) -> Record:
+    labels = source.labels[chosen]
+    facts = {
+        "target": target,
+        "settings": asdict(settings),
+        "source": {
+            "name": printable(source.path.name),
+            "kind": source.kind,
+            "digest": content_digest(names, labels, source.classes, rows["source_crc"].tolist()),
+        },
+        "images": done.images,
+        "treatments": done.treatments,
+        "skipped": [[printable(name), reason] for name, reason in done.skipped],
+    }
+    sizes = np.stack([rows["height"], rows["width"]], axis=1)
+    return Record(list(names), labels, source.classes, sizes, rows["crc"], facts)
+
+
+def _refuse_overlap(source: Path, output: Path) -> None:
+    """An output inside its own source would become part of it; a source inside the output would be replaced."""
+    inner, outer = output.absolute().parent.resolve() / output.name, source.resolve()
+    if inner == outer or outer.is_relative_to(inner):
+        raise UserError(f"{printable(output)}: the output would replace its own source; name another output")
+    if inner.is_relative_to(outer):
+        raise UserError(f"{printable(output)}: the output lies inside its source; name another output")

@@ -1,0 +1,112 @@
+"""One image from source bytes to the bytes that are stored: as they are where possible, else decoded and re-encoded.
+
+A JPEG that every decoder shows upright and in the right colours, and that needs no resize, keeps its bytes. Anything
+else goes through :mod:`loaders.decode`, the rule of all loaders, and is written as JPEG (or raw pixels). Nothing is
+ever enlarged. Both ways the image is decoded once here, so that a damaged one is found now and not in training.
+"""
+
+import zlib
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Literal
+
+from PIL import Image
+
+from loaders.beton import JPEG, LARGEST_SIDE, RAW
+from loaders.decode import MAX_PIXELS, ImageFault, decode_file, describe, read_header
+from loaders.prep.locator import Locator
+from loaders.prep.pool import one_at_a_time
+
+Treatment = Literal["kept", "resized", "repaired", "raw"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How images are stored.
+
+    - ``shorter_side``: larger images shrink until their shorter side has this many pixels; None keeps sizes.
+    - ``quality``: of JPEGs that must be encoded anew, 1 to 100.
+    - ``raw``: store pixels instead of JPEG.
+    - ``max_pixels``: a larger image is refused.
+    """
+
+    shorter_side: int | None = None
+    quality: int = 95
+    raw: bool = False
+    max_pixels: int = MAX_PIXELS
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """An image of ``height`` x ``width`` as stored: bytes, FFCV mode, and the CRC-32s of source and stored bytes."""
+
+    data: bytes
+    mode: int
+    height: int
+    width: int
+    source_crc: int
+    crc: int
+    treatment: Treatment
+
+
+def encode(place: Locator, settings: Settings) -> Encoded | str:
+    """Read and encode one image; a text says why it is unusable."""
+    try:
+        data = place.read()
+        return _encode(data, settings)
+    except (ImageFault, OSError) as fault:
+        return describe(fault)
+    except MemoryError:
+        return "too large for this machine's memory"
+
+
+def encode_all(places: list[Locator], settings: Settings) -> list[Encoded | str]:
+    """:func:`encode` for several images: a worker's task."""
+    return [encode(place, settings) for place in places]
+
+
+def _encode(data: bytes, settings: Settings) -> Encoded:
+    source_crc = zlib.crc32(data)
+    header = read_header(BytesIO(data))
+    if header.height * header.width > settings.max_pixels:
+        raise ImageFault(f"{header.width} x {header.height} pixels are more than the limit of {settings.max_pixels:,}")
+    size = target_size(header.width, header.height, settings.shorter_side)
+    shrinks = size != (header.width, header.height)
+    if max(size) > LARGEST_SIDE:
+        raise ImageFault(f"{header.width} x {header.height} pixels: no side may exceed {LARGEST_SIDE:,}")
+    if header.upright_jpeg and not shrinks and not settings.raw:
+        _read_through(data)
+        return Encoded(data, JPEG, header.height, header.width, source_crc, source_crc, "kept")
+    with one_at_a_time(header.height * header.width):
+        image = decode_file(BytesIO(data))
+        if shrinks:
+            image = image.resize(size, Image.Resampling.BICUBIC)
+    treatment: Treatment = "raw" if settings.raw else "resized" if shrinks else "repaired"
+    stored = image.tobytes() if settings.raw else _to_jpeg(image, settings.quality, shrinks)
+    mode = RAW if settings.raw else JPEG
+    return Encoded(stored, mode, image.height, image.width, source_crc, zlib.crc32(stored), treatment)
+
+
+def _to_jpeg(image: Image.Image, quality: int, shrunk: bool) -> bytes:
+    """Colour at half resolution is usual and fast to decode; an image of full size keeps its colour edges."""
+    buffer = BytesIO()
+    image.save(buffer, "JPEG", quality=quality, subsampling="4:2:0" if shrunk else "4:4:4")
+    return buffer.getvalue()
+
+
+def target_size(width: int, height: int, shorter_side: int | None) -> tuple[int, int]:
+    """(width, height) after shrinking the shorter side to ``shorter_side`` pixels, if it is longer than that."""
+    shorter = min(width, height)
+    if shorter_side is None or shorter <= shorter_side:
+        return width, height
+    return max(1, round(width * shorter_side / shorter)), max(1, round(height * shorter_side / shorter))
+
+
+def _read_through(data: bytes) -> None:
+    """Raise :class:`ImageFault` if a JPEG is truncated: decodes all of it, but at an eighth of the size, in grey."""
+    try:
+        with Image.open(BytesIO(data)) as image:
+            image.draft("L", (1, 1))
+            image.load()
+    except Exception as fault:  # as in decode_file
+        raise ImageFault(f"truncated or damaged image ({fault})") from fault

@@ -1,0 +1,169 @@
+"""The forms in which people have their images, as one: names, labels, classes, and where each image's bytes lie.
+
+Folders (class folders, or flat with a label file), tars (ILSVRC's, class folders in a tar, WebDataset shards), parquet
+shards and ``.beton`` files. Whatever the form, an image of a class is named ``class/...``: a prepared set shows its
+images in the order that :func:`loaders.dataset.open_folder` gives to class folders of these names.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from loaders.beton import is_beton, open_beton
+from loaders.dataset import open_folder
+from loaders.errors import UserError
+from loaders.folder import is_hidden
+from loaders.names import printable
+from loaders.prep.locator import FileBytes, Locator, TarBytes
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """N images and where they lie.
+
+    - ``names``: relative names; ``labels`` int64 (N,), place in ``classes`` or -1.
+    - ``faults``: (name, reason) of what is already known to be unusable.
+    - ``locate(i)``: where image i's bytes are.
+    """
+
+    path: Path
+    kind: str
+    names: list[str]
+    labels: npt.NDArray[np.int64]
+    classes: list[str]
+    faults: list[tuple[str, str]]
+    locate: Callable[[int], Locator]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def keep_classes(self, wanted: Sequence[str]) -> "Source":
+        """Only the images of the classes ``wanted``, numbered in sorted order. Raises on an unknown class."""
+        unknown = sorted(set(wanted) - set(self.classes))
+        if unknown:
+            raise UserError(
+                f"{printable(self.path)}: has no class {printable(unknown[0])}"
+                + (f" (nor {len(unknown) - 1} more of the list)" if len(unknown) > 1 else "")
+            )
+        classes = sorted(set(wanted))
+        places = {name: i for i, name in enumerate(classes)}
+        new = np.array([places.get(name, -1) for name in self.classes] + [-1], np.int64)[self.labels]
+        chosen = np.flatnonzero(new >= 0)
+        locate = self.locate
+        kept = [(name, reason) for name, reason in self.faults if name.partition("/")[0] in places or "/" not in name]
+        return replace(
+            self,
+            names=[self.names[i] for i in chosen],
+            labels=new[chosen],
+            classes=classes,
+            faults=kept,
+            locate=lambda i: locate(int(chosen[i])),
+        )
+
+
+def open_source(
+    path: str | Path, labels: str | Path | None = None, *, workers: int | None = None, allow_empty: bool = False
+) -> Source:
+    """Recognise what ``path`` is and list its images; pixels are not read yet.
+
+    ``labels`` is a label file for images without class folders; ``allow_empty`` accepts class folders without images.
+    Raises :class:`UserError` naming the file and saying what is accepted.
+    """
+    place = Path(path)
+    if not place.exists():
+        raise UserError(f"{printable(place)}: no such file or folder; check the path")
+    if is_beton(place):
+        return _from_beton(place)
+    if place.is_dir():
+        shards = shards_in(place)
+        if not shards:
+            return _from_folder(place, labels, workers, allow_empty)
+    else:
+        shards = [place]
+    if shards[0].suffix == ".parquet":
+        from loaders.prep.parquet import open_parquet
+
+        return open_parquet(place, shards)
+    if shards[0].suffix == ".tar":
+        from loaders.prep.tars import open_tars
+
+        return open_tars(place, shards, labels)
+    raise UserError(f"{printable(place)}: give a folder, .tar, .parquet or .beton; unpack a compressed tar first")
+
+
+def shards_in(folder: Path) -> list[Path]:
+    """The tar or parquet shards in a folder or in its ``data`` folder, in order; none in a folder of images."""
+    for place in (folder, folder / "data"):
+        for pattern in ("*.tar", "*.parquet"):
+            shards = sorted(shard for shard in place.glob(pattern) if shard.is_file() and shard.name[0] != ".")
+            if shards:
+                return shards
+    return []
+
+
+def _from_folder(path: Path, labels: str | Path | None, workers: int | None, allow_empty: bool) -> Source:
+    dataset = open_folder(path, labels, on_error="skip", workers=workers, allow_empty=allow_empty)
+    root, names = str(path.absolute()), dataset.names
+    label_of = [dataset.classes[label] if label >= 0 else None for label in dataset.labels]
+
+    def locate(index: int) -> FileBytes:
+        return FileBytes(f"{root}/{names[index]}")
+
+    return make_source(path, "folder", names, label_of, list(dataset.skipped), locate, dataset.classes)
+
+
+def _from_beton(path: Path) -> Source:
+    file = open_beton(path)
+    place = str(path.absolute())
+    pointers, lengths = file.table["data_ptr"], file.sizes_in_bytes
+    if (file.table["mode"] != 0).any():
+        raise UserError(f"{printable(path)}: stores raw pixels, not image files; convert the original images instead")
+
+    def locate(index: int) -> TarBytes:
+        return TarBytes(place, int(pointers[index]), int(lengths[index]))
+
+    return Source(path, "beton", file.names, file.labels, file.classes, [], locate)
+
+
+def make_source(
+    path: Path,
+    kind: str,
+    names: Sequence[str],
+    label_of: Sequence[str | None],
+    faults: list[tuple[str, str]],
+    locate: Callable[[int], Locator],
+    classes: Sequence[str] = (),
+) -> Source:
+    """A source from class names instead of numbers, its images named class first. ``classes`` may add empty ones."""
+    if not names and not faults:
+        raise UserError(f"{printable(path)}: holds no images; check the path")
+    for label in {*label_of, *classes} - {None}:
+        if not label or is_hidden(label) or set(label) & set("/\0\n"):
+            raise UserError(f"{printable(path)}: {label!r} cannot name a class folder; rename that class")
+    known = sorted({label for label in label_of if label is not None}.union(classes))
+    places = {name: i for i, name in enumerate(known)}
+    labels = np.array([-1 if label is None else places[label] for label in label_of], np.int64)
+    class_first = [_class_first(name, label) for name, label in zip(names, label_of, strict=True)]
+    double = next((name for name, count in Counter(class_first).items() if count > 1), None)
+    if double is not None:
+        raise UserError(f"{printable(path)}: two images are named {printable(double)}; remove or rename one")
+    return Source(path, kind, class_first, labels, known, faults, locate)
+
+
+def _class_first(name: str, label: str | None) -> str:
+    if label is not None and name.startswith(f"{label}/"):
+        return name
+    flat = name.replace("/", "_")
+    return flat if label is None else f"{label}/{flat}"
+
+
+def pad_numbers(labels: Sequence[str | None]) -> list[str | None]:
+    """Numeric labels with leading zeros, so that text order is their order by value; other labels as they are."""
+    if all(label is None or label.isdecimal() for label in labels):
+        width = max((len(label) for label in labels if label is not None), default=0)
+        return [None if label is None else label.zfill(width) for label in labels]
+    return list(labels)

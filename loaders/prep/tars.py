@@ -1,0 +1,179 @@
+"""Tars as sources, read in place: nothing is unpacked.
+
+- ILSVRC's training tar: one tar a class inside the tar.
+- Class folders in a tar, and flat tars (ILSVRC's validation tar) with or without a label file.
+- WebDataset shards: ``key.jpg`` beside ``key.cls`` (or ``key.json`` with a "label"), in one or many tars.
+
+Members whose names would leave a target folder, links and devices are refused by name.
+"""
+
+import json
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from loaders.errors import UserError
+from loaders.folder import is_hidden
+from loaders.labels import read_labels
+from loaders.names import printable
+from loaders.prep.locator import TarBytes
+from loaders.prep.sources import Source, make_source, pad_numbers
+
+_IMAGES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".img"})
+_CLASS_KEYS = ("label", "cls", "class", "class_id", "target")
+_LARGEST_TEXT = 1 << 20
+
+
+@dataclass
+class _Members:
+    """Files of one or more tars, in their order."""
+
+    names: list[str] = field(default_factory=list)
+    places: list[TarBytes] = field(default_factory=list)
+    faults: list[tuple[str, str]] = field(default_factory=list)
+
+
+def open_tars(path: Path, shards: list[Path], labels: str | Path | None) -> Source:
+    """The images in ``shards`` (the file ``path`` itself, or those of the folder ``path``)."""
+    members = _Members()
+    starts = []
+    for shard in shards:
+        starts.append(len(members.names))
+        for name, place, fault in _members(shard):
+            if fault:
+                members.faults.append((f"{printable(shard.name)}:{printable(name)}", fault))
+            else:
+                members.names.append(name)
+                members.places.append(place)
+        if len(members.names) == starts[-1] and not members.faults:
+            raise UserError(f"{printable(shard)}: an empty tar; remove it or fetch it again")
+    if labels is None and any(PurePosixPath(name).suffix in (".cls", ".json") for name in members.names):
+        return _webdataset(path, shards, starts, members)
+    return _plain(path, members, labels)
+
+
+def _members(shard: Path) -> Iterator[tuple[str, TarBytes, str]]:
+    """(name, place, fault) of the visible members; tars within the tar are opened and name a folder."""
+    try:
+        with tarfile.open(shard, "r:") as tar:
+            for member in tar:
+                if member.isdir() or any(is_hidden(part) for part in member.name.split("/") if part not in (".", "..")):
+                    continue
+                name = member.name.removeprefix("./")
+                place = TarBytes(str(shard.absolute()), member.offset_data, member.size)
+                fault = _fault(member)
+                if not fault and name.endswith(".tar"):
+                    yield from _inner(shard, name, place)
+                else:
+                    yield name, place, fault
+    except (tarfile.TarError, EOFError, ValueError) as fault:
+        raise UserError(
+            f"{printable(shard)}: not a readable, uncompressed tar ({fault}); fetch or unpack it again"
+        ) from fault
+    _check_complete(shard)
+
+
+def _check_complete(shard: Path) -> None:
+    """A tar ends with two blocks of zeros; tarfile takes a cut between two members for the end."""
+    with shard.open("rb") as file:
+        file.seek(max(0, shard.stat().st_size - 1024))
+        if any(file.read()):
+            raise UserError(f"{printable(shard)}: the end of this tar is missing; fetch it again")
+
+
+def _inner(shard: Path, name: str, place: TarBytes) -> Iterator[tuple[str, TarBytes, str]]:
+    folder = name.removesuffix(".tar")
+    with shard.open("rb") as file:
+        file.seek(place.offset)
+        try:
+            with tarfile.open(fileobj=file, mode="r:") as tar:
+                for member in tar:
+                    if member.isdir() or is_hidden(PurePosixPath(member.name).name):
+                        continue
+                    inner = TarBytes(place.path, member.offset_data, member.size)  # from the outer file's start
+                    yield f"{folder}/{member.name.removeprefix('./')}", inner, _fault(member)
+        except (tarfile.TarError, EOFError, ValueError) as fault:
+            raise UserError(f"{printable(shard)}: {printable(name)} in it is not a readable tar ({fault})") from fault
+
+
+def _fault(member: tarfile.TarInfo) -> str:
+    path = PurePosixPath(member.name)
+    if path.is_absolute() or ".." in path.parts or "\0" in member.name:
+        return "would leave the target folder"
+    if not member.isreg():
+        return "a link or device, not a file"
+    return ""
+
+
+def _plain(path: Path, members: _Members, labels: str | Path | None) -> Source:
+    names = _without_common_folders(members.names)
+    faults = list(members.faults)
+    label_of: list[str | None]
+    if labels is not None:
+        found, unknown = read_labels(Path(labels), names)
+        faults += unknown
+        label_of, missing = [found.get(i) for i in range(len(names))], f"no label in {printable(labels)}"
+    else:
+        label_of = [name.partition("/")[0] if "/" in name else None for name in names]
+        missing = "outside every class folder"
+    kept = list(range(len(names)))
+    if any(label is not None for label in label_of):
+        faults += [(name, missing) for name, label in zip(names, label_of, strict=True) if label is None]
+        kept = [i for i in kept if label_of[i] is not None]
+
+    def locate(index: int) -> TarBytes:
+        return members.places[kept[index]]
+
+    return make_source(path, "tar", [names[i] for i in kept], [label_of[i] for i in kept], faults, locate)
+
+
+def _without_common_folders(names: list[str]) -> list[str]:
+    """``imagenet/train/n0/x.JPEG`` becomes ``n0/x.JPEG`` where all names begin alike."""
+    while names and names[0].count("/") > 1:
+        top = names[0].partition("/")[0] + "/"
+        if not all(name.startswith(top) and name.count("/") > 1 for name in names):
+            break
+        names = [name.removeprefix(top) for name in names]
+    return names
+
+
+def _webdataset(path: Path, shards: list[Path], starts: list[int], members: _Members) -> Source:
+    """Group members by shard and key (the name up to the first dot of its last part)."""
+    names: list[str] = []
+    labels: list[str | None] = []
+    places: list[TarBytes] = []
+    faults = list(members.faults)
+    for shard, start, end in zip(shards, starts, [*starts[1:], len(members.names)], strict=True):
+        samples: dict[str, dict[str, TarBytes]] = {}
+        for name, place in zip(members.names[start:end], members.places[start:end], strict=True):
+            folder, _, last = name.rpartition("/")
+            key, dot, suffix = last.partition(".")
+            samples.setdefault(f"{folder}/{key}" if folder else key, {})[dot + suffix.lower()] = place
+        for key, parts in samples.items():
+            image = next((suffix for suffix in parts if suffix in _IMAGES), None)
+            label = _webdataset_class(shard, key, parts)
+            if image is None or label is None:
+                missing = "image" if image is None else "class (.cls, or .json with a label)"
+                parts_there = ", ".join(sorted(parts))
+                faults.append((f"{printable(shard.name)}:{printable(key)}", f"no {missing} beside {parts_there}"))
+                continue
+            names.append(f"{shard.stem}_{key}{image}")
+            labels.append(label)
+            places.append(parts[image])
+    return make_source(path, "webdataset", names, pad_numbers(labels), faults, places.__getitem__)
+
+
+def _webdataset_class(shard: Path, key: str, parts: dict[str, TarBytes]) -> str | None:
+    text = parts.get(".cls") or parts.get(".json")
+    if text is None or text.length > _LARGEST_TEXT:
+        return None
+    content = text.read().decode("utf-8", "surrogateescape").strip()
+    if ".cls" in parts:
+        return content or None
+    try:
+        values = json.loads(content)
+    except ValueError as fault:
+        raise UserError(f"{printable(shard)}: {printable(key)}.json is not JSON ({fault})") from fault
+    found = [values[name] for name in _CLASS_KEYS if name in values] if isinstance(values, dict) else []
+    return str(found[0]) if found and isinstance(found[0], int | str) else None
