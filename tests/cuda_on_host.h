@@ -12,6 +12,7 @@
 
 #define HOST_SHIM
 #define DEVICE static inline
+#define DEVICE_MEMBER inline
 #define __global__
 #define __shared__ static
 #define __launch_bounds__(threads, blocks)
@@ -30,7 +31,7 @@ DEVICE int block_count() { return grid; }
 DEVICE void block_sync() { if (THREADS > 1) block_barrier->arrive_and_wait(); }
 DEVICE void warp_sync() { if (LANES > 1) warp_barriers[current_thread / LANES]->arrive_and_wait(); }
 
-DEVICE unsigned char load(const unsigned char* p) { return *p; }
+template <typename T> DEVICE T load(const T* p) { return *p; }
 DEVICE void store(uint4* p, uint4 v) { *p = v; }
 template <typename T> DEVICE T* opaque(T* p) { return p; }
 
@@ -40,6 +41,7 @@ DEVICE unsigned permute(unsigned a, unsigned b, unsigned selector) {
     for (int i = 0; i < 4; i++) result |= (unsigned)(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
     return result;
 }
+DEVICE unsigned shift_pair(unsigned low, unsigned high, int bits) { return ((uint64_t)high << 32 | low) >> bits; }
 DEVICE unsigned dot_low(unsigned pair, unsigned bytes, unsigned sum) {
     return sum + (pair & 0xffff) * (bytes & 255) + (pair >> 16) * (bytes >> 8 & 255);
 }

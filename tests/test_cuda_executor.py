@@ -132,8 +132,7 @@ class Host:
         ulps: int = 0,
     ) -> NDArray[Any]:
         batch, count, size = problem.crops.shape[:3]
-        whole = lanes * 4 * (1 if table.itemsize == 4 else 2) * 3 * table.itemsize % 16 == 0
-        aligned = whole and size * size * 3 * table.itemsize % 16 == 0
+        aligned = size * size * 3 * table.itemsize % 16 == 0
         configuration = cuda.Configuration(size, table.itemsize, aligned, threads, 1)
         library = host_library(self.folder, configuration, lanes, ulps)
         assert library.job_bytes() == ctypes.sizeof(cuda.Job)

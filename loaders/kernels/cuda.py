@@ -39,7 +39,7 @@ class Configuration:
 
     size: int
     out_bytes: int
-    aligned: bool  # every view starts at a multiple of 16 bytes
+    aligned: bool  # every view starts at a multiple of 16 bytes, every crop at one of 4
     threads: int  # a block
     blocks: int  # resident on a multiprocessor
 
@@ -59,7 +59,7 @@ class Configuration:
 
 def configure(size: int, out_bytes: int, aligned: bool) -> Configuration:
     """The settings for ``size``; images that cannot feed a whole block get smaller ones."""
-    tiles = -(-size * size // (128 if out_bytes == 4 else 256))  # of a warp
+    tiles = -(-size * size * out_bytes // 512)  # of a warp
     threads = min(BLOCK_THREADS, max(64, 32 * tiles))
     aligned = aligned and size * size * 3 * out_bytes % 16 == 0
     return Configuration(size, out_bytes, aligned, threads, max(1, RESIDENT_THREADS // threads))
@@ -154,7 +154,7 @@ class CudaExecutor:
             _check("out", out, table.dtype, (self.views, batch, size, size, 3), self.device)
             if batch == 0:
                 return out
-            aligned = out.data_ptr() % 16 == 0
+            aligned = out.data_ptr() % 16 == 0 and crops.data_ptr() % 4 == 0
             kernel = load_kernel(self.device.index, configure(size, table.element_size(), aligned))
             blocks = min(batch * self.views, kernel.resident_blocks, SCRATCH_LIMIT // (scratch_words(size) * _WORD))
             blocks = max(1, blocks)
@@ -226,6 +226,17 @@ class Kernel:
         occupancy = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(self._function, self._threads, 0)
         self.resident_blocks = _checked(occupancy) * properties.multi_processor_count
         self._driver = driver
+
+    def resources(self) -> str:
+        """Registers a thread, bytes of local memory a thread (spills) and of shared memory a block."""
+        attributes = self._driver.CUfunction_attribute
+        wanted = {
+            "registers": attributes.CU_FUNC_ATTRIBUTE_NUM_REGS,
+            "local": attributes.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES,
+            "shared": attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
+        }
+        found = {name: _checked(self._driver.cuFuncGetAttribute(a, self._function)) for name, a in wanted.items()}
+        return ", ".join(f"{value} {name}" for name, value in found.items())
 
     def launch(self, blocks: int, job: Job, stream: int) -> None:
         """Enqueue one run of ``job`` on ``stream``; its queue is cleared first."""

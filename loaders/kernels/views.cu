@@ -27,19 +27,30 @@ typedef u32 Out;
 #ifndef HOST_SHIM
 #define LANES 32
 #define DEVICE static __device__ __forceinline__
+#define DEVICE_MEMBER __device__ __forceinline__
 DEVICE u32 thread_index() { return threadIdx.x; }
 DEVICE int block_index() { return blockIdx.x; }
 DEVICE int block_count() { return gridDim.x; }
 DEVICE void block_sync() { __syncthreads(); }
 DEVICE void warp_sync() { __syncwarp(); }
-DEVICE u8 load(const u8* p) { return __ldg(p); }
+template <typename T>
+DEVICE T load(const T* p) {  // of what this kernel never writes
+    return __ldg(p);
+}
 template <typename T>
 DEVICE T* opaque(T* p) {  // the compiler must keep this pointer instead of recomputing it at every use
     asm("" : "+l"(p));
     return p;
 }
-DEVICE void store(uint4* p, uint4 v) { *p = v; }
+DEVICE void store(uint4* p, uint4 v) {
+#ifdef STREAMING
+    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+#else
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+#endif
+}
 DEVICE u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+DEVICE u32 shift_pair(u32 low, u32 high, int bits) { return __funnelshift_r(low, high, bits); }
 DEVICE u32 dot_low(u32 pair, u32 bytes, u32 sum) {  // 16-bit x 8-bit products of bytes 0 and 1
     u32 d;
     asm("dp2a.lo.u32.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(pair), "r"(bytes), "r"(sum));
@@ -71,8 +82,8 @@ DEVICE void max_from_warp(int* to, int v) {
 #define WARPS (THREADS / LANES)
 #define PIXELS (SIZE * SIZE)
 #define PLANE ((PIXELS + 1) / 2 * 2)     // words of a scratch image
-#define BATCH 4                          // pixels that a thread carries through a sweep at a time, LANES apart
-#define PARTS (OUT_BYTES == 4 ? 1 : 2)   // batches a warp gathers before it writes them out
+#define BATCH 4                          // pixels that a thread carries through a sweep at a time
+#define PARTS (4 / OUT_BYTES)            // batches a warp gathers before it writes them out
 #define TILE (LANES * BATCH * PARTS)     // pixels a warp writes out together
 #define TILES ((PIXELS + TILE - 1) / TILE)
 #define STAGING (TILE * 3 * OUT_BYTES)   // bytes
@@ -141,9 +152,14 @@ struct View {
     u32 tabled;  // bit i: table i is not the identity
 };
 
+// Without warps a thread takes four neighbours in memory, with warps every LANES-th pixel: the gathers of a warp then
+// fall into few lines.
 struct Pixels {
     int r[BATCH], g[BATCH], b[BATCH];
     int fill[BATCH];  // the warp that made the pixel black, or -1
+    bool neighbours;
+    int first;  // place in the image
+    DEVICE_MEMBER int place(int j) const { return first + j * (neighbours ? 1 : LANES); }
 };
 
 // ---------------------------------------------------------------------------------------------------- single pixels
@@ -232,7 +248,7 @@ DEVICE int reflect(int i) {  // without repeating the edge, again and again in i
     do {
         i = i < 0 ? -i : i;
         i = min(i, 2 * (SIZE - 1) - i);
-    } while (SIZE < 12 && i < 0);
+    } while (SIZE < TAPS + RUN && i < 0);
     return i;
 }
 
@@ -327,12 +343,68 @@ DEVICE void blur(const Job& job, Shared& s, u32* image, const int* params) {
 
 // ------------------------------------------------------------------------------------------------------------ sweeps
 
-// The pixels first, first + LANES, ... of the image as it is after all postponed ops but the last table and the fills.
-DEVICE void evaluate(const Shared& s, const View& view, int first, Pixels& p) {
+template <typename T>
+struct alignas(4 * sizeof(T)) Four {
+    T v[4];
+};
+
+DEVICE int byte_of(u32 word, int i) { return word >> 8 * i & 255; }
+
+// Four neighbours of the source, from ``at`` on.
+DEVICE void load_neighbours(const View& view, int at, Pixels& p) {
+    if (view.image) {
+        const uint4 words = *(const uint4*)(view.image + at);
+        const u32 word[BATCH] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (int j = 0; j < BATCH; j++)
+            p.r[j] = byte_of(word[j], 0), p.g[j] = byte_of(word[j], 1), p.b[j] = byte_of(word[j], 2);
+        return;
+    }
+    if (view.flip) at += SIZE - BATCH - at % SIZE * 2;
+    const u32* words = (const u32*)(view.crop + at * 3);
+    const u32 word[3] = {load(words), load(words + 1), load(words + 2)};
+    int value[3 * BATCH];
+#pragma unroll
+    for (int i = 0; i < 3 * BATCH; i++) value[i] = byte_of(word[i / 4], i % 4);
+#pragma unroll
+    for (int j = 0; j < BATCH; j++) {
+        const int there = BATCH - 1 - j;
+        p.r[j] = view.flip ? value[there * 3] : value[j * 3];
+        p.g[j] = view.flip ? value[there * 3 + 1] : value[j * 3 + 1];
+        p.b[j] = view.flip ? value[there * 3 + 2] : value[j * 3 + 2];
+    }
+}
+
+// Pixels of the source, here and there.
+DEVICE void gather(const View& view, const int* x, const int* y, Pixels& p) {
+#pragma unroll
+    for (int j = 0; j < BATCH; j++) {
+        if (view.image) {
+            const u32 word = view.image[y[j] * SIZE + x[j]];
+            p.r[j] = byte_of(word, 0), p.g[j] = byte_of(word, 1), p.b[j] = byte_of(word, 2);
+            continue;
+        }
+        const int at = (y[j] * SIZE + (view.flip ? SIZE - 1 - x[j] : x[j])) * 3;
+#if ALIGNED
+        const u32* words = (const u32*)(view.crop + (at & ~3));
+        const u32 word = shift_pair(load(words), (at & 3) > 1 ? load(words + 1) : 0, at % 4 * 8);
+        p.r[j] = byte_of(word, 0), p.g[j] = byte_of(word, 1), p.b[j] = byte_of(word, 2);
+#else
+        p.r[j] = load(view.crop + at), p.g[j] = load(view.crop + at + 1), p.b[j] = load(view.crop + at + 2);
+#endif
+    }
+}
+
+// Load the pixels through the postponed warps.
+DEVICE void load_source(const Shared& s, const View& view, Pixels& p) {
+    if (p.neighbours) {
+        load_neighbours(view, min(p.first, PIXELS - BATCH), p);
+        return;
+    }
     int x[BATCH], y[BATCH];
 #pragma unroll
     for (int j = 0; j < BATCH; j++) {
-        const int at = min(first + j * LANES, PIXELS - 1);
+        const int at = min(p.place(j), PIXELS - 1);
         y[j] = at / SIZE;
         x[j] = at - y[j] * SIZE;
         p.fill[j] = -1;
@@ -351,26 +423,20 @@ DEVICE void evaluate(const Shared& s, const View& view, int first, Pixels& p) {
             }
         }
     }
-    if (view.image) {
+    gather(view, x, y, p);
+}
+
+DEVICE void look_up(const u8* table, Pixels& p) {
 #pragma unroll
-        for (int j = 0; j < BATCH; j++) {
-            const u32 word = view.image[y[j] * SIZE + x[j]];
-            p.r[j] = word & 255, p.g[j] = word >> 8 & 255, p.b[j] = word >> 16;
-        }
-    } else {
-#pragma unroll
-        for (int j = 0; j < BATCH; j++) {
-            const u8* pixel = view.crop + (y[j] * SIZE + (view.flip ? SIZE - 1 - x[j] : x[j])) * 3;
-            p.r[j] = load(pixel), p.g[j] = load(pixel + 1), p.b[j] = load(pixel + 2);
-        }
-    }
+    for (int j = 0; j < BATCH; j++)
+        p.r[j] = table[p.r[j]], p.g[j] = table[256 + p.g[j]], p.b[j] = table[512 + p.b[j]];
+}
+
+// The image after all postponed ops but the last table and the fills.
+DEVICE void evaluate(const Shared& s, const View& view, Pixels& p) {
+    load_source(s, view, p);
     for (int k = 0; k < view.stages; k++) {
-        if (view.tabled >> k & 1) {
-            const u8* table = s.tables[k];
-#pragma unroll
-            for (int j = 0; j < BATCH; j++)
-                p.r[j] = table[p.r[j]], p.g[j] = table[256 + p.g[j]], p.b[j] = table[512 + p.b[j]];
-        }
+        if (view.tabled >> k & 1) look_up(s.tables[k], p);
         const int code = s.stage_code[k], param = s.stage_param[k];
 #pragma unroll
         for (int j = 0; j < BATCH; j++) mix_channels(code, param, p.r[j], p.g[j], p.b[j]);
@@ -379,34 +445,34 @@ DEVICE void evaluate(const Shared& s, const View& view, int first, Pixels& p) {
 
 // The last table and the fills: the pixels of the current image.
 DEVICE void complete(const Shared& s, const View& view, Pixels& p) {
-    const u8* table = s.tables[view.stages];
-    const bool tabled = view.tabled >> view.stages & 1;
+    if (view.tabled >> view.stages & 1) look_up(s.tables[view.stages], p);
+    if (view.warps == 0) return;
 #pragma unroll
-    for (int j = 0; j < BATCH; j++) {
-        if (tabled) p.r[j] = table[p.r[j]], p.g[j] = table[256 + p.g[j]], p.b[j] = table[512 + p.b[j]];
+    for (int j = 0; j < BATCH; j++)
         if (p.fill[j] >= 0) {
             const u8* fill = s.fills + p.fill[j] * 3;
             p.r[j] = fill[0], p.g[j] = fill[1], p.b[j] = fill[2];
         }
-    }
 }
 
 // The same, normalised, into the warp's staging area.
 DEVICE void stage(const Shared& s, int lane, Out* to, const Pixels& p) {
-    Out r[BATCH], g[BATCH], b[BATCH];  // all loads before the first store: the compiler cannot tell the arrays apart
+    Four<Out> v[3];  // all loads before the first store: the compiler cannot tell the arrays apart
 #pragma unroll
-    for (int j = 0; j < BATCH; j++) {
-        r[j] = s.final_table[p.r[j]], g[j] = s.final_table[256 + p.g[j]], b[j] = s.final_table[512 + p.b[j]];
-        if (p.fill[j] >= 0) {
-            const Out* fill = s.final_fills + p.fill[j] * 3;
-            r[j] = fill[0], g[j] = fill[1], b[j] = fill[2];
-        }
+    for (int i = 0; i < 3 * BATCH; i++) {
+        const int j = i / 3, value = i % 3 == 0 ? p.r[j] : i % 3 == 1 ? p.g[j] : p.b[j];
+        v[i / 4].v[i % 4] = s.final_table[i % 3 * 256 + value];
+    }
+    if (p.neighbours) {
+#pragma unroll
+        for (int i = 0; i < 3; i++) ((Four<Out>*)to)[lane * 3 + i] = v[i];
+        return;
     }
 #pragma unroll
-    for (int j = 0; j < BATCH; j++) {
-        Out* at = to + (lane + j * LANES) * 3;
-        at[0] = r[j], at[1] = g[j], at[2] = b[j];
-    }
+    for (int i = 0; i < 3 * BATCH; i++)
+        if (p.fill[i / 3] >= 0) v[i / 4].v[i % 4] = s.final_fills[p.fill[i / 3] * 3 + i % 3];
+#pragma unroll
+    for (int i = 0; i < 3 * BATCH; i++) to[(lane + i / 3 * LANES) * 3 + i % 3] = v[i / 4].v[i % 4];
 }
 
 // A warp writes its tile, in the order of memory.
@@ -426,14 +492,17 @@ DEVICE void write_tile(const uint4* staging, int lane, Out* to, int pixels) {
 // Visit all pixels of the current image. ``image`` receives them unless null; ``sink`` says what else becomes of them.
 DEVICE void sweep(Shared& s, const View& view, Sink sink, u32* image, Out* out) {
     const int lane = thread_index() % LANES, warp = thread_index() / LANES;
+    const bool neighbours = ALIGNED && SIZE % BATCH == 0 && view.warps == 0;
     u32 sum = 0;
     int low[3] = {255, 255, 255}, high[3] = {0, 0, 0};
     for (int tile = warp; tile < TILES; tile += WARPS) {
 #pragma unroll 1
         for (int part = 0; part < PARTS; part++) {
-            const int first = tile * TILE + part * LANES * BATCH + lane;
+            const int base = tile * TILE + part * LANES * BATCH;
             Pixels p;
-            evaluate(s, view, first, p);
+            p.neighbours = neighbours;
+            p.first = base + (neighbours ? lane * BATCH : lane);
+            evaluate(s, view, p);
             if (sink == OUTPUT) {
                 stage(s, lane, (Out*)s.staging[warp] + part * LANES * BATCH * 3, p);
                 continue;
@@ -441,7 +510,7 @@ DEVICE void sweep(Shared& s, const View& view, Sink sink, u32* image, Out* out) 
             complete(s, view, p);
 #pragma unroll
             for (int j = 0; j < BATCH; j++) {
-                const int at = first + j * LANES;
+                const int at = p.place(j);
                 if (at >= PIXELS) break;
                 const int r = p.r[j], g = p.g[j], b = p.b[j];
                 if (image) image[at] = r | g << 8 | b << 16;
