@@ -82,7 +82,10 @@ class Beton:
 
     @cached_property
     def classes(self) -> list[str]:
-        return self.record.classes if self.record else [str(i) for i in range(int(self.labels.max(initial=-1)) + 1)]
+        if self.record:
+            return self.record.classes
+        count = int(self.labels.max(initial=-1)) + 1
+        return [str(i).zfill(len(str(count - 1))) for i in range(count)]
 
     @cached_property
     def sizes(self) -> npt.NDArray[np.int32]:

@@ -84,8 +84,8 @@ def read_header(file: BinaryIO) -> Header:
     with _open(file) as image:
         orientation = _orientation(image)
         width, height = image.size[::-1] if orientation >= 5 else image.size
-        plain = _is_plain(image, orientation)
-        return Header(height, width, plain, plain and orientation == 1 and image.format in _JPEG)
+        upright_jpeg = image.format in _JPEG and orientation <= 1 and _is_plain(image, 1)
+        return Header(height, width, _is_plain(image, orientation), upright_jpeg)
 
 
 def _open(file: BinaryIO) -> Image.Image:

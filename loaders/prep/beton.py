@@ -26,7 +26,6 @@ class BetonWriter:
         self._file: BinaryIO = path.open("wb", buffering=1 << 20)
         self._page = SMALLEST_PAGE
         self._position = HEADER.itemsize + 2 * FIELD.itemsize + capacity * SAMPLE.itemsize
-        self._advance_to_page()
         self._stored = np.zeros(capacity, ALLOCATION)
         self._count = 0
 
@@ -38,7 +37,7 @@ class BetonWriter:
             if self._page > LARGEST_PAGE:
                 raise UserError(f"{printable(name)}: {len(data):,} bytes are too many for a .beton file; shrink it")
         if self._position % self._page + len(data) > self._page:
-            self._advance_to_page()
+            self._position = -(-self._position // self._page) * self._page
         self._file.seek(self._position)
         self._file.write(data)
         self._stored[self._count] = (0, self._position, len(data))
@@ -67,6 +66,3 @@ class BetonWriter:
     def close(self) -> None:
         """Close the file, complete or not."""
         self._file.close()
-
-    def _advance_to_page(self) -> None:
-        self._position = -(-self._position // self._page) * self._page

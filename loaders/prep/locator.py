@@ -33,8 +33,8 @@ class FileBytes:
 
 
 @dataclass(frozen=True)
-class TarBytes:
-    """A stretch of an uncompressed tar."""
+class Stretch:
+    """A stretch of another file, such as an uncompressed tar."""
 
     path: str
     offset: int
@@ -45,8 +45,22 @@ class TarBytes:
         with open(self.path, "rb", buffering=0) as file:  # noqa: PTH123
             data = os.pread(file.fileno(), self.length, self.offset)
         if len(data) != self.length:
-            raise ImageFault("the tar ends inside this file")
+            raise ImageFault("the file that holds it ends too early")
         return data
+
+
+@dataclass(frozen=True)
+class RawPixels:
+    """RGB pixels somewhere in a file, read as if they were a PPM file."""
+
+    path: str
+    offset: int
+    height: int
+    width: int
+
+    def read(self) -> bytes:
+        length = self.height * self.width * 3
+        return b"P6 %d %d 255\n" % (self.width, self.height) + Stretch(self.path, self.offset, length).read()
 
 
 @dataclass(frozen=True)

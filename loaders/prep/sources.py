@@ -5,6 +5,7 @@ shards and ``.beton`` files. Whatever the form, an image of a class is named ``c
 images in the order that :func:`loaders.dataset.open_folder` gives to class folders of these names.
 """
 
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,12 +14,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from loaders.beton import is_beton, open_beton
+from loaders.beton import RAW, is_beton, open_beton
 from loaders.dataset import open_folder
 from loaders.errors import UserError
 from loaders.folder import is_hidden
 from loaders.names import printable
-from loaders.prep.locator import FileBytes, Locator, TarBytes
+from loaders.prep.locator import FileBytes, Locator, RawPixels, Stretch
+from loaders.prep.record import FOLDER_RECORD
+from loaders.size_index import CACHE_NAME
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +31,8 @@ class Source:
     - ``names``: relative names; ``labels`` int64 (N,), place in ``classes`` or -1.
     - ``faults``: (name, reason) of what is already known to be unusable.
     - ``locate(i)``: where image i's bytes are.
+    - ``sizes`` int32 (N, 2): height and width of the upright images, where they are known already.
+    - ``hidden``: how many hidden files and folders were passed over, where that was counted.
     """
 
     path: Path
@@ -37,6 +42,8 @@ class Source:
     classes: list[str]
     faults: list[tuple[str, str]]
     locate: Callable[[int], Locator]
+    sizes: npt.NDArray[np.int32] | None = None
+    hidden: int = 0
 
     def __len__(self) -> int:
         return len(self.names)
@@ -62,6 +69,7 @@ class Source:
             classes=classes,
             faults=kept,
             locate=lambda i: locate(int(chosen[i])),
+            sizes=None if self.sizes is None else self.sizes[chosen],
         )
 
 
@@ -113,20 +121,29 @@ def _from_folder(path: Path, labels: str | Path | None, workers: int | None, all
     def locate(index: int) -> FileBytes:
         return FileBytes(f"{root}/{names[index]}")
 
-    return make_source(path, "folder", names, label_of, list(dataset.skipped), locate, dataset.classes)
+    source = make_source(path, "folder", names, label_of, list(dataset.skipped), locate, dataset.classes)
+    return replace(source, sizes=dataset.sizes, hidden=_count_hidden(path))
+
+
+def _count_hidden(path: Path) -> int:
+    """Hidden names in a folder and its class folders, but for cocor's own."""
+    own = {CACHE_NAME, FOLDER_RECORD}
+    places = [path, *(entry for entry in path.iterdir() if entry.is_dir() and not is_hidden(entry.name))]
+    return sum(is_hidden(name) and name not in own for place in places for name in os.listdir(place))  # noqa: PTH208 (names, not paths)
 
 
 def _from_beton(path: Path) -> Source:
     file = open_beton(path)
+    label_of = [file.classes[label] if label >= 0 else None for label in file.labels]
     place = str(path.absolute())
     pointers, lengths = file.table["data_ptr"], file.sizes_in_bytes
-    if (file.table["mode"] != 0).any():
-        raise UserError(f"{printable(path)}: stores raw pixels, not image files; convert the original images instead")
 
-    def locate(index: int) -> TarBytes:
-        return TarBytes(place, int(pointers[index]), int(lengths[index]))
+    def locate(index: int) -> Locator:
+        if file.table["mode"][index] == RAW:
+            return RawPixels(place, int(pointers[index]), *file.sizes[index].tolist())
+        return Stretch(place, int(pointers[index]), int(lengths[index]))
 
-    return Source(path, "beton", file.names, file.labels, file.classes, [], locate)
+    return replace(make_source(path, "beton", file.names, label_of, [], locate, file.classes), sizes=file.sizes)
 
 
 def make_source(

@@ -17,7 +17,7 @@ from loaders.errors import UserError
 from loaders.folder import is_hidden
 from loaders.labels import read_labels
 from loaders.names import printable
-from loaders.prep.locator import TarBytes
+from loaders.prep.locator import Stretch
 from loaders.prep.sources import Source, make_source, pad_numbers
 
 _IMAGES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".img"})
@@ -30,7 +30,7 @@ class _Members:
     """Files of one or more tars, in their order."""
 
     names: list[str] = field(default_factory=list)
-    places: list[TarBytes] = field(default_factory=list)
+    places: list[Stretch] = field(default_factory=list)
     faults: list[tuple[str, str]] = field(default_factory=list)
 
 
@@ -53,7 +53,7 @@ def open_tars(path: Path, shards: list[Path], labels: str | Path | None) -> Sour
     return _plain(path, members, labels)
 
 
-def _members(shard: Path) -> Iterator[tuple[str, TarBytes, str]]:
+def _members(shard: Path) -> Iterator[tuple[str, Stretch, str]]:
     """(name, place, fault) of the visible members; tars within the tar are opened and name a folder."""
     try:
         with tarfile.open(shard, "r:") as tar:
@@ -61,7 +61,7 @@ def _members(shard: Path) -> Iterator[tuple[str, TarBytes, str]]:
                 if member.isdir() or any(is_hidden(part) for part in member.name.split("/") if part not in (".", "..")):
                     continue
                 name = member.name.removeprefix("./")
-                place = TarBytes(str(shard.absolute()), member.offset_data, member.size)
+                place = Stretch(str(shard.absolute()), member.offset_data, member.size)
                 fault = _fault(member)
                 if not fault and name.endswith(".tar"):
                     yield from _inner(shard, name, place)
@@ -82,7 +82,7 @@ def _check_complete(shard: Path) -> None:
             raise UserError(f"{printable(shard)}: the end of this tar is missing; fetch it again")
 
 
-def _inner(shard: Path, name: str, place: TarBytes) -> Iterator[tuple[str, TarBytes, str]]:
+def _inner(shard: Path, name: str, place: Stretch) -> Iterator[tuple[str, Stretch, str]]:
     folder = name.removesuffix(".tar")
     with shard.open("rb") as file:
         file.seek(place.offset)
@@ -91,7 +91,7 @@ def _inner(shard: Path, name: str, place: TarBytes) -> Iterator[tuple[str, TarBy
                 for member in tar:
                     if member.isdir() or is_hidden(PurePosixPath(member.name).name):
                         continue
-                    inner = TarBytes(place.path, member.offset_data, member.size)  # from the outer file's start
+                    inner = Stretch(place.path, member.offset_data, member.size)  # from the outer file's start
                     yield f"{folder}/{member.name.removeprefix('./')}", inner, _fault(member)
         except (tarfile.TarError, EOFError, ValueError) as fault:
             raise UserError(f"{printable(shard)}: {printable(name)} in it is not a readable tar ({fault})") from fault
@@ -122,7 +122,7 @@ def _plain(path: Path, members: _Members, labels: str | Path | None) -> Source:
         faults += [(name, missing) for name, label in zip(names, label_of, strict=True) if label is None]
         kept = [i for i in kept if label_of[i] is not None]
 
-    def locate(index: int) -> TarBytes:
+    def locate(index: int) -> Stretch:
         return members.places[kept[index]]
 
     return make_source(path, "tar", [names[i] for i in kept], [label_of[i] for i in kept], faults, locate)
@@ -142,10 +142,10 @@ def _webdataset(path: Path, shards: list[Path], starts: list[int], members: _Mem
     """Group members by shard and key (the name up to the first dot of its last part)."""
     names: list[str] = []
     labels: list[str | None] = []
-    places: list[TarBytes] = []
+    places: list[Stretch] = []
     faults = list(members.faults)
     for shard, start, end in zip(shards, starts, [*starts[1:], len(members.names)], strict=True):
-        samples: dict[str, dict[str, TarBytes]] = {}
+        samples: dict[str, dict[str, Stretch]] = {}
         for name, place in zip(members.names[start:end], members.places[start:end], strict=True):
             folder, _, last = name.rpartition("/")
             key, dot, suffix = last.partition(".")
@@ -164,7 +164,7 @@ def _webdataset(path: Path, shards: list[Path], starts: list[int], members: _Mem
     return make_source(path, "webdataset", names, pad_numbers(labels), faults, places.__getitem__)
 
 
-def _webdataset_class(shard: Path, key: str, parts: dict[str, TarBytes]) -> str | None:
+def _webdataset_class(shard: Path, key: str, parts: dict[str, Stretch]) -> str | None:
     text = parts.get(".cls") or parts.get(".json")
     if text is None or text.length > _LARGEST_TEXT:
         return None

@@ -1,0 +1,225 @@
+"""The command ``cocor-prep``: scan, convert, subset, labels, verify and info.
+
+Exit codes: 0 done, 2 a mistake in the call or damage in the data, 130 stopped by Ctrl-C.
+"""
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from loaders.decode import MAX_PIXELS
+from loaders.errors import UserError
+from loaders.names import printable
+from loaders.prep.sources import Source, open_source
+
+_SOURCES = "a folder, ILSVRC's tars, a folder of WebDataset tars or parquet shards, or a .beton file"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code."""
+    options = _parser().parse_args(arguments)
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary files are removed
+    try:
+        return int(options.run(options))
+    except UserError as mistake:
+        print(f"cocor-prep: {mistake}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("cocor-prep: stopped; nothing was kept", file=sys.stderr)
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("cocor-prep", description="Prepare image data sets for cocor-train.", allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    scan = _command(commands, "scan", _scan, "decode every image; report what is damaged or unusual")
+    _source_arguments(scan, on_error="skip", decodes=True)
+    scan.add_argument("--report", type=Path, metavar="FILE", help="write a JSON line for every image")
+    _output_arguments(scan, workers=True)
+
+    convert = _command(commands, "convert", _convert, "make a .beton file, or class folders of JPEGs")
+    _source_arguments(convert, on_error="stop", decodes=True)
+    convert.add_argument("output", type=Path, metavar="OUTPUT", help="NAME.beton for FFCV and DALI, else a folder")
+    convert.add_argument(
+        "--shorter-side", type=_positive, metavar="PIXELS", help="shrink larger images; never enlarges"
+    )
+    convert.add_argument("--quality", type=_quality, default=95, help="of JPEGs that must be encoded anew (default 95)")
+    convert.add_argument("--raw", action="store_true", help=".beton: store pixels; about 10 times larger, no decoding")
+    convert.add_argument("--classes", metavar="LIST", help="only these classes: imagenet100, or a file with one a line")
+    _output_arguments(convert, workers=True)
+
+    subset = _command(commands, "subset", _convert, "copy the images of some classes to a folder or .beton file")
+    _source_arguments(subset, on_error="stop", decodes=True)
+    subset.add_argument("output", type=Path, metavar="OUTPUT", help="a folder, or NAME.beton")
+    subset.add_argument("--classes", metavar="LIST", required=True, help="imagenet100, or a file with one class a line")
+    subset.set_defaults(shorter_side=None, quality=95, raw=False)
+    _output_arguments(subset, workers=True)
+
+    labels = _command(commands, "labels", _labels, "choose, or check, the few images that may show their labels")
+    _source_arguments(labels, on_error="skip")
+    labels.add_argument(
+        "--fraction", type=float, default=0.01, help="of every class, at least one image (default 0.01)"
+    )
+    labels.add_argument("--seed", type=int, default=0, help="another seed chooses other images (default 0)")
+    labels.add_argument("--output", type=Path, metavar="FILE", help="the text file to write")
+    labels.add_argument("--check", type=Path, metavar="FILE", help="hold an existing list against the data instead")
+    _output_arguments(labels, workers=False)
+
+    verify = _command(commands, "verify", _verify, "check a prepared set against its checksums, image by image")
+    verify.add_argument(
+        "path", type=Path, metavar="PREPARED", help="a .beton file or folder made by cocor-prep convert"
+    )
+    verify.add_argument("--workers", type=_positive, help="processes (default: one a core)")
+
+    info = _command(commands, "info", _info, "show what is in a data set")
+    _source_arguments(info)
+    info.add_argument("--sheet", type=Path, metavar="PNG", help="also write a contact sheet of example images")
+    _output_arguments(info, workers=False)
+    return parser
+
+
+def _command(commands, name: str, run, text: str) -> argparse.ArgumentParser:  # type: ignore[no-untyped-def]
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _source_arguments(parser: argparse.ArgumentParser, on_error: str = "", decodes: bool = False) -> None:
+    parser.add_argument("source", type=Path, metavar="SOURCE", help=_SOURCES)
+    parser.add_argument("--labels", type=Path, metavar="FILE", help="labels of images without class folders")
+    parser.add_argument("--allow-empty", action="store_true", help="accept class folders without images")
+    if on_error:
+        text = f"at an unusable image (default {on_error})"
+        parser.add_argument("--on-error", choices=("stop", "skip"), default=on_error, help=text)
+    if decodes:
+        text = f"an image with more is unusable (default {MAX_PIXELS:,})"
+        parser.add_argument("--max-pixels", type=_positive, default=MAX_PIXELS, help=text)
+
+
+def _output_arguments(parser: argparse.ArgumentParser, workers: bool) -> None:
+    parser.add_argument("--force", action="store_true", help="replace an existing output")
+    if workers:
+        parser.add_argument("--workers", type=_positive, help="processes (default: one a core)")
+
+
+def _open(options: argparse.Namespace) -> Source:
+    source = open_source(options.source, options.labels, allow_empty=options.allow_empty)
+    if getattr(options, "classes", None):
+        from loaders.prep.classes import read_classes
+
+        source = source.keep_classes(read_classes(options.classes))
+    return source
+
+
+def _scan(options: argparse.Namespace) -> int:
+    from loaders.prep.convert import unusable
+    from loaders.prep.output import staged
+    from loaders.prep.scan import print_summary, scan, write_finding
+
+    source = _open(options)
+    report = options.report
+    stop = options.on_error == "stop"
+    with ExitStack() as stack:
+        file = None
+        if report:
+            work = stack.enter_context(staged(report, folder=False, force=options.force))
+            file = stack.enter_context(work.open("w", encoding="ascii"))
+        summary = scan(source, options.max_pixels, options.workers, stop, partial(write_finding, file))
+    print_summary(source, summary)
+    if summary.rejected and stop:
+        raise unusable(source, *summary.rejected[0])
+    return 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from loaders.beton import is_beton
+    from loaders.prep.convert import Target, convert
+    from loaders.prep.encode import Settings
+
+    target: Target = "beton" if is_beton(options.output) else "folder"
+    if options.raw and target == "folder":
+        raise UserError(f"--raw: a folder holds image files; name an output that ends in .beton, not {options.output}")
+    settings = Settings(options.shorter_side, options.quality, options.raw, options.max_pixels)
+    done = convert(
+        _open(options),
+        options.output,
+        target,
+        settings,
+        workers=options.workers,
+        on_error=options.on_error,
+        force=options.force,
+    )
+    treatments = ", ".join(f"{count:,} {name}" for name, count in done.treatments.items())
+    print(f"{printable(options.output)}: {done.images:,} images ({treatments})")
+    for name, reason in done.skipped:
+        print(f"skipped {printable(name)}: {reason}")
+    return 0
+
+
+def _labels(options: argparse.Namespace) -> int:
+    from loaders.prep.convert import unusable
+    from loaders.prep.labels import check_labels, write_labels
+
+    if (options.check is None) == (options.output is None):
+        raise UserError("labels: give either --output FILE to write a list or --check FILE to check one")
+    source = _open(options)
+    if source.faults and options.on_error == "stop":
+        raise unusable(source, *source.faults[0])
+    if options.output is not None:
+        count = write_labels(source, options.fraction, options.seed, options.output, options.force)
+        print(f"{printable(options.output)}: {count:,} of {len(source):,} images, {len(source.classes):,} classes")
+        return 0
+    checked = check_labels(options.check, source)
+    spread = f"{checked.per_class.min():,} to {checked.per_class.max():,} a class"
+    print(f"{printable(options.check)}: {checked.images:,} images of this data set, {spread}")
+    for remark in checked.remarks:
+        print(f"note: {remark}")
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from loaders.prep.verify import verify
+
+    count, faults = verify(options.path, options.workers)
+    for name, fault in faults:
+        print(f"{printable(name)}: {fault}")
+    print(f"{printable(options.path)}: {count:,} images, {len(faults):,} faults")
+    return 2 if faults else 0
+
+
+def _info(options: argparse.Namespace) -> int:
+    from loaders.prep.info import contact_sheet, describe_source
+
+    source = _open(options)
+    lines = describe_source(source)
+    width = max(len(heading) for heading, _ in lines)
+    for heading, text in lines:
+        print(f"{heading:<{width}}  {text}")
+    if options.sheet:
+        shown = contact_sheet(source, options.sheet, options.force)
+        print(f"{printable(options.sheet)}: {shown} images")
+    return 0
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def _quality(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= 100:
+        raise argparse.ArgumentTypeError("must be 1 to 100")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""Label splits as text files: which few images may show their labels.
+
+The choice is that of :func:`loaders.split.stratified_split`, so ``cocor-train`` without a list and a list written here
+with the same fraction and seed mean the same images. The file can be read by people and other programs: comment lines
+say where it comes from, then follows one relative name a line. A digest over the names shows later edits.
+"""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from loaders.errors import UserError
+from loaders.labels import read_names
+from loaders.names import printable
+from loaders.prep.output import staged
+from loaders.prep.sources import Source
+from loaders.split import stratified_split
+
+_DIGEST, _DATA = b"# sha256 of the names: ", b"# sha256 of the data set's names and labels: "
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A list that fits a data set: how many images it names, and what is worth knowing besides."""
+
+    images: int
+    per_class: npt.NDArray[np.int64]
+    remarks: list[str]
+
+
+def write_labels(source: Source, fraction: float, seed: int, output: Path, force: bool = False) -> int:
+    """Write the split; the number of images in it. Raises :class:`UserError` if the source has no labels."""
+    if not 0 < fraction <= 1:
+        raise UserError(f"--fraction {fraction:g}: must be above 0 and at most 1")
+    if not (source.labels >= 0).any():
+        raise UserError(f"{printable(source.path)}: has no labels; give class folders, or --labels with a label file")
+    chosen = [source.names[i] for i in stratified_split(source.labels, fraction, seed)]
+    broken = next((name for name in chosen if "\n" in name or "\r" in name or name != name.strip()), None)
+    if broken is not None:
+        raise UserError(f"{printable(source.path / broken)}: a name that no line of text can hold; rename it")
+    body = b"".join(_line(name) for name in chosen)
+    head = [
+        b"# Label split by cocor-prep, one image a line",
+        f"# fraction {fraction:g}, seed {seed}: {len(chosen)} of {len(source)} images".encode(),
+        _DATA + _data_digest(source).encode(),
+        _DIGEST + hashlib.sha256(body).hexdigest().encode(),
+    ]
+    with staged(output, folder=False, force=force) as work:
+        work.write_bytes(b"\n".join(head) + b"\n" + body)
+    return len(chosen)
+
+
+def check_labels(path: Path, source: Source) -> Checked:
+    """Hold a list, ours or anybody's, against a data set.
+
+    Raises :class:`UserError` naming the line of an image that is unknown, doubled or without label, and if a digest
+    in the list's head shows that names were changed after it was written.
+    """
+    places = np.array(read_names(path, source.names), np.int64)
+    lines = path.read_bytes().splitlines(keepends=True)
+    stated = {
+        key: line[len(key) :].strip().decode() for line in lines for key in (_DIGEST, _DATA) if line.startswith(key)
+    }
+    body = b"".join(line for line in lines if not line.startswith(b"#"))
+    if _DIGEST in stated and stated[_DIGEST] != hashlib.sha256(body).hexdigest():
+        raise UserError(f"{printable(path)}: names were changed after it was written (digest differs); write it again")
+    unlabelled = places[source.labels[places] < 0]
+    if len(unlabelled):
+        raise UserError(f"{printable(path)}: {printable(source.names[unlabelled[0]])} has no label in the data set")
+    per_class = np.bincount(source.labels[places], minlength=len(source.classes))
+    remarks = []
+    if _DIGEST not in stated:
+        remarks.append("no digest in its head: later changes cannot be seen")
+    if _DATA in stated and stated[_DATA] != _data_digest(source):
+        remarks.append("written for a data set with other names or labels, though all its images are here")
+    empty = [source.classes[i] for i in np.flatnonzero(per_class == 0)]
+    if empty:
+        remarks.append(f"no image of {len(empty)} of the {len(source.classes)} classes, such as {printable(empty[0])}")
+    return Checked(len(places), per_class, remarks)
+
+
+def _line(name: str) -> bytes:
+    return (b"./" if name.startswith("#") else b"") + os.fsencode(name) + b"\n"
+
+
+def _data_digest(source: Source) -> str:
+    return names_digest(source.names, source.labels, source.classes)
+
+
+def names_digest(names: Sequence[str], labels: npt.NDArray[np.int64], classes: Sequence[str]) -> str:
+    """SHA-256 over names and labels alone, which survive resizing and conversion."""
+    digest = hashlib.sha256("\0".join(classes).encode("utf-8", "surrogateescape") + b"\0\0")
+    digest.update(b"\0".join(os.fsencode(name) for name in names) + b"\0" + labels.astype("<i8").tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,99 @@
+"""Is a prepared data set still what was written? Checksums, structure, and that every image decodes to its size.
+
+Works on ``.beton`` files and on folders that ``cocor-prep convert`` made. Damage is listed image by image.
+"""
+
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import closing
+from io import BytesIO
+from pathlib import Path
+
+from loaders.beton import RAW, is_beton, open_beton
+from loaders.decode import ImageFault, decode_file, describe
+from loaders.errors import UserError
+from loaders.folder import list_folder
+from loaders.names import available_cores, printable
+from loaders.prep.convert import CHUNK
+from loaders.prep.locator import FileBytes, Locator, Stretch
+from loaders.prep.pool import in_order
+from loaders.prep.record import read_folder_record
+from loaders.progress import track
+
+_Check = tuple[Locator, int | None, int, int, bool]  # where, CRC-32, height, width, raw pixels
+
+
+def verify(path: Path, workers: int | None = None) -> tuple[int, list[tuple[str, str]]]:
+    """The number of images in a prepared set, and (name, fault) of each damaged, missing or surplus one.
+
+    Raises :class:`UserError` if its structure is broken or it was not prepared by cocor.
+    """
+    names, checks, faults = _from_beton(path) if is_beton(path) else _from_folder(path)
+    workers = workers or available_cores()
+    starts = range(0, len(checks), CHUNK)
+    tasks = (checks[start : start + CHUNK] for start in starts)
+    results = in_order(check_all, tasks, max(1, min(workers, len(starts))), lambda task: printable(names[starts[task]]))
+    with closing(results):
+        found = _flat(track(results, len(checks), "verifying", "images", CHUNK))
+        faults += [(name, fault) for name, fault in zip(names, found, strict=True) if fault]
+    return len(checks), sorted(faults)
+
+
+def check_all(checks: list[_Check]) -> list[str]:
+    """What is wrong with each of some stored images ("" for nothing): a worker's task."""
+    return [_check(*check) for check in checks]
+
+
+def _check(place: Locator, crc: int | None, height: int, width: int, raw: bool) -> str:
+    try:
+        data = place.read()
+        if crc is not None and zlib.crc32(data) != crc:
+            return "damaged: its checksum differs"
+        if raw:
+            return "" if len(data) == height * width * 3 else "damaged: wrong number of pixels"
+        image = decode_file(BytesIO(data))
+    except (ImageFault, OSError) as fault:
+        return describe(fault)
+    return "" if image.size == (width, height) else f"is {image.width} x {image.height}, not {width} x {height} pixels"
+
+
+def _from_beton(path: Path) -> tuple[list[str], list[_Check], list[tuple[str, str]]]:
+    file = open_beton(path)
+    crcs = [None] * len(file) if file.record is None else file.record.crcs.tolist()
+    place = str(path.absolute())
+    checks: list[_Check] = [
+        (
+            Stretch(place, int(row["data_ptr"]), int(length)),
+            crc,
+            int(row["height"]),
+            int(row["width"]),
+            row["mode"] == RAW,
+        )
+        for row, length, crc in zip(file.table, file.sizes_in_bytes, crcs, strict=True)
+    ]
+    return file.names, checks, []
+
+
+def _from_folder(path: Path) -> tuple[list[str], list[_Check], list[tuple[str, str]]]:
+    if not path.is_dir():
+        raise UserError(
+            f"{printable(path)}: no such prepared set; give a .beton file or a folder made by cocor-prep convert"
+        )
+    record = read_folder_record(path)
+    if record is None:
+        raise UserError(
+            f"{printable(path)}: not made by cocor-prep convert, so there are no checksums; use cocor-prep scan"
+        )
+    surplus = sorted(set(list_folder(str(path)).names) - set(record.names))
+    root = os.fspath(path.absolute())
+    checks: list[_Check] = [
+        (FileBytes(f"{root}/{name}"), int(crc), int(height), int(width), False)
+        for name, crc, (height, width) in zip(record.names, record.crcs, record.sizes, strict=True)
+    ]
+    return record.names, checks, [(name, "not part of the prepared set") for name in surplus]
+
+
+def _flat(chunks: Iterator[list[str]]) -> Iterator[str]:
+    for chunk in chunks:
+        yield from chunk
