@@ -1,5 +1,5 @@
-// Compiles loaders/kernels/views.cu for the CPU: what CUDA provides, from the C++ library. A block runs as THREADS threads
-// (real ones, with barriers, if there are several) in warps of LANES; the blocks of a grid run one after the other.
+// Compiles loaders/kernels/views.cu for the CPU: what CUDA provides, from the C++ library. A block runs as THREADS
+// threads (real ones, with barriers, if there are several) in warps of LANES; the blocks of a grid run one by one.
 
 #include <barrier>
 #include <cmath>

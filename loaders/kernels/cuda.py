@@ -186,15 +186,19 @@ def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int
         )
 
 
-def source() -> str:
-    """The text of ``views.cu``."""
-    return resources.files("loaders.kernels").joinpath("views.cu").read_text()
+def sources() -> dict[str, bytes]:
+    """``views.cu`` and the files that it includes, by name."""
+    files = [file for file in resources.files("loaders.kernels").iterdir() if file.name.endswith(".cu")]
+    return {file.name: file.read_bytes() for file in files}
 
 
 def compile_kernel(configuration: Configuration, architecture: str) -> bytes:
     """Machine code (a cubin) of ``views.cu`` for ``architecture``, such as ``sm_90``. Needs no GPU."""
     nvrtc = _bindings("nvrtc")
-    program = _checked(nvrtc.nvrtcCreateProgram(source().encode(), b"views.cu", 0, [], []))
+    files = sources()
+    main = files.pop("views.cu")
+    names = [name.encode() for name in files]
+    program = _checked(nvrtc.nvrtcCreateProgram(main, b"views.cu", len(files), list(files.values()), names))
     # no contraction of a product and a sum into one rounding: Pillow rounds both
     options = ["-std=c++17", "-fmad=false", f"-arch={architecture}", *configuration.definitions()]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
