@@ -47,8 +47,8 @@ def _sharpen_row(
         j = np.uint64(i)
         value = np.int32(values[line + j])
         total = np.int32(sums[j] + sums[j + np.uint64(4)] + sums[j + np.uint64(8)] + np.int32(4) * value)
-        # (2 * total + 13) // 26, the rounded thirteenth; this reciprocal is exact up to 13 * 255
-        smooth = np.uint32(np.int32(np.int32(2) * total + np.int32(13)) * np.int32(20165)) >> np.uint32(19)
+        # (total + 6) // 13: the rounded thirteenth, by a reciprocal that is exact up to 13 * 255
+        smooth = np.uint32(np.int32(total + np.int32(6)) * np.int32(2521)) >> np.uint32(15)
         out[line + j] = blend(np.float32(np.int32(smooth)), np.float32(value), factor)
 
 

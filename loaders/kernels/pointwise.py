@@ -146,10 +146,7 @@ def shift_hue(source: Pixels, shift: Scalar, out: Pixels) -> None:
         angle = (sector + unit) - quotient if ahead == low else (sector - unit) + quotient
         turn = angle / six
         turn = turn + one if turn < np.float32(0) else turn
-        hue = np.int32(turn * np.float32(255))
-        if turn * np.float32(256) - np.float32(hue) < turn:  # exact: the product above was rounded up to an integer
-            hue = np.int32(hue - np.int32(1))
-        hue = np.int32(hue + shift) & np.int32(255)
+        hue = np.int32(np.int32(turn * np.float32(255)) + shift) & np.int32(255)
         saturation = np.int32(np.float32(chroma) / np.float32(max(high, np.int32(1))) * np.float32(255))
         out[i] = _from_hsv(np.float32(np.int32(6) * hue), np.float32(saturation), np.float32(high))
 

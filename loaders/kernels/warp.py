@@ -81,9 +81,14 @@ def write_warped(
         _store_fill(fill, row, 0, first)
         _store_fill(fill, row, last, size)
         across, down = _row_start(warp, y)
-        for x in range(first, last):
-            index = ((down + step_y * x) >> 16) * size + ((across + step_x * x) >> 16)
-            _store(source[np.uint64(index)], lookup, row, x)
+        if step_x == 65536 and step_y == 0:
+            start = (down >> 16) * size + (across >> 16)
+            for x in range(first, last):
+                _store(source[np.uint64(start + x)], lookup, row, x)
+        else:
+            for x in range(first, last):
+                index = ((down + step_y * x) >> 16) * size + ((across + step_x * x) >> 16)
+                _store(source[np.uint64(index)], lookup, row, x)
 
 
 @jit

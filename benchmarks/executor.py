@@ -1,0 +1,164 @@
+"""Views per core: the CPU executor against Pillow and torchvision running the same programs.
+
+    python benchmarks/executor.py
+    python benchmarks/executor.py --samples 32 --repeats 3 --json results/executor.json
+
+Both get the same 224-pixel crops, flips and programs of the default plan (two MoCo v2 views, the original, composites
+of 1, 2 and 3) and end with normalised float32. The baseline is what a training script does with these programs: Pillow
+for the basic augmentations, torchvision's transforms on PIL images for jitter, grey and blur, ToTensor and Normalize.
+``box blur`` replaces torchvision's Gaussian blur by ImageFilter.GaussianBlur, Pillow's faster approximation.
+Decoding, cropping and drawing the programs are not in it.
+
+A figure is CPU time of one thread, so other load on the machine counts little; each is the median of the repeats, and
+the repeats of both sides alternate. Per core means with a single thread, in PyTorch too.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageFilter
+
+from common import Column, describe_machine, header, machine_line, row, write_json
+from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
+from loaders.kernels import pillow
+from loaders.kernels.cpu import CpuExecutor
+from loaders.kernels.lower import lower
+from loaders.ops import Op
+from loaders.plan import ViewLayout, ViewPlan
+from photographs import make_photographs
+
+COLUMNS = (
+    Column("views", -24),
+    Column("Pillow ms", 11, ".3f"),
+    Column("box blur ms", 12, ".3f"),
+    Column("cocor ms", 10, ".3f"),
+    Column("ratio", 7, ".1f"),
+    Column("box ratio", 10, ".1f"),
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Some views of all samples: the executor's inputs, and the magnitudes, which Pillow takes as they are."""
+
+    name: str
+    layout: ViewLayout
+    crops: NDArray[np.uint8]
+    flips: NDArray[np.uint8]
+    codes: NDArray[np.uint8]
+    magnitudes: NDArray[np.float32]
+
+    def only(self, name: str, views: list[int]) -> "Work":
+        """These views alone, each with a crop of its own."""
+        kept = [self.layout.crop_of_view[t] for t in views]
+        layout = ViewLayout(len(views), 0, 0, tuple(range(len(views))))
+        crops, flips = self.crops[:, kept].copy(), self.flips[:, kept].copy()
+        return Work(name, layout, crops, flips, self.codes[:, views].copy(), self.magnitudes[:, views].copy())
+
+
+def make_work(samples: int, size: int, seed: int) -> Work:
+    """All views of ``samples`` photographs by the default plan."""
+    plan = ViewPlan(size=size, seed=seed)
+    images = [Image.open(path).convert("RGB") for path in sorted(make_photographs(samples).glob("*/*.jpg"))]
+    sizes = np.array([(image.height, image.width) for image in images], np.int32)
+    drawn = plan.draw(0, np.arange(samples), sizes)
+    crops = np.empty((samples, plan.layout.crops, size, size, 3), np.uint8)
+    for image, boxes, into in zip(images, drawn.boxes.tolist(), crops, strict=True):
+        for c, (top, left, height, width) in enumerate(boxes):
+            box = (left, top, left + width, top + height)
+            into[c] = np.asarray(image.resize((size, size), Image.Resampling.BILINEAR, box))
+    return Work(f"all {plan.layout.views}", plan.layout, crops, drawn.flips, drawn.codes, drawn.magnitudes)
+
+
+def run_pillow(work: Work) -> None:
+    """Make every view with Pillow and torchvision, and drop it."""
+    for b in range(len(work.crops)):
+        for t, c in enumerate(work.layout.crop_of_view):
+            view = pillow.view(work.crops[b, c], bool(work.flips[b, c]), work.codes[b, t], work.magnitudes[b, t])
+            pillow.normalise(view, list(IMAGENET_MEAN), list(IMAGENET_STD))
+
+
+def run_pillow_with_box_blur(work: Work) -> None:
+    """``run_pillow`` with Pillow's own blur."""
+    exact = pillow.OPERATIONS[Op.GAUSSIAN_BLUR]
+    pillow.OPERATIONS[Op.GAUSSIAN_BLUR] = lambda image, sigma: image.filter(ImageFilter.GaussianBlur(sigma))
+    try:
+        run_pillow(work)
+    finally:
+        pillow.OPERATIONS[Op.GAUSSIAN_BLUR] = exact
+
+
+def make_executor_run(work: Work) -> Callable[[Work], None]:
+    """The executor's side, lowering included, writing into memory that is there."""
+    size, views = work.crops.shape[2], work.layout.views
+    executor = CpuExecutor(work.layout, size, IMAGENET_MEAN, IMAGENET_STD)
+    out = np.zeros((views, len(work.crops), size, size, 3), np.float32)
+
+    def run(work: Work) -> None:
+        executor(work.crops, work.flips, work.codes, lower(work.codes, work.magnitudes, size), out=out)
+
+    return run
+
+
+def measure(work: Work, repeats: int) -> dict[str, Any]:
+    """Milliseconds a sample of each side, and the ratios."""
+    sides = {"pillow": run_pillow, "box_blur": run_pillow_with_box_blur, "cocor": make_executor_run(work)}
+    for run in sides.values():  # once for caches, and for the compiler
+        run(work)
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(repeats):
+        for name, run in sides.items():
+            started = time.thread_time()
+            run(work)
+            times[name].append((time.thread_time() - started) * 1000 / len(work.crops))
+    found = {f"{name}_ms": statistics.median(measured) for name, measured in times.items()}
+    cocor = found["cocor_ms"]
+    return {"views": work.name, **found, "ratio": found["pillow_ms"] / cocor, "box_ratio": found["box_blur_ms"] / cocor}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=64, help="photographs (default 64)")
+    parser.add_argument("--size", type=int, default=224, help="pixels a side of a crop (default 224)")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each side (default 5)")
+    parser.add_argument("--seed", type=int, default=0, help="of the plan (default 0)")
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    machine = describe_machine()
+    print(machine_line(machine))
+    everything = make_work(arguments.samples, arguments.size, arguments.seed)
+    parts = [
+        everything.only("2 contrastive", [0, 1]),
+        everything.only("original", [2]),
+        *(everything.only(f"composite of {k}", [2 + k]) for k in (1, 2, 3)),
+    ]
+    print(f"{arguments.samples} samples at {arguments.size} px; CPU time a sample")
+    print(header(COLUMNS))
+    rows = []
+    for work in (*parts, everything):
+        rows.append(measure(work, arguments.repeats))
+        print(row(COLUMNS, [rows[-1][key] for key in ("views", *_KEYS)]), flush=True)
+    total = rows[-1]
+    rates = {name: everything.layout.views * 1000 / total[f"{name}_ms"] for name in ("pillow", "box_blur", "cocor")}
+    print(
+        f"views a second and core: Pillow {rates['pillow']:.0f}, with box blur {rates['box_blur']:.0f}, "
+        f"cocor {rates['cocor']:.0f} ({1000 / total['cocor_ms']:.0f} samples)"
+    )
+    if arguments.json:
+        content = {"machine": machine, "samples": arguments.samples, "size": arguments.size, "rows": rows}
+        write_json(arguments.json, {**content, "views_per_second_and_core": rates})
+
+
+_KEYS = ("pillow_ms", "box_blur_ms", "cocor_ms", "ratio", "box_ratio")
+
+if __name__ == "__main__":
+    main()
