@@ -83,7 +83,7 @@ def run_pillow(work: Work) -> None:
     for b in range(len(work.crops)):
         for t, c in enumerate(work.layout.crop_of_view):
             view = pillow.view(work.crops[b, c], bool(work.flips[b, c]), work.codes[b, t], work.magnitudes[b, t])
-            pillow.normalise(view, list(IMAGENET_MEAN), list(IMAGENET_STD))
+            pillow.normalise(view, IMAGENET_MEAN, IMAGENET_STD)
 
 
 def run_pillow_with_box_blur(work: Work) -> None:

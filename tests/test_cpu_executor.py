@@ -88,15 +88,18 @@ def test_inputs_are_left_as_they_were() -> None:
     assert all((a == b).all() for a, b in zip(inputs, before, strict=True))
 
 
-def test_wrong_shapes_are_refused_and_not_read_past_their_end() -> None:
+def test_wrong_shapes_and_types_are_refused() -> None:
     layout, inputs, _ = planned(32, 4)
     executor = CpuExecutor(layout, 32, MEAN, STD)
     for k in range(4):
         wrong = list(inputs)
         wrong[k] = wrong[k][:, :-1]
-        with pytest.raises(ValueError, match="has shape"):
+        with pytest.raises(ValueError, match="expected"):
             executor(*wrong)
-    with pytest.raises(ValueError, match="contiguous"):
+        wrong[k] = inputs[k].astype(np.float32)
+        with pytest.raises(ValueError, match="is float32"):
+            executor(*wrong)
+    with pytest.raises(ValueError, match="out is float64"):
         executor(*inputs, out=np.empty((len(layout.crop_of_view), 4, 32, 32, 3), np.float64))
 
 

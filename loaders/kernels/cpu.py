@@ -6,6 +6,7 @@ per-channel operations and the normalisation are already composed. The functions
 """
 
 import queue
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from loaders.jit import jit
-from loaders.kernels.lower import normalisation_table
+from loaders.kernels.lower import PARAMETERS, normalisation_table
 from loaders.kernels.pointwise import flip, pack
 from loaders.kernels.program import Scratch, run, scratch
 from loaders.kernels.warp import write, write_warped
@@ -23,6 +24,7 @@ from loaders.plan import ViewLayout
 
 _SAMPLES_AT_A_TIME = 4
 _VALUES = np.tile(np.arange(256, dtype=np.float32), (3, 1))
+_STARTING = threading.Lock()
 
 
 class CpuExecutor:
@@ -61,13 +63,12 @@ class CpuExecutor:
         self._pool = self._scratches = None
 
     def _execute(self, lookup: NDArray[Any], crops: Any, flips: Any, codes: Any, params: Any, out: Any) -> Any:
-        crops, flips = np.ascontiguousarray(crops, np.uint8), np.ascontiguousarray(flips, np.uint8)
-        codes, params = np.ascontiguousarray(codes, np.uint8), np.ascontiguousarray(params, np.int32)
+        crops, flips, codes, params = (np.ascontiguousarray(given) for given in (crops, flips, codes, params))
         batch, views = len(crops), len(self.crop_of_view)
         if out is None:
             out = np.empty((views, batch, self.size, self.size, 3), lookup.dtype)
         target = out.numpy() if isinstance(out, torch.Tensor) else out
-        self._check(crops, flips, codes, params, target, lookup.dtype)
+        self._check(crops, flips, codes, params, target)
         scratches = self._start()
 
         def work(first: int) -> None:
@@ -88,37 +89,33 @@ class CpuExecutor:
 
     def _start(self) -> "queue.SimpleQueue[Scratch]":
         """Threads are started on first use, so that an executor can be made before a fork and pickled."""
-        if self._scratches is None:
-            self._scratches = queue.SimpleQueue()
-            for _ in range(self.threads):
-                self._scratches.put(scratch(self.size))
-            if self.threads > 1:
-                self._pool = ThreadPoolExecutor(self.threads, "views")
-        return self._scratches
+        with _STARTING:
+            if self._scratches is None:
+                self._scratches = queue.SimpleQueue()
+                for _ in range(self.threads):
+                    self._scratches.put(scratch(self.size))
+                if self.threads > 1:
+                    self._pool = ThreadPoolExecutor(self.threads, "views")
+            return self._scratches
 
     def _check(
-        self,
-        crops: NDArray[Any],
-        flips: NDArray[Any],
-        codes: NDArray[Any],
-        params: NDArray[Any],
-        out: NDArray[Any],
-        dtype: np.dtype[Any],
+        self, crops: NDArray[Any], flips: NDArray[Any], codes: NDArray[Any], params: NDArray[Any], out: NDArray[Any]
     ) -> None:
-        """The compiled code checks no bounds, so the shapes are checked here."""
+        """The compiled code trusts what it is given."""
         batch, count, size, views = len(crops), int(self.crop_of_view.max()) + 1, self.size, len(self.crop_of_view)
+        length = codes.shape[-1]
         wanted = {
-            "crops": (crops.shape, (batch, count, size, size, 3)),
-            "flips": (flips.shape, (batch, count)),
-            "codes": (codes.shape[:2], (batch, views)),
-            "params": (params.shape, (*codes.shape, 8)),
-            "out": (out.shape, (views, batch, size, size, 3)),
+            "crops": (crops, (batch, count, size, size, 3), np.uint8),
+            "flips": (flips, (batch, count), np.uint8),
+            "codes": (codes, (batch, views, length), np.uint8),
+            "params": (params, (batch, views, length, PARAMETERS), np.int32),
+            "out": (out, (views, batch, size, size, 3), np.float32),
         }
-        for name, (shape, expected) in wanted.items():
-            if shape != expected:
-                raise ValueError(f"{name} has shape {shape}, expected {expected}")
-        if out.dtype != dtype or not out.flags.c_contiguous:
-            raise ValueError(f"out must be contiguous {dtype}, not {out.dtype}")
+        for name, (array, shape, dtype) in wanted.items():
+            if array.shape != shape or array.dtype != dtype:
+                raise ValueError(f"{name} is {array.dtype} {array.shape}, expected {np.dtype(dtype)} {shape}")
+        if not out.flags.c_contiguous:
+            raise ValueError("out must be contiguous")
 
 
 @jit

@@ -4,7 +4,7 @@ This is the usual CPU data path of contrastive learning (colour images as PIL ob
 Tests compare the executors with it and ``benchmarks/executor.py`` times it; training never uses it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -64,6 +64,6 @@ def view(crop: NDArray[np.uint8], flip: bool, codes: Iterable[int], magnitudes: 
     return run_program(image, codes, magnitudes)
 
 
-def normalise(image: Image.Image, mean: list[float], std: list[float]) -> torch.Tensor:
+def normalise(image: Image.Image, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
     """ToTensor and Normalize: float32 (3, S, S)."""
-    return functional.normalize(functional.to_tensor(image), mean, std)
+    return functional.normalize(functional.to_tensor(image), list(mean), list(std))

@@ -2,8 +2,8 @@
 
 An image here is a flat uint32 array, one word a pixel, 0x00BBGGRR as in Pillow: a warp then moves one word a pixel, and
 the loops below are plain lane-wise arithmetic that the compiler vectorises. Source and destination must be different
-arrays, otherwise it cannot. Everything is single precision or integer; Pillow's few double-precision steps are kept
-where they decide a bit.
+arrays, otherwise it cannot. Everything is integer or single precision, in Pillow's order of operations where that
+decides a bit.
 """
 
 from typing import Any
@@ -91,7 +91,7 @@ def blend_constant(source: Pixels, base: Scalar, factor: Scalar, out: Pixels) ->
 
 @jit
 def color(source: Pixels, factor: Scalar, out: Pixels) -> None:
-    """Blend with the grey version; factor 0 is Grayscale."""
+    """Blend with the grey version of the image."""
     factor = np.float32(factor)
     for i in range(source.size):
         p = source[i]

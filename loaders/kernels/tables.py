@@ -97,10 +97,8 @@ def histogram(source: Pixels, table: Table, partial: NDArray[np.uint32], counts:
 
     ``partial`` (4, 3, 256) is scratch: four interleaved histograms keep runs of equal pixels from waiting for a store.
     """
-    clear(partial[0])
-    clear(partial[1])
-    clear(partial[2])
-    clear(partial[3])
+    for k in range(4):
+        clear(partial[k])
     whole = source.size // 4 * 4
     for i in range(0, whole, 4):
         for k in range(4):

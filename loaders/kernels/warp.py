@@ -42,7 +42,7 @@ def _row_start(warp: NDArray[np.int32], y: int) -> tuple[Scalar, Scalar]:
 
 @jit
 def gather(source: Pixels, size: int, warp: NDArray[np.int32], fill: Scalar, out: Pixels) -> None:
-    """Carry out a warp of whole pixels; ``fill`` goes outside."""
+    """Carry out a warp; the pixel ``fill`` goes outside."""
     step_x, step_y = np.int64(warp[0]), np.int64(warp[3])
     for y in range(size):
         row = out[y * size : (y + 1) * size]
@@ -63,7 +63,7 @@ def gather(source: Pixels, size: int, warp: NDArray[np.int32], fill: Scalar, out
 
 @jit
 def write(source: Pixels, lookup: NDArray[Any], out: NDArray[Any]) -> None:
-    """Look every value up, ``lookup`` (3, 256), and store it in ``out`` (S, S, 3); float32 or uint8, both alike."""
+    """Look every value up in ``lookup`` (3, 256) and store it in ``out`` (S, S, 3), of the same type."""
     flat = out.reshape(-1)
     for i in range(source.size):
         _store(source[i], lookup, flat, i)
@@ -73,7 +73,7 @@ def write(source: Pixels, lookup: NDArray[Any], out: NDArray[Any]) -> None:
 def write_warped(
     source: Pixels, size: int, warp: NDArray[np.int32], lookup: NDArray[Any], fill: NDArray[Any], out: NDArray[Any]
 ) -> None:
-    """``write`` through a pending warp; ``fill`` (3,) in the type of ``out`` goes outside."""
+    """``write`` through a pending warp; the values ``fill`` (3,) go outside."""
     step_x, step_y = np.int64(warp[0]), np.int64(warp[3])
     for y in range(size):
         row = out[y].reshape(-1)
