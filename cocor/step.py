@@ -231,9 +231,7 @@ class TrainingStep:
 
     def _classify(self, labelled: Batch) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Cross-entropy, accuracy and the backbone's gradient over all ranks; the classifier's goes to ``.grad``."""
-        with self._autocast(), batch_statistics_only(self.method.backbone):
-            features = self.method.backbone(labelled.original)
-        logits = self.classifier(features.float())
+        logits = self._logits(labelled)
         cross_entropy = F.cross_entropy(logits, labelled.label)
         backbone = [p for p, inside in zip(self.parameters, self.in_backbone, strict=True) if inside]
         heads = list(self.classifier.parameters())
@@ -244,6 +242,12 @@ class TrainingStep:
         accuracy = (logits.argmax(1) == labelled.label).float().mean()
         means = mean_over_ranks(torch.stack([cross_entropy.detach(), accuracy]))
         return means[0], means[1], gradients[: len(backbone)]
+
+    def _logits(self, labelled: Batch) -> Tensor:
+        """The classifier's output in its own precision, not in autocast's."""
+        with self._autocast(), batch_statistics_only(self.method.backbone):
+            features = self.method.backbone(labelled.original)
+        return self.classifier(features.to(self.classifier.weight.dtype))
 
     def _products(self, batch: Batch, pull: _Pull, gradient: list[Tensor], old: dict[str, Tensor] | None) -> Tensor:
         """Inner products of the similarities' gradients with the cross-entropy's: a length, or (abs) a sample."""
@@ -260,9 +264,8 @@ class TrainingStep:
 
     def _measure(self, batch: Batch, labelled: Batch, contrastive: Tensor, pull: _Pull) -> Measured:
         loss = mean_over_ranks(contrastive) + self.config.consistency_weight * pull.consistency.loss.detach()
-        with torch.no_grad(), self._autocast(), batch_statistics_only(self.method.backbone):
-            features = self.method.backbone(labelled.original)
-        cross_entropy = mean_over_ranks(F.cross_entropy(self.classifier(features.float()), labelled.label).detach())
+        with torch.no_grad():
+            cross_entropy = mean_over_ranks(F.cross_entropy(self._logits(labelled), labelled.label))
         return Measured(loss, cross_entropy, self._compared(pull.similarity, pull.consistency))
 
     @torch.no_grad()
