@@ -5,6 +5,8 @@ depends on which worker was faster. This one has nothing to wait for, and equal 
 written last, so that even a file torn from its temporary name is no valid one.
 """
 
+import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -51,7 +53,8 @@ class BetonWriter:
         table = np.zeros(len(order), SAMPLE)
         table["mode"], table["label"], table["data_ptr"] = modes, record.labels, allocations["ptr"]
         table["height"], table["width"] = record.sizes.T
-        block = record.to_bytes()
+        facts = record.facts | {"page_size": self._page, "table": hashlib.sha256(table.tobytes()).hexdigest()}
+        block = replace(record, facts=facts).to_bytes()
         header = np.zeros(1, HEADER)
         header[0] = (VERSION, 2, self._page, len(order), self._position + len(block))
         with self._file as file:

@@ -36,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("cocor-prep", description="Prepare image data sets for cocor-train.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        "cocor-prep", description="Prepare image data sets for cocor-train.", allow_abbrev=False
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     scan = _command(commands, "scan", _scan, "decode every image; report what is damaged or unusual")
     _source_arguments(scan, on_error="skip", decodes=True)

@@ -1,0 +1,111 @@
+"""Image files of the kinds that large collections hold: written by real encoders, some of them damaged on purpose."""
+
+import struct
+import zlib
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+CORNERS = {"red": (255, 0, 0), "green": (0, 160, 0), "blue": (0, 0, 255), "yellow": (255, 255, 0)}  # clockwise
+
+
+def corner_image(size: tuple[int, int] = (96, 64)) -> Image.Image:
+    """Four coloured quarters: red top left, green top right, blue bottom right, yellow bottom left."""
+    width, height = size
+    pixels = np.zeros((height, width, 3), np.uint8)
+    red, green, blue, yellow = CORNERS.values()
+    pixels[: height // 2, : width // 2], pixels[: height // 2, width // 2 :] = red, green
+    pixels[height // 2 :, width // 2 :], pixels[height // 2 :, : width // 2] = blue, yellow
+    return Image.fromarray(pixels)
+
+
+def corner_colours(image: Image.Image) -> np.ndarray:
+    """(4, 3): mean colours well inside the four quarters, clockwise from the top left."""
+    pixels = np.asarray(image.convert("RGB"), np.float64)
+    height, width = pixels.shape[:2]
+    y, x = height // 8, width // 8
+    patches = [(y, x), (y, width - 2 * x), (height - 2 * y, width - 2 * x), (height - 2 * y, x)]
+    return np.array([pixels[top : top + y, left : left + x].mean((0, 1)) for top, left in patches])
+
+
+def jpeg_bytes(image: Image.Image, **options: object) -> bytes:
+    buffer = BytesIO()
+    image.save(buffer, "JPEG", **({"quality": 95, "subsampling": 0} | options))
+    return buffer.getvalue()
+
+
+def png_bytes(image: Image.Image) -> bytes:
+    buffer = BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def oriented_jpeg(orientation: int) -> bytes:
+    """The corner image stored turned, with the EXIF tag that turns it upright."""
+    turns = {
+        2: Image.Transpose.FLIP_LEFT_RIGHT,
+        3: Image.Transpose.ROTATE_180,
+        4: Image.Transpose.FLIP_TOP_BOTTOM,
+        5: Image.Transpose.TRANSPOSE,
+        6: Image.Transpose.ROTATE_90,
+        7: Image.Transpose.TRANSVERSE,
+        8: Image.Transpose.ROTATE_270,
+    }
+    image = corner_image()
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return jpeg_bytes(image.transpose(turns[orientation]) if orientation in turns else image, exif=exif)
+
+
+def ycck_jpeg() -> bytes:
+    """A CMYK JPEG as Adobe's programs write it: inverted, stored as YCCK."""
+    data = jpeg_bytes(corner_image().convert("CMYK"))
+    at = data.index(b"Adobe")
+    assert data[at + 11] in (0, 2)
+    return data
+
+
+def bomb_png(side: int) -> bytes:
+    """A few bytes that claim ``side`` x ``side`` grey pixels."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
+
+
+def good_cases() -> dict[str, bytes]:
+    """Readable images that show the corner colours, by file name."""
+    image = corner_image()
+    cases = {f"exif{i}.jpg": oriented_jpeg(i) for i in range(1, 9)}
+    cases["plain.jpg"] = jpeg_bytes(image)
+    cases["progressive.jpg"] = jpeg_bytes(image, progressive=True)
+    cases["cmyk.jpg"] = ycck_jpeg()
+    cases["really_png.JPEG"] = png_bytes(image)
+    cases["palette.png"] = png_bytes(image.quantize(4))
+    transparent = image.convert("RGBA")
+    transparent.putalpha(Image.new("L", image.size, 255))
+    cases["alpha.png"] = png_bytes(transparent)
+    return cases
+
+
+def bad_cases() -> dict[str, bytes]:
+    """Unusable files by name."""
+    photo = jpeg_bytes(Image.fromarray(np.random.default_rng(0).integers(0, 256, (80, 80, 3), np.uint8)))
+    return {
+        "truncated.jpg": photo[: len(photo) // 2],
+        "truncated_progressive.jpg": jpeg_bytes(corner_image((640, 480)), progressive=True)[:2000],
+        "empty.jpg": b"",
+        "page.jpg": b"<!DOCTYPE html><html><body>404 not found</body></html>",
+        "bomb.png": bomb_png(60_000),
+        "noise.jpg": bytes(range(256)) * 8,
+    }
+
+
+def write_all(folder: Path, files: dict[str, bytes]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)

@@ -1,0 +1,225 @@
+"""Conversions that are killed, run out of disk or lose a worker leave nothing behind that could be taken for data."""
+
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from loaders.beton import open_beton
+from loaders.errors import UserError
+from loaders.prep.output import staged
+
+ROUNDS = 10
+SECONDS = 20.0
+
+
+@pytest.fixture(scope="module")
+def many_photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """200 images of 300 pixels: enough for a conversion to be in full swing for a while."""
+    root = tmp_path_factory.mktemp("many")
+    noise = np.random.default_rng(0).integers(0, 256, (300, 400, 3), np.uint8)
+    for number in range(200):
+        place = root / f"class{number % 4}"
+        place.mkdir(exist_ok=True)
+        Image.fromarray(np.roll(noise, number, 1)).save(place / f"{number}.jpg", quality=95)
+    return root
+
+
+def command(source: Path, output: Path, *more: str) -> list[str]:
+    return [sys.executable, "-m", "loaders.prep.cli", "convert", str(source), str(output), "--workers", "2", *more]
+
+
+def processes_of_group(group: int) -> list[int]:
+    """Living processes of a process group."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = entry.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == group and fields[0] != "Z":
+            found.append(int(entry.parent.name))
+    return found
+
+
+def children(parent: int) -> list[int]:
+    """Worker processes (not multiprocessing's resource tracker) of a process."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = entry.read_text().rpartition(")")[2].split()
+            is_worker = b"spawn_main" in (entry.parent / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if int(fields[1]) == parent and is_worker:
+            found.append(int(entry.parent.name))
+    return found
+
+
+def wait_until_gone(group: int) -> None:
+    end = time.monotonic() + SECONDS
+    while processes_of_group(group):
+        assert time.monotonic() < end, f"still running: {processes_of_group(group)}"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("round_number", range(ROUNDS))
+def test_kill_9_leaves_nothing_accepted_and_nothing_running(
+    round_number: int, many_photos: Path, tmp_path: Path
+) -> None:
+    rng = random.Random(round_number)
+    output = tmp_path / ("out.beton" if round_number % 2 else "out")
+    process = subprocess.Popen(
+        command(many_photos, output, "--shorter-side", "280"), stderr=subprocess.PIPE, start_new_session=True
+    )
+    time.sleep(rng.uniform(0.3, 1.5))
+    victim = ("parent", "worker", "group")[round_number % 3]
+    if victim == "group":
+        os.killpg(process.pid, signal.SIGKILL)
+    elif victim == "parent":
+        process.kill()
+    else:
+        while not (workers := children(process.pid)) and process.poll() is None:
+            time.sleep(0.01)
+        if workers:
+            os.kill(rng.choice(workers), signal.SIGKILL)
+    _, error = process.communicate(timeout=SECONDS)
+    wait_until_gone(process.pid)
+    if victim == "worker" and process.returncode:
+        assert process.returncode == 2 and error.count(b"\n") <= 2 and b"a worker process died" in error
+        assert not list(tmp_path.iterdir())
+    visible = [path for path in tmp_path.iterdir() if not path.name.startswith(".")]
+    assert not visible or process.returncode == 0
+    for torn in tmp_path.rglob("content"):
+        if torn.is_file():
+            with pytest.raises(UserError):
+                open_beton(torn)
+    # The same call again succeeds and clears away what the dead one left.
+    subprocess.run([*command(many_photos, output), "--force"], check=True, timeout=SECONDS, capture_output=True)
+    assert [path.name for path in tmp_path.iterdir()] == [output.name]
+
+
+def test_ctrl_c_and_sigterm_clean_up(many_photos: Path, tmp_path: Path) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        process = subprocess.Popen(
+            command(many_photos, tmp_path / "out", "--shorter-side", "280"),
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        while not list(tmp_path.glob(".out*/content/class*")) and process.poll() is None:
+            time.sleep(0.01)
+        os.kill(process.pid, number)
+        _, error = process.communicate(timeout=SECONDS)
+        wait_until_gone(process.pid)
+        assert process.returncode in (130, 143) and b"Traceback" not in error
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_file_size_limit_ends_with_one_line_and_no_file(many_photos: Path, tmp_path: Path) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5_000_000, 5_000_000))
+
+    done = subprocess.run(
+        command(many_photos, tmp_path / "out.beton"), preexec_fn=limit, capture_output=True, timeout=SECONDS
+    )
+    assert done.returncode == 2 and done.stderr.count(b"\n") == 1 and b"file size" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+@pytest.mark.parametrize("name", ["out.beton", "out"])
+def test_a_full_disk_ends_with_one_line_and_an_empty_disk(name: str, many_photos: Path, tmp_path: Path) -> None:
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(tmp_path)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        done = subprocess.run(command(many_photos, tmp_path / name), capture_output=True, timeout=SECONDS)
+        assert done.returncode == 2 and done.stderr.count(b"\n") == 1 and b"no space left" in done.stderr
+        assert not list(tmp_path.iterdir())
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_an_error_while_writing_keeps_the_old_output(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("old")
+    with pytest.raises(ValueError, match="boom"), staged(tmp_path / "out", folder=False, force=True) as work:
+        work.write_text("half")
+        raise ValueError("boom")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and (tmp_path / "out").read_text() == "old"
+
+
+def test_stale_work_is_removed_but_not_that_of_a_living_process(tmp_path: Path) -> None:
+    (tmp_path / ".out.partial-dead").mkdir()
+    with staged(tmp_path / "out", folder=True) as first:
+        assert not (tmp_path / ".out.partial-dead").exists()
+        with staged(tmp_path / "out", folder=True, force=True) as second:
+            assert first.is_dir() and second.is_dir()
+        with pytest.raises(UserError, match="exists"):
+            raise_if_existing(tmp_path / "out")
+        (tmp_path / "out").rmdir()
+
+
+def raise_if_existing(path: Path) -> None:
+    with staged(path, folder=True):
+        pass
+
+
+def damage(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x40
+    path.write_bytes(data)
+
+
+def test_damage_anywhere_in_a_beton_file_is_found(many_photos: Path, tmp_path: Path) -> None:
+    from loaders.prep.cli import main
+
+    path = tmp_path / "out.beton"
+    assert main(["convert", str(many_photos), str(path), "--workers", "1", "--shorter-side", "32"]) == 0
+    file = open_beton(path)
+    pristine = path.read_bytes()
+    for at in (0, 9, 17, 2100, 2300, int(file.table["data_ptr"][7]) + 50, len(pristine) - 30, len(pristine) - 5000):
+        damage(path, at)
+        assert main(["verify", str(path), "--workers", "1"]) == 2, at
+        path.write_bytes(pristine)
+    for length in (0, 10, 2000, 50_000, len(pristine) - 1):
+        path.write_bytes(pristine[:length])
+        with pytest.raises(UserError, match=r"out\.beton"):
+            open_beton(path)
+
+
+def test_a_damaged_image_is_named(many_photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from loaders.prep.cli import main
+
+    path = tmp_path / "out.beton"
+    assert main(["convert", str(many_photos), str(path), "--workers", "1"]) == 0
+    file = open_beton(path)
+    damage(path, int(file.table["data_ptr"][7]) + 5000)
+    damaged = open_beton(path)
+    damaged.check(6)
+    with pytest.raises(UserError, match=file.names[7]):
+        damaged.check(7)
+    capsys.readouterr()
+    assert main(["verify", str(path), "--workers", "1"]) == 2
+    assert capsys.readouterr().out.splitlines()[0] == f"{file.names[7]}: damaged: its checksum differs"
+
+
+def test_changed_missing_and_surplus_files_of_a_folder_are_named(many_photos: Path, tmp_path: Path) -> None:
+    from loaders.prep.cli import main
+    from loaders.prep.verify import verify
+
+    root = tmp_path / "out"
+    assert main(["convert", str(many_photos), str(root), "--workers", "1", "--shorter-side", "32"]) == 0
+    assert verify(root, 1) == (200, [])
+    damage(root / "class0/0.jpg", 600)
+    (root / "class1/1.jpg").unlink()
+    (root / "class2/extra.jpg").write_bytes((root / "class2/2.jpg").read_bytes())
+    count, faults = verify(root, 1)
+    assert count == 200 and [name for name, _ in faults] == ["class0/0.jpg", "class1/1.jpg", "class2/extra.jpg"]
