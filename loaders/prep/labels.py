@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loaders.errors import UserError
+from loaders.folder import sort_key
 from loaders.labels import read_names
 from loaders.names import printable
 from loaders.prep.output import staged
@@ -39,7 +40,8 @@ def write_labels(source: Source, fraction: float, seed: int, output: Path, force
         raise UserError(f"--fraction {fraction:g}: must be above 0 and at most 1")
     if not (source.labels >= 0).any():
         raise UserError(f"{printable(source.path)}: has no labels; give class folders, or --labels with a label file")
-    chosen = [source.names[i] for i in stratified_split(source.labels, fraction, seed)]
+    order = np.array(sorted(range(len(source)), key=lambda i: sort_key(source.names[i])), np.int64)  # as when prepared
+    chosen = [source.names[order[i]] for i in stratified_split(source.labels[order], fraction, seed)]
     broken = next((name for name in chosen if "\n" in name or "\r" in name or name != name.strip()), None)
     if broken is not None:
         raise UserError(f"{printable(source.path / broken)}: a name that no line of text can hold; rename it")
