@@ -4,7 +4,8 @@
 
 One panel shows the k-NN accuracy of every run. Every run with a consistency loss gets a panel of its own: the mean
 latent similarity of each composite length (solid) and the target that the MMNN or the constants set for it (dashed).
-``--json`` keeps the numbers behind the picture: k-NN by epoch, and the last similarities and targets. Needs matplotlib (``pip install 'cocor[plot]'``).
+``--json`` keeps the numbers behind the picture: k-NN by epoch, and the last similarities and targets.
+Needs matplotlib (``pip install 'cocor[plot]'``).
 """
 
 import argparse
