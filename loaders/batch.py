@@ -1,6 +1,6 @@
 """What crosses from the data side to the learning side: a :class:`Batch`, from any :class:`Loader`."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,7 +38,7 @@ class Loader(Protocol):
     @property
     def steps_per_epoch(self) -> int: ...
 
-    def epoch(self, e: int, start_step: int = 0) -> Iterator[Batch]:
+    def epoch(self, e: int, start_step: int = 0) -> Generator[Batch, None, None]:
         """The batches of epoch ``e`` from ``start_step`` on. Leaving the iterator early is allowed."""
         ...
 

@@ -103,7 +103,7 @@ class DaliLoader:
     def steps_per_epoch(self) -> int:
         return self._delivery.order.steps
 
-    def epoch(self, e: int, start_step: int = 0) -> Iterator[Batch]:
+    def epoch(self, e: int, start_step: int = 0) -> Generator[Batch, None, None]:
         return self._delivery.deliver(self._pairs(e, start_step), in_background=False)
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ The plan is drawn and its programs are executed all the same, unless ``execute``
 is handed out again and again, and only the order's indices and labels change.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,7 +60,7 @@ class SyntheticLoader:
     def steps_per_epoch(self) -> int:
         return self._delivery.order.steps
 
-    def epoch(self, e: int, start_step: int = 0) -> Iterator[Batch]:
+    def epoch(self, e: int, start_step: int = 0) -> Generator[Batch, None, None]:
         if self._execute:
             return self._delivery.deliver(self._pairs(e, start_step))
         return self._repeat(e, start_step)
@@ -72,7 +72,7 @@ class SyntheticLoader:
         for job in self._delivery.jobs(epoch, start_step):
             yield job, self._crops[: len(job.planned.index)]
 
-    def _repeat(self, epoch: int, start_step: int) -> Iterator[Batch]:
+    def _repeat(self, epoch: int, start_step: int) -> Generator[Batch, None, None]:
         order, dataset, device = self._delivery.order, self._delivery.dataset, self._delivery.device
         for step in range(start_step, order.steps):
             index = order.indices(epoch, step)
