@@ -91,7 +91,6 @@ def test_a_file_written_by_ffcv_itself_can_be_opened(tmp_path: Path) -> None:
     )
     assert file.sizes.tolist() == [[40 + i, 96] for i in range(12)]
     assert Image.open(BytesIO(file.read(11))).size == (96, 51)
-    source = open_source(path)
     convert(open_source(path), tmp_path / "ours", "folder", Settings(), workers=1)
     data = open_folder(tmp_path / "ours")
     assert data.classes == ["0", "1", "2"] and data.names[:2] == ["0/00000000.jpg", "0/00000003.jpg"]

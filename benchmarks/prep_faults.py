@@ -1,0 +1,155 @@
+"""Kill conversions at random moments and look at what is left.
+
+    python benchmarks/prep_faults.py --rounds 200
+
+Every round starts ``cocor-prep convert`` on generated images, waits a random time, and sends SIGKILL to the parent, to
+a worker, or to the whole process group, in turn. It then checks that nothing of it runs any more, that no output has
+appeared unless the conversion had finished, that a torn file is refused, and, now and then, that the same call
+succeeds. Exits with 1 at the first violation.
+"""
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from loaders.beton import open_beton
+from loaders.errors import UserError
+
+_PATIENCE = 20.0  # seconds until a process counts as hanging
+_TIDY_EVERY = 10  # rounds between two complete runs
+
+
+def main() -> int:
+    """Run the rounds; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--images", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    rng = random.Random(options.seed)
+    outcomes: Counter[str] = Counter()
+    slowest = 0.0
+    with tempfile.TemporaryDirectory() as place:
+        source, shared_memory = Path(place, "source"), set(os.listdir("/dev/shm"))  # noqa: PTH208
+        make_images(source, options.images)
+        start = time.monotonic()
+        complete(source, Path(place, "trial.beton"))
+        duration = time.monotonic() - start
+        for number in range(options.rounds):
+            victim, suffix = ("parent", "worker", "group")[number % 3], (".beton", "")[number // 3 % 2]
+            work = Path(place, f"round{number}")
+            work.mkdir()
+            code, seconds = kill_one(rng, source, work / f"out{suffix}", victim, rng.uniform(0.05, duration))
+            check(work, code, victim)
+            outcomes[f"{victim}: {'finished first' if code == 0 else 'killed'}"] += 1
+            slowest = max(slowest, seconds)
+            if number % _TIDY_EVERY == 0:
+                complete(source, work / f"out{suffix}", "--force")
+                if [path.name for path in work.iterdir()] != [f"out{suffix}"]:
+                    raise SystemExit(f"round {number}: the next run left {os.listdir(work)}")  # noqa: PTH208
+        if set(os.listdir("/dev/shm")) - shared_memory:  # noqa: PTH208
+            raise SystemExit("something was left in /dev/shm")
+    print(f"{options.rounds} rounds, a run takes {duration:.1f} s; last process gone after at most {slowest:.2f} s")
+    for outcome, count in sorted(outcomes.items()):
+        print(f"  {count:4d} {outcome}")
+    return 0
+
+
+def make_images(folder: Path, count: int) -> None:
+    """Noise of 400 x 300 pixels in four classes."""
+    noise = np.random.default_rng(0).integers(0, 256, (300, 400, 3), np.uint8)
+    for number in range(count):
+        place = folder / f"class{number % 4}"
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.roll(noise, number, 1)).save(place / f"{number}.jpg", quality=95)
+
+
+def command(source: Path, output: Path, *more: str) -> list[str]:
+    """The conversion under test: every image is decoded, resized and encoded by two workers."""
+    options = ["--workers", "2", "--shorter-side", "280", *more]
+    return [sys.executable, "-m", "loaders.prep.cli", "convert", str(source), str(output), *options]
+
+
+def complete(source: Path, output: Path, *more: str) -> None:
+    """A conversion that nobody disturbs."""
+    subprocess.run(command(source, output, *more), check=True, stdout=subprocess.DEVNULL, timeout=60 + _PATIENCE)
+
+
+def kill_one(rng: random.Random, source: Path, output: Path, victim: str, delay: float) -> tuple[int, float]:
+    """Start a conversion and kill ``victim`` after ``delay`` seconds; exit code, and seconds until all had ended."""
+    process = subprocess.Popen(
+        command(source, output), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
+    time.sleep(delay)
+    start = time.monotonic()
+    if victim == "group":
+        os.killpg(process.pid, signal.SIGKILL)
+    elif victim == "parent":
+        process.kill()
+    else:
+        while not (workers := workers_of(process.pid)) and process.poll() is None:
+            time.sleep(0.005)
+        if workers:
+            start = time.monotonic()
+            os.kill(rng.choice(workers), signal.SIGKILL)
+    _, error = process.communicate(timeout=_PATIENCE)
+    while any(group == process.pid for _, _, group, _ in processes()):
+        if time.monotonic() - start > _PATIENCE:
+            raise SystemExit(f"killed the {victim} after {delay:.2f} s: a process still runs")
+        time.sleep(0.01)
+    if victim == "worker" and process.returncode and (process.returncode != 2 or b"worker process died" not in error):
+        raise SystemExit(f"killed a worker after {delay:.2f} s: exit code {process.returncode}, {error.decode()!r}")
+    return process.returncode, time.monotonic() - start
+
+
+def check(work: Path, code: int, victim: str) -> None:
+    """Nothing visible unless the run succeeded; whatever is left of it is no valid file; a failed run tidies up."""
+    visible = [path for path in work.iterdir() if not path.name.startswith(".")]
+    if code and visible:
+        # The rename was the last thing that it did: then the output must be whole.
+        for path in visible:
+            if path.suffix == ".beton":
+                open_beton(path)
+            elif not (path / ".cocor-prep").is_file():
+                raise SystemExit(f"{path} appeared though the conversion was killed")
+    if code == 2 and victim == "worker" and list(work.iterdir()):
+        raise SystemExit(f"{work}: left {os.listdir(work)} behind")  # noqa: PTH208
+    for torn in work.glob(".*/content"):
+        if torn.is_file():
+            try:
+                open_beton(torn)
+            except UserError:
+                continue
+            raise SystemExit(f"{torn} would be accepted")
+
+
+def processes() -> Iterator[tuple[int, int, int, bool]]:
+    """(process, parent, group, whether it is one of multiprocessing's workers) of all living processes."""
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent, group = entry.read_text().rpartition(")")[2].split()[:3]
+            worker = b"spawn_main" in (entry.parent / "cmdline").read_bytes()
+        except OSError:  # gone in the meantime
+            continue
+        if state != "Z":
+            yield int(entry.parent.name), int(parent), int(group), worker
+
+
+def workers_of(parent: int) -> list[int]:
+    """The worker processes of a conversion."""
+    return [process for process, its_parent, _, worker in processes() if its_parent == parent and worker]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
