@@ -157,8 +157,8 @@ def labelled_loader(config: Config, data: Data, world: World, dtype: torch.dtype
 
 
 def knn_loaders(config: Config, data: Data, world: World, dtype: torch.dtype) -> tuple[Loader, Loader] | None:
-    """Bank (training images) and queries (held-out images) of the online k-NN, or None without held-out images."""
-    if data.held_out is None or not config.knn_every or (data.train.labels < 0).all():
+    """Bank (training images) and queries (held-out images) of the online k-NN, or None without labels in both."""
+    if data.held_out is None or (data.train.labels < 0).all() or (data.held_out.labels < 0).all():
         return None
 
     def evaluation_loader(dataset: ImageDataset, limit: int) -> Loader:

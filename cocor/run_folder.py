@@ -3,6 +3,7 @@
 runs/NAME/  config.yaml  log.txt  metrics.jsonl  checkpoints/  backbone.safetensors  views.png
 """
 
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -10,30 +11,62 @@ from pathlib import Path
 from cocor import checkpoint
 from cocor.config import Config
 from loaders.errors import UserError
+from loaders.names import printable
 
 CONFIG = "config.yaml"
 
 
-def prepare(config: Config) -> None:
-    """Make the output folder of a new run, or accept that of a run to resume.
+def prepare(config: Config, data: Path) -> None:
+    """Make the output folder of a new run, or accept that of a run to resume; save the configuration in it.
 
-    UserError if something else is there: a run is only replaced with ``--overwrite``, and nothing that is no run is.
+    UserError if something else is there: a run is only replaced with ``--overwrite``, nothing that is no run ever is,
+    and images in ``data`` and the run stay apart.
     """
     folder = config.output
-    occupied = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-    if occupied and config.resume is None:
-        if not config.overwrite:
-            raise UserError(f"--output {folder} is in use; pass --resume, --overwrite, or another --output")
-        if not (folder / CONFIG).is_file():
-            raise UserError(f"--output {folder} holds no run, so --overwrite leaves it alone; choose another --output")
-        shutil.rmtree(folder)
+    _refuse_overlap(folder, data)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        _accept(config, is_run=(folder / CONFIG).is_file())
     try:
         (folder / checkpoint.FOLDER).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--output {folder}: cannot be made: {error.strerror}") from None
+        raise UserError(f"--output {folder}: cannot be made: {error.strerror}; choose another --output") from None
+    _save_config(config)
 
 
-def save_config(config: Config) -> None:
+def _accept(config: Config, is_run: bool) -> None:
+    """Settle what becomes of an output folder that is not empty: kept to resume in, or emptied."""
+    folder = config.output
+    if not is_run and (config.overwrite or config.resume is not None):
+        raise UserError(f"--output {folder} holds something, but no run; choose another --output")
+    if config.resume is not None:
+        own = config.resume == "auto" or Path(config.resume).expanduser().resolve().is_relative_to(folder.resolve())
+        if not own:
+            raise UserError(f"--output {folder} holds another run than --resume; choose another --output")
+    elif config.overwrite:
+        _empty(folder)
+    else:
+        raise UserError(f"--output {folder} is in use; pass --resume, --overwrite, or another --output")
+
+
+def _refuse_overlap(folder: Path, data: Path) -> None:
+    output, images = folder.resolve(), data.resolve()
+    if output.is_relative_to(images) or images.is_relative_to(output):
+        raise UserError(f"--output {folder} and the images in {data} overlap; choose another --output")
+
+
+def _empty(folder: Path) -> None:
+    try:
+        for entry in folder.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+    except OSError as error:
+        raise UserError(f"--output {folder}: cannot be emptied: {error.strerror}; choose another --output") from None
+
+
+def _save_config(config: Config) -> None:
     """Write the resolved configuration, with the command and the versions that produced the run."""
     versions = ", ".join(f"{name} {version}" for name, version in checkpoint.versions().items())
-    config.save(config.output / CONFIG, f"{' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}\n{versions}")
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    config.save(config.output / CONFIG, f"{printable(command)}\n{versions}")

@@ -9,11 +9,13 @@ position is the number of finished steps; everything else follows from it and th
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from cocor import checkpoint, launch, run_folder
 from cocor.build import build_method, build_target
@@ -69,15 +71,12 @@ def train(config: Config, world: World) -> None:
         if config.dry_run:
             report(run)
             return
+        checkpoint_read = restore(run)  # before anything is written
         if world.main:
-            run_folder.prepare(config)
+            run_folder.prepare(config, run.data.train.root)
         barrier()
         set_up_logging(world, config.output / "log.txt")
-        if config.resume is not None:
-            restore(run)
-        if world.main:
-            run_folder.save_config(config)
-        describe(run)
+        describe(run, checkpoint_read)
         log = RunLog(
             config.output,
             world,
@@ -116,62 +115,71 @@ def build(config: Config, world: World) -> Run:
     return Run(config, world, data, step, loader, labelled, knn)
 
 
-def describe(run: Run) -> None:
+def describe(run: Run, checkpoint_read: Path | None) -> None:
     """Say what is about to happen."""
     config, data = run.config, run.data
+    if checkpoint_read is not None:
+        _log.info(f"going on from {checkpoint_read}: {run.done:,} of {run.total:,} steps done")
+    elif config.resume is not None:
+        _log.info(f"no checkpoint in {config.output} yet: starting anew")
     kind = config.method if config.consistency == "none" else f"{config.method} + CoCor ({config.mmnn} targets)"
     place = f"{run.world.size} x {run.world.device.type}, {config.precision}"
     _log.info(f"{kind}, {config.backbone}, {place}, {config.batch_size // run.world.size} images a step and rank")
     labels = "" if data.labelled is None else f", {len(data.labelled):,} of them with labels for the MMNN"
-    _log.info(f"{len(data.train):,} images in {len(data.train.classes):,} classes{labels}")
+    classes = f"in {len(data.train.classes):,} classes" if data.train.classes else "without labels"
+    _log.info(f"{len(data.train):,} images {classes}{labels}")
     for name, reason in data.train.skipped:
         _log.warning(f"skipped {name}: {reason}")
     if run.world.main and run.knn is None and config.knn_every:
         _log.info("no held-out images with labels: k-NN is not measured (see --val-data)")
 
 
-def restore(run: Run) -> None:
-    """Go on from the checkpoint that ``--resume`` means, if there is one."""
-    found = checkpoint.find(run.config.resume or "auto", run.config.output)
+def restore(run: Run) -> Path | None:
+    """Go on from the checkpoint that ``--resume`` means, if it means one; returns its path."""
+    found = None if run.config.resume is None else checkpoint.find(run.config.resume, run.config.output)
     if found is None:
-        _log.info(f"no checkpoint in {run.config.output} yet: starting anew")
-        return
+        return None
     path, state = found
     differences = checkpoint.compare(state, run.config, run.data.train.digest)
     if differences:
         raise UserError(f"--resume {path}: another run: {'; '.join(differences)}")
     run.step.load_state_dict(state["training"])
     run.done = state["step"]
-    _log.info(f"going on from {path}: {run.done:,} of {run.total:,} steps done")
+    return path
 
 
 def fit(run: Run, log: RunLog) -> None:
     """Train from ``run.done`` to the end; leave checkpoints, k-NN measurements and the exported backbone."""
     config, per_epoch = run.config, run.loader.steps_per_epoch
     started = saved = time.monotonic()
-    measure_knn(run, log)
+    sheet = config.output / "views.png"
+    if run.done == 0:
+        measure_knn(run, log)
     while run.done < run.total:
         epoch, first = divmod(run.done, per_epoch)
         with closing(pairs(run, epoch, first)) as batches:
             for batch, labelled in log.timed(batches):
-                if run.world.main and run.done == 0:
-                    save_view_sheet(batch, config.output / "views.png")
+                if run.world.main and not sheet.exists():
+                    save_view_sheet(batch, sheet)
                 metrics = run.step(batch, labelled, run.done)
                 run.done += 1
                 log.step(run.done, epoch, run.step.learning_rate, metrics)
+                if run.done % config.log_every == 0 or run.done % per_epoch == 0:
+                    refuse_divergence(run, metrics["loss"])
                 if run.done % per_epoch and save_is_due(run, saved):
                     save(run)
                     saved = time.monotonic()
         last = run.done == run.total
+        # Measured before saving: a run that stops in between and resumes neither doubles nor misses a measurement.
+        if last or (config.knn_every and (epoch + 1) % config.knn_every == 0):
+            measure_knn(run, log)
         if last or (epoch + 1) % config.checkpoint_every_epochs == 0:
             save(run)
             saved = time.monotonic()
-        if last or (config.knn_every and (epoch + 1) % config.knn_every == 0):
-            measure_knn(run, log)
     _log.info(f"done in {duration(time.monotonic() - started)}: {config.output}")
 
 
-def pairs(run: Run, epoch: int, first: int) -> Iterator[tuple[Batch, Batch | None]]:
+def pairs(run: Run, epoch: int, first: int) -> Generator[tuple[Batch, Batch | None], None, None]:
     """Batches of an epoch from step ``first`` on, each with its labelled batch, if there is one."""
     with ExitStack() as stack:
         batches = stack.enter_context(closing(run.loader.epoch(epoch, first)))
@@ -181,6 +189,12 @@ def pairs(run: Run, epoch: int, first: int) -> Iterator[tuple[Batch, Batch | Non
         else:
             labelled = stack.enter_context(closing(run.labelled.epoch(epoch, first)))
             yield from zip(batches, labelled, strict=True)
+
+
+def refuse_divergence(run: Run, loss: Tensor) -> None:
+    """Stop before weights that are no numbers replace good ones in the checkpoints."""
+    if any_rank(not bool(loss.isfinite()), run.world.device):
+        raise UserError(f"the loss is not finite at step {run.done}: lower --lr, or try --precision fp32")
 
 
 def save_is_due(run: Run, saved: float) -> bool:
