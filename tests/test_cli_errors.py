@@ -1,0 +1,189 @@
+"""A user's mistake: one line on stderr that names it and its remedy, exit code 2, nothing written."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from test_train import environment, flags, run
+
+from cocor.train import main
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Runs ``cocor-train``, checks how it refuses, and returns what it says after ``cocor-train: error: ``."""
+    output = tmp_path / "runs" / "new"
+
+    def start(*arguments: str, **options: object) -> str:
+        capsys.readouterr()
+        assert main([*arguments, *flags(output=output, **options)]) == 2
+        printed = capsys.readouterr()
+        (line,) = printed.err.splitlines()
+        assert printed.out == "" and line.startswith("cocor-train: error: ")
+        assert not output.exists()
+        return line.removeprefix("cocor-train: error: ")
+
+    return start
+
+
+def spoil(path: Path, how: str) -> None:
+    content = path.read_bytes()
+    path.write_bytes({"truncated": content[: len(content) // 2], "garbage": b"not an image " * 50, "empty": b""}[how])
+
+
+class TestData:
+    def test_none(self, refused: Refused) -> None:
+        line = refused()
+        assert line.startswith("--data: name a folder") and "--config configs/demo.yaml" in line
+
+    def test_a_missing_folder(self, refused: Refused, tmp_path: Path) -> None:
+        assert refused(data=tmp_path / "gone") == f"{tmp_path}/gone: no such folder; check the path"
+
+    def test_an_empty_folder(self, refused: Refused, tmp_path: Path) -> None:
+        (tmp_path / "images").mkdir()
+        assert refused(data=tmp_path / "images") == f"{tmp_path}/images: an empty folder; check the path"
+
+    def test_a_class_folder_without_images(self, refused: Refused, photo_copy: Path) -> None:
+        (photo_copy / "zebra").mkdir()
+        line = refused(data=photo_copy)
+        assert line.startswith(f"{photo_copy}/zebra: a class folder without images; remove it")
+
+    def test_files_that_are_no_images(self, refused: Refused, photo_copy: Path) -> None:
+        (photo_copy / "coffee" / "notes.txt").write_text("taken in 2019")
+        (photo_copy / "coffee" / ".hidden.txt").write_text("no sample")
+        line = refused(data=photo_copy)
+        assert line.startswith(f"{photo_copy}/coffee/notes.txt: not an image that Pillow knows; remove it")
+
+    @pytest.mark.parametrize("how", ["truncated", "garbage", "empty"])
+    def test_a_broken_image(self, refused: Refused, photo_copy: Path, how: str) -> None:
+        spoil(photo_copy / "chelsea" / "3.jpg", how)
+        line = refused(data=photo_copy)
+        assert line.startswith(f"{photo_copy}/chelsea/3.jpg: ") and "; remove it, or " in line
+
+    def test_fewer_images_than_a_batch(self, refused: Refused, photo_folder: Path) -> None:
+        line = refused(data=photo_folder, batch_size=32, queue_size=64)
+        assert line == "24 images are fewer than one batch; lower --batch-size (32) or add images"
+
+    def test_held_out_images_of_other_classes(self, refused: Refused, photo_folder: Path, photo_copy: Path) -> None:
+        (photo_copy / "rocket").rename(photo_copy / "ship")
+        line = refused(data=photo_folder, val_data=photo_copy)
+        assert line == f"{photo_copy}: class ship is not among the 4 known classes"
+
+    def test_a_label_split_of_other_images(self, refused: Refused, photo_folder: Path, tmp_path: Path) -> None:
+        split = tmp_path / "split.txt"
+        assert refused(data=photo_folder, label_split=split).startswith(f"{split}: No such file")
+        split.write_text("astronaut/0.jpg\nastronaut/77.jpg\n")
+        assert refused(data=photo_folder, label_split=split).startswith(f"{split}:2: astronaut/77.jpg is not")
+
+
+class TestOptions:
+    def test_a_misspelt_key(self, refused: Refused, tmp_path: Path) -> None:
+        file = tmp_path / "recipe.yaml"
+        file.write_text("temprature: 0.1\n")
+        line = refused("--config", str(file))
+        assert line == f"{file}: unknown key temprature; did you mean temperature?"
+
+    def test_a_misspelt_flag(self, refused: Refused) -> None:
+        assert refused("--tempreture", "0.1") == "unknown flag --tempreture; did you mean --temperature?"
+
+    def test_a_missing_file(self, refused: Refused, tmp_path: Path) -> None:
+        assert (
+            refused("--config", f"{tmp_path}/gone.yaml") == f"--config {tmp_path}/gone.yaml: No such file or directory"
+        )
+
+    def test_a_backbone_that_does_not_exist(self, refused: Refused, photo_folder: Path) -> None:
+        line = refused(data=photo_folder, backbone="resnet5O")
+        assert line == "--backbone resnet5O: timm has no such model; did you mean resnet50?"
+
+    def test_a_stem_that_the_backbone_lacks(self, refused: Refused, photo_folder: Path) -> None:
+        line = refused(data=photo_folder, stem="small", backbone="test_vit")
+        assert line.startswith("--stem small: test_vit has no ResNet stem") and "use --stem imagenet" in line
+
+    def test_an_output_that_cannot_be_made(
+        self, photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "file").touch()
+        assert main(flags(data=photo_folder, output=tmp_path / "file" / "run")) == 2
+        assert "cannot be made: Not a directory; choose another --output" in capsys.readouterr().err
+        assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+class TestMachine:
+    def test_more_gpus_than_there_are(self, refused: Refused, photo_folder: Path) -> None:
+        have = torch.cuda.device_count()
+        line = refused(data=photo_folder, gpus=have + 4, batch_size=8 * (have + 4), queue_size=999)
+        assert line.startswith(f"--gpus {have + 4}: asked for {have + 4}, have {have}; use --gpus ")
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+    def test_no_gpu(self, refused: Refused, photo_folder: Path) -> None:
+        line = refused(data=photo_folder, gpus=1)
+        assert line == "--gpus 1: asked for 1, have 0; use --gpus 0 to train on the CPU"
+
+    def test_no_dali(self, photo_folder: Path, tmp_path: Path) -> None:
+        """In a process that cannot import it, as on a machine without it; the other loaders work there."""
+        program = "import sys; sys.modules['nvidia.dali'] = None; import cocor.train; sys.exit(cocor.train.main())"
+        arguments = flags(data=photo_folder, output=tmp_path / "run", loader="dali")
+        result = subprocess.run(
+            [sys.executable, "-c", program, *arguments],
+            env=environment(), capture_output=True, text=True, check=False, timeout=120,
+        )  # fmt: skip
+        (line,) = result.stderr.splitlines()
+        assert result.returncode == 2 and line.startswith("cocor-train: error: --loader dali needs NVIDIA DALI")
+        assert "pip install nvidia-dali-cuda130, or choose another --loader" in line
+        assert not (tmp_path / "run").exists()
+
+    def test_the_command_itself(self, tmp_path: Path) -> None:
+        result = run("--data", str(tmp_path / "gone"), "--output", str(tmp_path / "run"), "--gpus", "0")
+        assert (result.returncode, result.stdout) == (2, "")
+        assert result.stderr == f"cocor-train: error: {tmp_path}/gone: no such folder; check the path\n"
+        assert not list(tmp_path.iterdir())
+
+
+class TestWithoutLabels:
+    @pytest.fixture
+    def flat(self, photo_folder: Path, tmp_path: Path) -> Path:
+        """The photographs in one folder, without classes."""
+        folder = tmp_path / "flat"
+        folder.mkdir()
+        for path in sorted(photo_folder.glob("*/*")):
+            (folder / f"{path.parent.name}_{path.name}").symlink_to(path)
+        (folder / ".DS_Store").touch()
+        return folder
+
+    def test_the_mmnn_asks_for_labels(self, refused: Refused, flat: Path) -> None:
+        line = refused(data=flat)
+        assert line.startswith(f"{flat}: no labels")
+        assert all(remedy in line for remedy in ("--labels FILE", "--mmnn constants", "--consistency none"))
+
+    @pytest.mark.parametrize(
+        "options", [{"consistency": "none"}, {"mmnn": "constants"}, {"method": "simsiam", "consistency": "none"}]
+    )
+    def test_what_needs_none_runs(
+        self, flat: Path, photo_folder: Path, tmp_path: Path, options: dict[str, str]
+    ) -> None:
+        output = tmp_path / "run"
+        assert main(flags(data=flat, val_data=photo_folder, output=output, epochs=1, loader="torch", **options)) == 0
+        log = (output / "log.txt").read_text()
+        assert "24 images without labels" in log and "k-NN is not measured" in log
+
+    def test_a_label_file_gives_them(self, flat: Path, photo_folder: Path, tmp_path: Path) -> None:
+        labels, output = tmp_path / "labels.txt", tmp_path / "run"
+        labels.write_text("".join(f"{p.name} {p.name.split('_')[0]}\n" for p in sorted(flat.glob("*_*.*"))))
+        options = {"labels": labels, "val_data": photo_folder, "epochs": 1}
+        assert main(flags(data=flat, output=output, **options)) == 0
+        assert "24 images in 4 classes, 8 of them with labels for the MMNN" in (output / "log.txt").read_text()
+
+
+def test_skipped_files_are_named_and_the_run_goes_on(photo_copy: Path, tmp_path: Path) -> None:
+    for number, how in enumerate(["truncated", "garbage"]):
+        spoil(photo_copy / "chelsea" / f"{number}.jpg", how)
+    output = tmp_path / "run"
+    assert main(flags(data=photo_copy, output=output, on_error="skip", epochs=1)) == 0
+    log = (output / "log.txt").read_text()
+    assert "22 images in 4 classes" in log
+    assert "skipped chelsea/0.jpg: truncated" in log and "skipped chelsea/1.jpg: not an image" in log
