@@ -167,7 +167,7 @@ def _mapping(path: Path) -> dict[Any, Any]:
     return values
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(message.replace("argument ", "", 1))
 
@@ -182,7 +182,7 @@ def parser(
     """A parser with one flag a field. ``groups``: the first field of each group and its title. ``notes``: what the help
     says in place of a field's default."""
     usage = f"{prog} [--config FILE] [flags]"
-    result = _Parser(prog, usage, description, formatter_class=_Help, allow_abbrev=False)
+    result = Parser(prog, usage, description, formatter_class=_Help, allow_abbrev=False)
     recipe = "a recipe, such as configs/moco_in100.yaml; flags override it"
     result.add_argument("--config", metavar="FILE", action="append", default=[], help=recipe)
     group: Any = result

@@ -1,0 +1,125 @@
+"""Tensors out of a weight file of any origin, without running code that the file may hold.
+
+``.safetensors`` files and everything that ``torch.load(weights_only=True)`` opens: tensors, numbers, text and containers,
+besides ``argparse.Namespace`` and numpy scalars, which SupCon's and Lightning's checkpoints hold and which are harmless.
+Nested dicts (``state_dict``, ``model``, ``training.method``, AugSelf's ``backbone``) become one flat dict of names.
+"""
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from loaders.errors import UserError
+
+Which = Literal["online", "ema"]
+
+# Where training programs put their weights, searched in this order; the second word is for their moving average.
+_ONLINE = ("state_dict", "model", "model_state_dict", "model_state", "network", "net")
+_EMA = ("state_dict_ema", "model_ema", "ema", "ema_state_dict")
+_WRAPPERS = ("_orig_mod.", "module.")
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """``tensors`` by flat name, without the prefixes of wrappers; ``hints``: what the file says about its model
+    (``architecture``, ``stem``), if anything."""
+
+    path: Path
+    tensors: dict[str, Tensor]
+    hints: dict[str, str]
+
+
+def read_weights(path: Path, which: Which = "online") -> WeightFile:
+    """Read ``path`` onto the CPU; ``which`` chooses where a file holds averaged weights in a dict of their own.
+
+    Raises:
+        UserError: missing, damaged, without tensors, or only to be opened by running code.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such file of weights")
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
+    content = _read_pickle(path)
+    if not isinstance(content, Mapping):
+        raise UserError(f"{path}: holds a {type(content).__name__}, not weights by name; save model.state_dict()")
+    tensors = _flat(_weights_of(content, which))
+    if not tensors:
+        raise UserError(f"{path}: holds no weights; its keys are {', '.join(map(str, list(content)[:8])) or 'none'}")
+    return WeightFile(path, {_unwrapped(name): value for name, value in tensors.items()}, _hints(content))
+
+
+def _read_safetensors(path: Path) -> WeightFile:
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            hints = {key: value for key, value in (file.metadata() or {}).items() if key in ("architecture", "stem")}
+        tensors = safetensors.torch.load_file(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    if not tensors:
+        raise UserError(f"{path}: holds no weights")
+    return WeightFile(path, {_unwrapped(name): value for name, value in tensors.items()}, hints)
+
+
+def _read_pickle(path: Path) -> Any:
+    harmless: list[Any] = [argparse.Namespace, np.dtype, *{type(np.dtype(kind)) for kind in "fdilq?"}]
+    harmless += [(np.float64(0).__reduce__()[0], f"numpy.{part}.multiarray.scalar") for part in ("core", "_core")]
+    try:
+        with torch.serialization.safe_globals(harmless):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a broken file can fail anywhere in zip, pickle or torch
+        text = str(error)
+        if "Unsupported global" in text or "weights_only" in text:
+            culprit = text.partition("GLOBAL ")[2].split(" ")[0] or "code"
+            raise UserError(
+                f"{path}: opening it would run code of its own ({culprit}); where you trust it, keep only its tensors: "
+                "torch.save(torch.load(FILE, weights_only=False)['state_dict'], NEW)"
+            ) from None
+        raise UserError(f"{path}: damaged, or no file of weights: {text.splitlines()[0][:160] if text else error}") from None
+
+
+def _weights_of(content: Mapping[Any, Any], which: Which) -> Mapping[Any, Any]:
+    """The part of a checkpoint that holds the weights; ``content`` itself if no known part does."""
+    training = content.get("training")
+    if isinstance(training, Mapping) and isinstance(training.get("method"), Mapping):
+        return training["method"]
+    for key in (*_EMA, *_ONLINE) if which == "ema" else _ONLINE:
+        part = content.get(key)
+        if isinstance(part, Mapping) and _flat(part):
+            return part
+    classy = content.get("classy_state_dict")
+    return classy if isinstance(classy, Mapping) else content
+
+
+def _flat(part: Mapping[Any, Any], prefix: str = "") -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for key, value in part.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Tensor):
+            found[name] = value
+        elif isinstance(value, Mapping) and not str(key).startswith("optim"):
+            found |= _flat(value, f"{name}.")
+    return found
+
+
+def _unwrapped(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _hints(content: Mapping[Any, Any]) -> dict[str, str]:
+    hints = {}
+    config = content.get("config")
+    if isinstance(config, Mapping) and isinstance(config.get("backbone"), str):
+        hints = {"architecture": config["backbone"], "stem": str(config.get("stem", "imagenet"))}
+    elif isinstance(content.get("arch"), str):
+        hints = {"architecture": content["arch"]}
+    return hints

@@ -1,0 +1,147 @@
+"""Weights of every origin give the same features; half-fitting or unsafe files are refused in one line."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from cocor import checkpoint
+from cocor.build import build_backbone
+from cocor.eval.weights import digest, load_encoder
+from cocor.export import export_backbone
+from cocor.methods.moco import MoCo
+from loaders.errors import UserError
+
+State = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def reference() -> nn.Module:
+    torch.manual_seed(3)
+    return build_backbone("resnet18").eval()
+
+
+def prefixed(state: State, prefix: str) -> State:
+    return {prefix + name: value for name, value in state.items()}
+
+
+def numbered(state: State) -> State:
+    """lightly: Sequential(*children)."""
+    place = {"conv1": 0, "bn1": 1, "layer1": 4, "layer2": 5, "layer3": 6, "layer4": 7}
+    return {f"{place[k.partition('.')[0]]}.{k.partition('.')[2]}": v for k, v in state.items()}
+
+
+HEAD: State = {"fc.weight": torch.zeros(10, 512), "fc.bias": torch.zeros(10)}
+NOISE = torch.randn(5, generator=torch.Generator().manual_seed(0))
+
+
+def other(state: State) -> State:
+    return {name: value + 1 if value.is_floating_point() else value for name, value in state.items()}
+
+
+LAYOUTS = {
+    "timm": lambda s: s,
+    "torchvision": lambda s: s | HEAD,
+    "timm-checkpoint": lambda s: {"arch": "resnet18", "state_dict": s | HEAD, "epoch": 3},
+    "moco": lambda s: {
+        "arch": "resnet18",
+        "state_dict": prefixed(s | HEAD, "module.encoder_q.") | prefixed(other(s), "module.encoder_k.")
+        | {"module.queue": NOISE},
+    },
+    "simsiam": lambda s: {"state_dict": prefixed(s | {"fc.0.weight": NOISE}, "module.encoder.")
+                          | {"module.predictor.0.weight": NOISE}},
+    "supcon": lambda s: {
+        "opt": argparse.Namespace(lr=0.5),
+        "model": {k.replace("downsample", "shortcut"): v for k, v in prefixed(s, "encoder.module.").items()}
+        | {"head.0.weight": NOISE},
+    },
+    "byol": lambda s: prefixed(s, "online_encoder.net.") | prefixed(other(s), "target_encoder.net.")
+    | {"online_predictor.net.0.weight": NOISE},
+    "solo-learn": lambda s: {
+        "state_dict": prefixed(s, "backbone.") | prefixed(other(s), "momentum_backbone.") | {"projector.0.weight": NOISE},
+        "hyper_parameters": {"lr": 0.3},
+    },
+    "lightly": lambda s: {"state_dict": prefixed(numbered(s), "backbone.") | {"projection_head.layers.0.weight": NOISE}},
+    "augself": lambda s: {"backbone": s, "projector": {"0.weight": NOISE}},
+    "compiled": lambda s: prefixed(s, "_orig_mod.module."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_same_encoder(layout: str, reference: nn.Module, tmp_path: Path) -> None:
+    torch.save(LAYOUTS[layout](dict(reference.state_dict())), tmp_path / "weights.pth")
+    encoder = load_encoder(tmp_path / "weights.pth")
+    assert encoder.architecture == "resnet18" and encoder.matched == encoder.total == 120
+    assert encoder.digest == digest(reference)
+    assert not any(part.training for part in encoder.backbone.modules())
+
+
+@pytest.mark.parametrize("layout", ["moco", "byol", "solo-learn"])
+def test_the_moving_average_is_another_encoder(layout: str, reference: nn.Module, tmp_path: Path) -> None:
+    torch.save(LAYOUTS[layout](dict(reference.state_dict())), tmp_path / "weights.pth")
+    average = load_encoder(tmp_path / "weights.pth", which="ema")
+    torch.testing.assert_close(average.backbone.conv1.weight, reference.conv1.weight + 1)  # type: ignore[union-attr]
+
+
+def test_own_checkpoints_and_exports_load_with_their_stem(tmp_path: Path) -> None:
+    backbone = build_backbone("resnet18", "small")
+    method = MoCo(backbone, queue=16)
+    about = {"config": {"backbone": "resnet18", "stem": "small"}}
+    checkpoint.save(
+        tmp_path / "checkpoints", {"step": 7, "training": {"method": method.state_dict()}, **about}, keep=1
+    )
+    encoder = load_encoder(tmp_path)
+    assert encoder.digest == digest(backbone) and encoder.stem == "small"
+    assert load_encoder(tmp_path, which="ema").digest == digest(method.key_backbone)
+    export_backbone(backbone, tmp_path / "backbone.safetensors", {"architecture": "resnet18", "stem": "small"})
+    assert load_encoder(tmp_path).digest == digest(backbone)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet34", "resnet50", "wide_resnet50_2"])
+def test_architectures_are_seen_from_shapes(name: str, tmp_path: Path) -> None:
+    safetensors.torch.save_file(getattr(torchvision.models, name)().state_dict(), tmp_path / "w.safetensors")
+    assert load_encoder(tmp_path / "w.safetensors").architecture == name
+
+
+def test_transformers_load_by_name(tmp_path: Path) -> None:
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=0)
+    torch.save({"teacher": prefixed(model.state_dict(), "backbone.")}["teacher"], tmp_path / "vit.pth")
+    with pytest.raises(UserError, match="--backbone"):
+        load_encoder(tmp_path / "vit.pth")
+    assert load_encoder(tmp_path / "vit.pth", architecture="vit_tiny_patch16_224").digest == digest(model)
+
+
+def test_a_half_fitting_file_is_refused_with_counts_and_names(reference: nn.Module, tmp_path: Path) -> None:
+    state = dict(reference.state_dict())
+    del state["layer4.1.conv2.weight"]
+    torch.save(state, tmp_path / "w.pth")
+    with pytest.raises(UserError, match=r"119 of the 120 .*missing: 1 \(layer4.1.conv2.weight\)"):
+        load_encoder(tmp_path / "w.pth")
+    torch.save(dict(timm.create_model("resnet34").state_dict()), tmp_path / "w.pth")
+    with pytest.raises(UserError, match="left over"):
+        load_encoder(tmp_path / "w.pth", architecture="resnet18")
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return print, ("code ran",)
+
+
+def test_unsafe_missing_and_foreign_files_are_refused(
+    reference: nn.Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"state_dict": dict(reference.state_dict()), "x": Harmful()}, tmp_path / "bad.pth")
+    with pytest.raises(UserError, match="run code"):
+        load_encoder(tmp_path / "bad.pth")
+    assert "code ran" not in capsys.readouterr().out
+    (tmp_path / "text.pth").write_text("hello")
+    torch.save({"head.weight": NOISE}, tmp_path / "head.pth")
+    for name, message in [("text.pth", "damaged"), ("none.pth", "no such file"), ("head.pth", "no encoder")]:
+        with pytest.raises(UserError, match=message) as caught:
+            load_encoder(tmp_path / name)
+        assert "\n" not in str(caught.value)
