@@ -1,0 +1,197 @@
+"""Frozen features of a data set: made once through the loaders, kept on disk, used by every probe.
+
+    Encoder + ImageDataset + crops -> loader -> backbone in eval mode, without gradient -> Features -> cache
+
+A cache entry is named by the digests of the weights, of the data set and of the preprocessing, so that it can be stale
+only if image files were exchanged for others of equal names and sizes. Under torchrun every rank computes whole batches
+of its own, the same ones that a single process would compute, so the features do not depend on the number of ranks.
+"""
+
+import hashlib
+import json
+import logging
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cocor import atomic
+from cocor.distributed import World, barrier
+from cocor.eval.crops import Crop, CropPlan
+from cocor.eval.weights import Encoder
+from cocor.online_knn import evaluating
+from loaders.dataset import ImageDataset
+from loaders.errors import UserError
+from loaders.open import LoaderName, open_loader
+from loaders.order import BatchOrder
+from loaders.progress import track
+
+_SHARED_ROWS = 65536  # rows of one exchange between ranks
+_CONSTANT = 1e-3  # standard deviation as a share of the norm, below which features count as constant
+_log = logging.getLogger(__name__)
+
+ONE_PROCESS = World(0, 0, 1, torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Features:
+    """``values`` float32 (N, D) or, of ten crops, (N, 10, D); ``labels`` int64 (N,), -1 where unknown; on the CPU."""
+
+    values: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def subset(self, index: Tensor) -> "Features":
+        return Features(self.values[index], self.labels[index])
+
+    def labelled(self) -> "Features":
+        return self.subset((self.labels >= 0).nonzero().flatten())
+
+    def flat(self) -> "Features":
+        """Every crop a sample of its own: (N * crops, D)."""
+        if self.values.ndim == 2:
+            return self
+        return Features(self.values.flatten(0, 1), self.labels.repeat_interleave(self.values.shape[1]))
+
+
+def joined(first: Features, second: Features) -> Features:
+    return Features(torch.cat([first.values, second.values]), torch.cat([first.labels, second.labels]))
+
+
+@dataclass(frozen=True)
+class Extraction:
+    """How features are made: ``size`` is the side of the crops in pixels; ``cache`` None keeps nothing."""
+
+    crop: Crop = "full"
+    size: int = 224
+    loader: LoaderName = "torch"
+    precision: torch.dtype = torch.float32
+    batch_size: int = 256
+    workers: int | None = None
+    cache: Path | None = None
+    world: World = ONE_PROCESS
+
+    def key(self, encoder: Encoder, dataset: ImageDataset) -> str:
+        """Names a cache entry: equal for equal features."""
+        parts = [encoder.digest, encoder.architecture, encoder.stem, dataset.digest]
+        parts += [self.crop, self.size, self.loader, str(self.precision)]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def features_of(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: str = "features") -> Features:
+    """The features of ``dataset`` in its order, from the cache if they are there. Leaves the encoder as it was.
+
+    Raises:
+        UserError: images that cannot be read, or features that are not finite.
+    """
+    path = how.cache / f"{how.key(encoder, dataset)}.safetensors" if how.cache is not None else None
+    values = _cached(path, len(dataset)) if path is not None else None
+    if values is None:
+        values = _extract(encoder.backbone, dataset, how, name)
+        if path is not None and how.world.main:
+            with atomic.replacing(path) as temporary:
+                safetensors.torch.save_file({"features": values}, temporary)
+        barrier()
+    _check(values, name)
+    return Features(values, torch.from_numpy(dataset.labels.copy()))
+
+
+def _cached(path: Path, count: int) -> Tensor | None:
+    try:
+        values = safetensors.torch.load_file(path)["features"]
+    except (OSError, KeyError, safetensors.SafetensorError):
+        return None  # not there, or not whole: made anew
+    return values if len(values) == count else None
+
+
+@torch.no_grad()
+def _extract(backbone: nn.Module, dataset: ImageDataset, how: Extraction, name: str) -> Tensor:
+    world = how.world
+    rows = _rows_of_rank(len(dataset), how.batch_size, world)
+    backbone.to(world.device)
+    if world.device.type == "cuda":
+        backbone.to(memory_format=torch.channels_last)
+    found: Tensor | None = None
+    with evaluating(backbone):
+        for index, batch_features in _batches(backbone, dataset.subset(rows), how, name):
+            if found is None:
+                found = torch.zeros(len(dataset), *batch_features.shape[1:])
+            found[torch.from_numpy(rows)[index]] = batch_features
+    return _exchange(found, len(dataset), backbone, how) if world.size > 1 else _some(found)
+
+
+def _batches(backbone, dataset, how, name):  # type: ignore[no-untyped-def]
+    """(places, features (B, D) or (B, 10, D) on the CPU) of each batch."""
+    if not len(dataset):
+        return
+    plan = CropPlan(size=how.size, crop=how.crop)
+    order = BatchOrder(len(dataset), how.batch_size, shuffle=False, drop_last=False)
+    device = how.world.device
+    loader = open_loader(
+        how.loader, dataset, plan, order, device=device, dtype=torch.float32, workers=how.workers
+    )  # fmt: skip
+    with closing(loader), closing(loader.epoch(0)) as batches:
+        for batch in track(batches, len(dataset), name, "images", how.batch_size):
+            with torch.autocast(device.type, how.precision, enabled=how.precision != torch.float32):
+                output = backbone(batch.original).float()
+            if output.ndim != 2:
+                raise UserError(f"the encoder gives {tuple(output.shape[1:])} an image instead of one feature vector")
+            views = output.view(plan.views, len(batch.index), -1).transpose(0, 1)
+            yield batch.index.cpu(), views[:, 0].cpu() if plan.views == 1 else views.cpu()
+
+
+def _rows_of_rank(count: int, batch_size: int, world: World) -> np.ndarray:
+    """The images of every ``size``-th batch: the batches are those of a single process."""
+    rows = np.arange(count, dtype=np.int64)
+    return rows[rows // batch_size % world.size == world.rank]
+
+
+def _exchange(found: Tensor | None, count: int, backbone: nn.Module, how: Extraction) -> Tensor:
+    """Complete ``found`` by the rows of the other ranks, which are zero here: a sum that rounds nothing."""
+    if found is None:  # fewer batches than ranks
+        with torch.no_grad(), evaluating(backbone):
+            views = CropPlan(crop=how.crop).views
+            width = backbone(torch.zeros(1, 3, how.size, how.size, device=how.world.device)).shape[1]
+        found = torch.zeros(count, width) if views == 1 else torch.zeros(count, views, width)
+    for part in found.split(_SHARED_ROWS):
+        shared = part.to(how.world.device)
+        dist.all_reduce(shared)
+        part.copy_(shared)
+    return found
+
+
+def _some(found: Tensor | None) -> Tensor:
+    if found is None:
+        raise UserError("a data set without images")
+    return found
+
+
+def _check(values: Tensor, name: str) -> None:
+    """Features that are useless for a visible reason: say so before a probe reports chance."""
+    sample = values.flatten(0, -2)[:: max(1, len(values) // 4096)]
+    if not torch.isfinite(sample).all():
+        raise UserError(f"{name}: features are not finite; the weights are broken, or try --precision fp32")
+    norm = sample.norm(dim=1).mean().item()
+    spread = (sample - sample.mean(0)).norm(dim=1).mean().item()
+    if len(sample) > 1 and spread <= _CONSTANT * norm:
+        _log.warning(f"{name}: features hardly differ between images (spread {spread:.2g}, norm {norm:.2g}): collapsed?")
+
+
+def summary(features: Features) -> dict[str, float | int]:
+    """What a report says about features, so that a low accuracy shows its cause."""
+    values = features.values.flatten(0, -2)
+    labels = features.labels[features.labels >= 0]
+    return {
+        "images": len(features),
+        "classes": len(labels.unique()),
+        "dimensions": values.shape[-1],
+        "mean_norm": round(values.norm(dim=1).mean().item(), 4),
+        "spread": round((values - values.mean(0)).norm(dim=1).mean().item(), 4),
+    }

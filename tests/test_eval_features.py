@@ -1,0 +1,95 @@
+"""Features come out right, whole and the same again; making them changes nothing in the encoder."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import v2
+
+from cocor.eval.crops import CropPlan
+from cocor.eval.features import Extraction, _rows_of_rank, features_of, summary
+from cocor.eval.weights import Encoder, digest, load_encoder
+from cocor.distributed import World
+from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
+from loaders.dataset import open_folder
+
+HOW = Extraction(size=64, batch_size=7, workers=0)
+
+
+@pytest.fixture(scope="module")
+def encoder() -> Encoder:
+    return load_encoder("random:resnet18")
+
+
+def test_features_equal_a_plain_transcription_and_nothing_changes(encoder: Encoder, photo_folder: Path) -> None:
+    dataset = open_folder(photo_folder)
+    encoder.backbone.train()  # a careless caller
+    before = digest(encoder.backbone)
+    found = features_of(encoder, dataset, HOW)
+    assert digest(encoder.backbone) == before and encoder.backbone.training
+    encoder.backbone.eval()
+    for at in (0, 8, 23):
+        image = Image.open(dataset.paths[at]).convert("RGB")
+        side = min(image.size)
+        left, top = (image.width - side) // 2, (image.height - side) // 2
+        square = image.resize((64, 64), Image.Resampling.BILINEAR, box=(left, top, left + side, top + side))
+        pixels = v2.functional.to_dtype(v2.functional.to_image(square), torch.float32, scale=True)
+        tensor = v2.functional.normalize(pixels, list(IMAGENET_MEAN), list(IMAGENET_STD))
+        torch.testing.assert_close(found.values[at], encoder.backbone(tensor[None])[0], rtol=1e-3, atol=1e-4)
+    assert found.labels.tolist() == dataset.labels.tolist()
+    assert summary(found)["classes"] == 4
+
+
+def test_the_cache_holds_the_same_features_and_knows_what_they_depend_on(
+    encoder: Encoder, photo_folder: Path, tmp_path: Path
+) -> None:
+    dataset = open_folder(photo_folder).subset([0, 9, 17])
+    how = replace(HOW, cache=tmp_path)
+    first = features_of(encoder, dataset, how)
+    (file,) = tmp_path.iterdir()
+    stamp = file.stat().st_mtime_ns
+    assert torch.equal(features_of(encoder, dataset, how).values, first.values) and file.stat().st_mtime_ns == stamp
+    keys = {how.key(encoder, dataset), how.key(encoder, dataset.subset([0, 1])), how.key(load_encoder("random:resnet34"), dataset)}
+    keys |= {replace(how, crop="ten").key(encoder, dataset), replace(how, size=32).key(encoder, dataset)}
+    assert len(keys) == 5
+    file.write_bytes(b"half")
+    assert torch.equal(features_of(encoder, dataset, how).values, first.values)
+
+
+def test_ten_crops_are_torchvisions(encoder: Encoder) -> None:
+    """Boxes in the source image are TenCrop(224)'s in the resized one, to the rounding of one pixel."""
+    plan = CropPlan(size=224, crop="ten")
+    ramp = torch.arange(256 * 341).view(1, 256, 341)
+    crops = v2.TenCrop(224)(ramp)
+    planned = plan.draw(0, np.array([0]), np.array([[256, 341]], np.int32))
+    for box, flip, crop in zip(planned.boxes[0], planned.flips[0], crops, strict=True):
+        top, left, height, width = (int(v) for v in box)
+        mine = ramp[:, top : top + height, left : left + width]
+        mine = mine.flip(2) if flip else mine
+        assert mine.shape == crop.shape and (mine - crop).abs().max() <= 1
+
+
+def test_ten_crop_features_are_ten_samples_an_image(encoder: Encoder, photo_folder: Path) -> None:
+    dataset = open_folder(photo_folder).subset([3, 4])
+    found = features_of(encoder, dataset, replace(HOW, crop="ten"))
+    assert found.values.shape == (2, 10, 512)
+    assert found.flat().values.shape == (20, 512) and found.flat().labels.tolist() == [0] * 20
+    assert not torch.equal(found.values[0, 0], found.values[0, 5])
+
+
+def test_ranks_share_the_batches_of_a_single_process() -> None:
+    device = torch.device("cpu")
+    shares = [_rows_of_rank(23, 4, World(rank, rank, 2, device)) for rank in range(2)]
+    assert shares[0].tolist() == [0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19]
+    assert sorted(np.concatenate(shares).tolist()) == list(range(23))
+
+
+def test_constant_features_are_said(encoder: Encoder, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for i in range(3):
+        (tmp_path / "a").mkdir(exist_ok=True)
+        Image.new("RGB", (40, 40), "grey").save(tmp_path / "a" / f"{i}.png")
+    features_of(encoder, open_folder(tmp_path), HOW)
+    assert "collapsed" in caplog.text
