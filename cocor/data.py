@@ -13,9 +13,9 @@ import torch
 from cocor.config import Config, labelled_batch_size
 from cocor.distributed import World
 from loaders.batch import Loader
-from loaders.dataset import ImageDataset, open_folder, read_label_split
+from loaders.dataset import ImageDataset, read_label_split
 from loaders.errors import UserError
-from loaders.open import open_loader
+from loaders.open import open_images, open_loader
 from loaders.order import BatchOrder, CyclicOrder
 from loaders.plan import Augmentation, ViewPlan
 from loaders.prep.demo import make_demo
@@ -45,10 +45,10 @@ def open_data(config: Config) -> Data:
         train = synthetic_dataset(config.synthetic_images)
         return Data(train, train if uses_labels(config) else None, None)
     root, held_out_root = _roots(config)
-    train = open_folder(root, config.labels, config.on_error, config.workers or None)
+    train = open_images(root, config.labels, config.on_error, config.workers or None)
     held_out = None
     if held_out_root is not None:
-        held_out = open_folder(
+        held_out = open_images(
             held_out_root, None, config.on_error, config.workers or None, classes=train.classes or None
         )
     return Data(train, _labelled(config, train), held_out)

@@ -2,9 +2,10 @@
 
     plan -> file names and boxes (external source) -> io.file.read -> decoders.image -> C resizes -> stack -> torch
 
-DALI draws nothing; it is told which files and which boxes. On a GPU decoding is "mixed": nvJPEG and the card's JPEG
-engines; crops never leave the GPU. Files whose pixels depend on the decoder (alpha, 16 bits, CMYK and the like, see
-:mod:`loaders.decode`) are decoded by the one rule on the host and reach DALI as raw pixels in memory files.
+DALI draws nothing; it is told which files and which boxes. Images in a ``.beton`` file need no reading: DALI gets their
+bytes. On a GPU decoding is "mixed": nvJPEG and the card's JPEG engines; crops never leave the GPU, and the batches of
+several small steps are decoded together. Files whose pixels depend on the decoder (alpha, 16 bits, CMYK and the like,
+see :mod:`loaders.decode`) are decoded by the one rule on the host and reach DALI as raw pixels in memory files.
 """
 
 import os
@@ -14,6 +15,7 @@ from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -24,13 +26,15 @@ from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
 from loaders.dali_graph import build_pipeline, decodes, load_dali
 from loaders.dataset import ImageDataset
 from loaders.decode import decode
-from loaders.delivery import Delivery, Job, paths_of
+from loaders.delivery import Delivery, Job
 from loaders.errors import UserError
 from loaders.names import printable
 from loaders.order import BatchOrder
 from loaders.plan import ViewPlan
+from loaders.stored import StoredDataset
 
 _AHEAD = 2  # batches in DALI's own queue
+_GPU_BATCH = 256  # images that DALI works on together at least, in several steps' batches if those are smaller
 _OPEN_BATCHES = 8  # more than are in all queues together
 _LARGEST_HINT = 6500  # pixels a side up to which the hardware decoder's memory is set aside at the start
 
@@ -62,11 +66,11 @@ class _MemoryFile:
 
 @dataclass(frozen=True)
 class _Request:
-    """A job, the files that DALI shall read for it, and the memory files among them (kept open with the request)."""
+    """Jobs of one or more steps, DALI's input for each image (a file's name or bytes), memory files to be kept open."""
 
-    job: Job
-    files: list[str]
-    memory_files: list[_MemoryFile]
+    jobs: list[Job]
+    files: list[np.ndarray]
+    memory_files: Sequence[_MemoryFile] = ()
 
 
 class DaliLoader:
@@ -92,9 +96,11 @@ class DaliLoader:
     ) -> None:
         load_dali()
         if not dataset.plain.all():
-            _allow_open_files(_OPEN_BATCHES * order.local_batch_size)
+            _allow_open_files(_OPEN_BATCHES * max(order.local_batch_size, _GPU_BATCH))
         self._delivery = Delivery(dataset, plan, order, device, dtype, workers, mean, std)
         self._hw_decoder_load = hw_decoder_load
+        # A GPU decodes large batches faster than small ones, and DALI's cost on the host is a batch's, not an image's.
+        self._steps_at_once = -(-_GPU_BATCH // order.local_batch_size) if self._delivery.on_gpu else 1
         self._pipeline: Any = None
         self._requests: Iterator[_Request] = iter(())
         self._in_flight: deque[_Request] = deque()
@@ -113,13 +119,18 @@ class DaliLoader:
     def _requests_of(self, epoch: int, start_step: int) -> Generator[_Request, None, None]:
         dataset = self._delivery.dataset
         with ThreadPoolExecutor(max(1, self._delivery.workers), thread_name_prefix="cocor-decode") as pool:
-            for job in self._delivery.jobs(epoch, start_step):
-                files = paths_of(dataset, job)
-                awkward = np.flatnonzero(~dataset.plain[job.planned.index])
-                memory_files = list(pool.map(_MemoryFile, [files[i] for i in awkward]))
+            jobs = self._delivery.jobs(epoch, start_step)
+            while together := list(islice(jobs, self._steps_at_once)):
+                index = np.concatenate([job.planned.index for job in together])
+                if isinstance(dataset, StoredDataset):
+                    yield _Request(together, list(pool.map(dataset.encoded, index.tolist())))
+                    continue
+                paths = [dataset.paths[i] for i in index]
+                awkward = np.flatnonzero(~dataset.plain[index])
+                memory_files = list(pool.map(_MemoryFile, [paths[i] for i in awkward]))
                 for i, memory_file in zip(awkward, memory_files, strict=True):
-                    files[i] = memory_file.path
-                yield _Request(job, files, memory_files)
+                    paths[i] = memory_file.path
+                yield _Request(together, [np.frombuffer(os.fsencode(path), np.uint8) for path in paths], memory_files)
 
     def _pairs(self, epoch: int, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
         """Jobs and their crops uint8 (B, C, S, S, 3) on the loader's device."""
@@ -131,7 +142,8 @@ class DaliLoader:
                     crops = self._run()
                     if crops is None:
                         return
-                    yield self._in_flight.popleft().job, crops
+                    jobs = self._in_flight.popleft().jobs
+                    yield from zip(jobs, crops.split([len(job.planned.index) for job in jobs]), strict=True)
             finally:
                 self._drain()
 
@@ -161,11 +173,11 @@ class DaliLoader:
         self._in_flight.clear()
 
     def _next_inputs(self) -> list[Any]:
-        """DALI's external source: file names, then begin and end (y, x) of every crop's region."""
+        """DALI's external source: files, then begin and end (y, x) of every crop's region."""
         request = next(self._requests)
         self._in_flight.append(request)
-        inputs: list[Any] = [[np.frombuffer(os.fsencode(file), np.uint8) for file in request.files]]
-        boxes = request.job.planned.boxes.astype(np.float32)  # (B, C, 4)
+        inputs: list[Any] = [request.files]
+        boxes = np.concatenate([job.planned.boxes for job in request.jobs]).astype(np.float32)  # (B, C, 4)
         begin, end = boxes[..., :2], boxes[..., :2] + boxes[..., 2:]
         for crop in range(begin.shape[1]):
             inputs += [np.ascontiguousarray(begin[:, crop]), np.ascontiguousarray(end[:, crop])]
@@ -175,7 +187,8 @@ class DaliLoader:
         on_gpu = self._delivery.on_gpu
         return build_pipeline(
             self._next_inputs,
-            batch_size=self._delivery.order.local_batch_size,
+            in_memory=isinstance(self._delivery.dataset, StoredDataset),
+            batch_size=self._steps_at_once * self._delivery.order.local_batch_size,
             crops=self._delivery.plan.layout.crops,
             size=self._delivery.plan.size,
             threads=max(1, self._delivery.workers),
@@ -195,20 +208,28 @@ class DaliLoader:
         }
 
     def _explain(self, fault: RuntimeError) -> Exception:
-        """The file on which DALI failed, found by decoding what it was working on. Other faults as they are."""
-        files = [path for request in self._in_flight for path in paths_of(self._delivery.dataset, request.job)]
-        for path in files:
+        """The image on which DALI failed, found by decoding what it was working on. Other faults as they are."""
+        dataset = self._delivery.dataset
+        jobs = [job for request in self._in_flight for job in request.jobs]
+        places = [int(i) for job in jobs for i in job.planned.index]
+        for i in places:
             try:
-                decode(path)
+                dataset.image(i).decode() if isinstance(dataset, StoredDataset) else decode(dataset.paths[i])
             except UserError as culprit:
                 return culprit
-        for path in files:
-            if not decodes(path):
+        for i in places:
+            if not decodes(_encoded(dataset, i)):
                 return UserError(
-                    f"{printable(path)}: DALI cannot decode this file, though Pillow can; "
+                    f"{printable(dataset.paths[i])}: DALI cannot decode this file, though Pillow can; "
                     "re-encode it, or choose another --loader"
                 )
         return fault
+
+
+def _encoded(dataset: ImageDataset, index: int) -> np.ndarray:
+    if isinstance(dataset, StoredDataset):
+        return dataset.encoded(index)
+    return np.fromfile(dataset.paths[index], np.uint8)
 
 
 def _allow_open_files(count: int) -> None:

@@ -1,7 +1,6 @@
 """DALI's side of :mod:`loaders.dali`: the import and its remedies, and the graph from file names to crops."""
 
 import importlib
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +31,7 @@ def load_dali() -> Any:
 def build_pipeline(
     source: Callable[[], list[Any]],
     *,
+    in_memory: bool,
     batch_size: int,
     crops: int,
     size: int,
@@ -42,9 +42,9 @@ def build_pipeline(
 ) -> Any:
     """A pipeline with one output, the crops uint8 (C, S, S, 3) of each sample, on the GPU if there is a ``device_id``.
 
-    ``source`` gives a batch's file names (bytes as uint8) and then, for each crop, the begin and the end (y, x) of its
-    region, float32 (B, 2) in pixels. ``gpu_decoder`` holds options of the mixed decoder; ``ahead`` is how many batches
-    DALI works on at once.
+    ``source`` gives a batch's file names (bytes as uint8), or the files' bytes if they are ``in_memory``, and then, for
+    each crop, the begin and the end (y, x) of its region, float32 (B, 2) in pixels. ``gpu_decoder`` holds options of
+    the mixed decoder; ``ahead`` is how many batches DALI works on at once.
     """
     dali = load_dali()
     fn, types = dali.fn, dali.types
@@ -59,7 +59,7 @@ def build_pipeline(
     def crops_of_files() -> Any:
         files, *corners = fn.external_source(source=source, num_outputs=1 + 2 * crops, batch=True)
         images = fn.decoders.image(
-            fn.io.file.read(files),
+            files if in_memory else fn.io.file.read(files),
             device="cpu" if device_id is None else "mixed",
             output_type=types.RGB,
             **gpu_decoder,
@@ -82,17 +82,17 @@ def build_pipeline(
     return pipeline
 
 
-def decodes(path: str) -> bool:
-    """Whether DALI can decode the file at ``path`` on the CPU."""
+def decodes(encoded: np.ndarray) -> bool:
+    """Whether DALI can decode an image file's bytes, uint8 (n,), on the CPU."""
     dali = load_dali()
     fn = dali.fn
 
     @dali.pipeline_def(batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
     def one_image() -> Any:
-        return fn.decoders.image(fn.io.file.read(fn.external_source(name="file")), device="cpu")
+        return fn.decoders.image(fn.external_source(name="file"), device="cpu")
 
     try:
-        one_image().run(file=[np.frombuffer(os.fsencode(path), np.uint8)])
+        one_image().run(file=[encoded])
     except RuntimeError:
         return False
     return True

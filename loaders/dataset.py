@@ -105,7 +105,7 @@ def open_folder(
     if not chosen:
         raise UserError(f"{printable(root)}: no usable images; check the path")
     folders = listing.folders if labels is None else []
-    known, numbers = _number_classes(root, [label_of.get(i) for i in chosen], folders, classes, allow_empty)
+    known, numbers = number_classes(root, [label_of.get(i) for i in chosen], folders, classes, allow_empty)
     return ImageDataset(
         root,
         [listing.names[i] for i in chosen],
@@ -174,10 +174,10 @@ def _refuse(root: Path, faults: dict[str, str]) -> None:
     raise UserError(f"{printable(root / name)}: {faults[name]}{others}; remove it, or choose to skip unusable files")
 
 
-def _number_classes(
+def number_classes(
     root: Path, found: list[str | None], folders: list[str], classes: Sequence[str] | None, allow_empty: bool
 ) -> tuple[list[str], npt.NDArray[np.int64]]:
-    """The classes, and each image's place among them (-1 for None)."""
+    """The classes, and each image's place among them (-1 for None). ``folders`` are classes even without images."""
     present = {label for label in found if label is not None}
     empty = [folder for folder in folders if folder not in present]
     if empty and not allow_empty:

@@ -26,6 +26,7 @@ from loaders.names import available_cores
 from loaders.order import BatchOrder
 from loaders.plan import PlannedBatch, ViewPlan
 from loaders.prefetch import Prefetch
+from loaders.recycle import Recycler
 
 Item = TypeVar("Item")
 
@@ -69,6 +70,7 @@ class Delivery:
         self.workers = available_cores() if workers is None else workers
         threads = max(1, self.workers // 4 if decoding else self.workers)
         self._executor = make_executor(self.device, dtype, plan.layout, plan.size, mean, std, threads)
+        self._memory = Recycler()
         self._active: WeakSet[Prefetch | Generator] = WeakSet()
         self._lock = Lock()
 
@@ -95,16 +97,26 @@ class Delivery:
         """``tensor`` where a copy to the device can start without waiting."""
         return tensor.pin_memory() if self.on_gpu else tensor
 
+    def room(self, job: Job) -> Tensor:
+        """Uninitialised memory for the crops of ``job``, uint8 (B, C, S, S, 3); pinned if they go to a GPU."""
+        shape = (len(job.planned.index), self.plan.layout.crops, self.plan.size, self.plan.size, 3)
+        if self.on_gpu:
+            return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+        return self._memory.empty(shape, np.uint8)
+
     def prefetch(self, source: Generator[Item, None, None], depth: int = 2) -> Prefetch[Item]:
         """Run ``source`` in a thread that :meth:`close` stops."""
         active = Prefetch(self._on_device(source), depth)
         self._register(active)
         return active
 
-    def _on_device(self, source: Generator[Item, None, None]) -> Generator[Item, None, None]:
-        """``source``, in a thread that pins memory for this GPU: a new thread's current GPU is the first one."""
+    def use_device(self) -> None:
+        """Make this GPU the one that the current thread pins memory for: a new thread's GPU is the first one."""
         if self.on_gpu:
             torch.cuda.set_device(self.device)
+
+    def _on_device(self, source: Generator[Item, None, None]) -> Generator[Item, None, None]:
+        self.use_device()
         with closing(source):
             yield from source
 
@@ -139,7 +151,9 @@ class Delivery:
         """Run the programs on ``crops`` (B, C, S, S, 3) uint8, on the current stream if on a GPU."""
         here = {name: tensor.to(self.device, non_blocking=True) for name, tensor in job.tensors.items()}
         crops = crops.to(self.device, non_blocking=True)
-        images = self._executor(crops, here["flips"], here["codes"], here["params"])  # (T, B, S, S, 3)
+        shape = (self.plan.layout.views, len(crops), *crops.shape[2:])
+        out = None if self.on_gpu else self._memory.empty(shape, np.float32)
+        images = self._executor(crops, here["flips"], here["codes"], here["params"], out)  # (T, B, S, S, 3)
         return assemble(torch.as_tensor(images), here, self.plan, self.dtype)
 
     def close(self) -> None:
@@ -149,6 +163,7 @@ class Delivery:
         for item in active:
             item.close()
         self._executor.close()
+        self._memory.clear()
 
     def _register(self, active: Prefetch | Generator) -> None:
         with self._lock:

@@ -1,15 +1,39 @@
-"""The one place that turns a loader's name into a loader. Modules load lazily: DALI and FFCV are optional and heavy."""
+"""The one place that turns a path into a data set and a loader's name into a loader.
 
+Modules load lazily: DALI and FFCV are optional and heavy.
+"""
+
+import os
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 
 from loaders.batch import Loader
-from loaders.dataset import ImageDataset
+from loaders.beton import is_beton
+from loaders.dataset import ImageDataset, OnError, open_folder
 from loaders.order import BatchOrder
 from loaders.plan import ViewPlan
+from loaders.stored import open_stored
 
 LoaderName = Literal["dali", "torch", "synthetic", "ffcv"]
+
+
+def open_images(
+    path: str | os.PathLike[str],
+    labels: str | os.PathLike[str] | None = None,
+    on_error: OnError = "stop",
+    workers: int | None = None,
+    *,
+    classes: Sequence[str] | None = None,
+) -> ImageDataset:
+    """The images of a folder or ``.beton`` file; see :func:`loaders.dataset.open_folder`.
+
+    cocor-prep has verified what it stored in a ``.beton`` file, so ``on_error`` matters to folders only.
+    """
+    if is_beton(path):
+        return open_stored(path, labels, classes=classes)
+    return open_folder(path, labels, on_error, workers, classes=classes)
 
 
 def open_loader(

@@ -1,7 +1,7 @@
 """The reference loader: PyTorch's DataLoader and Pillow. Slow, and obviously right.
 
-Worker processes get planned samples, that is a path and its crop boxes. They decode the file, resize every box with
-Pillow's antialiased bilinear filter, and send back uint8 crops.
+Worker processes get planned samples, that is a path (or a place in a ``.beton`` file) and its crop boxes. They decode
+the image, resize every box with Pillow's antialiased bilinear filter, and send back uint8 crops.
 """
 
 import errno
@@ -22,9 +22,10 @@ from loaders.delivery import Delivery, Job, paths_of
 from loaders.errors import UserError
 from loaders.order import BatchOrder
 from loaders.plan import ViewPlan
+from loaders.stored import StoredDataset, StoredImage
 
 _AHEAD = 2  # batches that each worker prepares
-_Sample = tuple[str, np.ndarray]  # path, boxes (C, 4)
+_Sample = tuple[str | StoredImage, np.ndarray]  # path or place in a file, boxes (C, 4)
 
 
 class TorchLoader:
@@ -55,7 +56,7 @@ class TorchLoader:
     def steps_per_epoch(self) -> int:
         return self._delivery.order.steps
 
-    def epoch(self, e: int, start_step: int = 0) -> Iterator[Batch]:
+    def epoch(self, e: int, start_step: int = 0) -> Generator[Batch, None, None]:
         return self._delivery.deliver(self._pairs(e, start_step))
 
     def close(self) -> None:
@@ -82,7 +83,7 @@ class TorchLoader:
     def _planned_samples(self, epoch: int, start_step: int, pending: deque[Job]) -> Iterator[list[_Sample]]:
         for job in self._delivery.jobs(epoch, start_step):
             pending.append(job)
-            yield list(zip(paths_of(self._delivery.dataset, job), job.planned.boxes, strict=True))
+            yield list(zip(_sources(self._delivery.dataset, job), job.planned.boxes, strict=True))
 
 
 class _Crops(Dataset):
@@ -92,9 +93,9 @@ class _Crops(Dataset):
         self._size = size
 
     def __getitem__(self, sample: _Sample) -> np.ndarray | UserError:
-        path, boxes = sample
+        source, boxes = sample
         try:
-            image = decode(path)
+            image = source.decode() if isinstance(source, StoredImage) else decode(source)
         except UserError as fault:
             return fault
         return np.stack([resized_crop(image, box, self._size) for box in boxes])
@@ -114,6 +115,12 @@ class _Collate:
             arrays.append(sample)
         batch = np.stack(arrays)
         return torch.from_numpy(batch) if self._shared else batch
+
+
+def _sources(dataset: ImageDataset, job: Job) -> Sequence[str | StoredImage]:
+    if isinstance(dataset, StoredDataset):
+        return [dataset.image(i) for i in job.planned.index]
+    return paths_of(dataset, job)
 
 
 def resized_crop(image: Image.Image, box: np.ndarray, size: int) -> np.ndarray:

@@ -11,11 +11,12 @@ from loaders.plan import ViewLayout
 class Executor(Protocol):
     """Makes all views of a batch from its crops."""
 
-    def __call__(self, crops: Any, flips: Any, codes: Any, params: Any) -> Any:
+    def __call__(self, crops: Any, flips: Any, codes: Any, params: Any, out: Any = None) -> Any:
         """Normalised views (T, B, S, S, 3) of ``crops`` (B, C, S, S, 3) uint8.
 
         ``flips`` (B, C) uint8, ``codes`` (B, T, P) uint8, ``params`` (B, T, P, 8) int32 from
-        :func:`loaders.kernels.lower.lower`; all on the executor's device. The CPU's takes and gives NumPy arrays too.
+        :func:`loaders.kernels.lower.lower`; all on the executor's device, as is ``out``, into which they are written if
+        given. The CPU's takes and gives NumPy arrays too.
         """
         ...
 

@@ -1,0 +1,88 @@
+"""The FFCV loader: one prepared file, every image decoded once, every crop of the plan cut from that decode.
+
+    plan -> FFCV's loader finds a batch's bytes -> threads decode and resize -> crops, in pinned memory for a GPU
+
+FFCV draws nothing and keeps no random state; it is told which images, and the jobs say which boxes. See
+:mod:`loaders.ffcv_pipeline` for what is FFCV's part and :mod:`loaders.ffcv_import` for what it needs.
+"""
+
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
+from loaders.dataset import ImageDataset
+from loaders.delivery import Delivery, Job
+from loaders.errors import UserError
+from loaders.ffcv_import import load_ffcv
+from loaders.names import printable
+from loaders.order import BatchOrder
+from loaders.plan import ViewPlan
+from loaders.stored import StoredDataset
+
+
+class FfcvLoader:
+    """Batches of ``dataset``, images of a ``.beton`` file, as ``plan`` and ``order`` say, on ``device``.
+
+    ``workers`` threads decode (default: one a core). Raises :class:`UserError` if FFCV or the GPU is missing, if the
+    images are not in a ``.beton`` file, and in an epoch if an image is damaged, naming it.
+    """
+
+    def __init__(
+        self,
+        dataset: ImageDataset,
+        plan: ViewPlan,
+        *,
+        order: BatchOrder,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        workers: int | None = None,
+        mean: Sequence[float] = IMAGENET_MEAN,
+        std: Sequence[float] = IMAGENET_STD,
+    ) -> None:
+        if not isinstance(dataset, StoredDataset):
+            raise UserError(
+                f"{printable(dataset.root)}: --loader ffcv reads .beton files; make one with: "
+                f"cocor-prep convert {printable(dataset.root)} NAME.beton"
+            )
+        load_ffcv()
+        self._delivery = Delivery(dataset, plan, order, device, dtype, workers, mean, std)
+        self._dataset = dataset
+        self._loader: Any = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self._delivery.order.steps
+
+    def epoch(self, e: int, start_step: int = 0) -> Generator[Batch, None, None]:
+        return self._delivery.deliver(self._pairs(e, start_step))
+
+    def close(self) -> None:
+        self._delivery.close()
+        self._loader = None
+
+    def _pairs(self, epoch: int, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
+        from loaders.ffcv_decoder import DecodePool, PendingCrops
+        from loaders.ffcv_pipeline import PlannedLoader
+
+        delivery = self._delivery
+        if self._loader is None:
+            self._loader = PlannedLoader(self._dataset, delivery.order)
+
+        def submit(stored: NDArray[np.uint64]) -> PendingCrops:
+            delivery.use_device()
+            job = next(jobs)
+            return pool.submit(job, stored, delivery.room(job))
+
+        with (
+            closing(DecodePool(self._dataset.file, delivery.plan.size, max(1, delivery.workers))) as pool,
+            closing(delivery.jobs(epoch, start_step)) as jobs,
+            closing(self._loader.batches(epoch, start_step, submit)) as batches,
+        ):
+            for batch in batches:
+                yield batch.job, batch.wait()
