@@ -309,12 +309,3 @@ class TestRanks:
         for one, other in zip(metrics(tmp_path / "one", "train"), metrics(tmp_path / "two", "train"), strict=True):
             assert [other[name] for name in names] == pytest.approx([one[name] for name in names], rel=1e-3)
         assert [line["step"] for line in metrics(tmp_path / "two", "knn")] == [0, 3, 6]
-
-    def test_a_mistake_on_several_ranks_is_told_once(self, photo_copy: Path, tmp_path: Path) -> None:
-        broken = photo_copy / "rocket" / "2.jpg"
-        broken.write_bytes(broken.read_bytes()[:-2000])
-        result = run(*flags(data=photo_copy, output=tmp_path / "run", cpu_ranks=2))
-        assert result.returncode == 2
-        (line,) = result.stderr.splitlines()
-        assert line.startswith("cocor-train: error: ") and str(broken) in line
-        assert not (tmp_path / "run").exists()
