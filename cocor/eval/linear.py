@@ -1,0 +1,199 @@
+"""The linear probe of the paper's tables: regularised softmax regression on frozen features, solved to convergence.
+
+    train, val -> 45 penalties from 1e-6 to 1e5, each from the solution before -> the best on val
+    train + val -> refit from that solution -> test, once
+
+Protocol of AugSelf's transfer evaluation, which follows Kornblith et al. 2019 (see :mod:`cocor.eval.softmax` for the
+objective). One thing is added: features are divided by one number, the root mean square of the training features, since
+the fixed grid would otherwise mean something else for an encoder whose features are a thousand times larger.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from cocor.eval.features import Features, joined
+from cocor.eval.softmax import Fit, SoftmaxRegression
+from loaders.errors import UserError
+
+Metric = Literal["top1", "class-mean"]
+
+PENALTIES: tuple[float, ...] = tuple(torch.logspace(-6, 5, 45, dtype=torch.float64).tolist())
+_MOST_DOUBLES = 2**28  # feature values that are solved in float64; more of them in float32
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One penalty of the grid: accuracies on the validation split in [0, 1], and how its fit ended."""
+
+    penalty: float
+    top1: float
+    class_mean: float
+    iterations: int
+    converged: bool
+
+
+@dataclass(frozen=True)
+class LinearResult:
+    """Test accuracies in [0, 1]; ``metric`` chose ``penalty`` on the validation split. ``converged``: of the refit.
+
+    ``predicted`` int64 (N,): the classes of the labelled test images. ``loss``: the refit's objective."""
+
+    top1: float
+    class_mean: float
+    metric: Metric
+    penalty: float
+    converged: bool
+    gradient: float
+    loss: float
+    seconds: float
+    train: int
+    val: int
+    test: int
+    classes: int
+    trials: tuple[Trial, ...]
+    predicted: Tensor
+
+    @property
+    def accuracy(self) -> float:
+        return self.top1 if self.metric == "top1" else self.class_mean
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON: everything but the single predictions."""
+        return asdict(replace(self, predicted=torch.empty(0))) | {"predicted": None}
+
+    def lines(self) -> list[str]:
+        """The report for people."""
+        mark = {"top1": "top-1", "class-mean": "mean per class"}[self.metric]
+        open_ends = sum(not trial.converged for trial in self.trials)
+        edge = " (an end of the grid)" if self.penalty in (self.trials[0].penalty, self.trials[-1].penalty) else ""
+        grid = "all converged" if not open_ends else f"{open_ends} stopped at the iteration limit"
+        fit = "converged" if self.converged else "NOT converged: raise --iterations"
+        return [
+            f"top-1 {self.top1:.2%}, mean per class {self.class_mean:.2%} (the protocol's choice: {mark})",
+            f"{self.train:,} + {self.val:,} images to learn from, {self.test:,} to test on, {self.classes} classes",
+            f"penalty {self.penalty:.3g} of {len(self.trials)} tried{edge}, {grid}; refit {fit}, "
+            f"relative gradient {self.gradient:.1e}; {self.seconds:.1f} s",
+        ]
+
+
+def top1(predicted: Tensor, labels: Tensor) -> float:
+    """Share of right predictions."""
+    return (predicted == labels).double().mean().item()
+
+
+def class_mean(predicted: Tensor, labels: Tensor) -> float:
+    """Mean over the classes that occur in ``labels`` of the share of their images that are predicted right."""
+    present, place = labels.unique(return_inverse=True)
+    right = torch.zeros(len(present), dtype=torch.float64).index_add_(0, place, (predicted == labels).double())
+    return (right / place.bincount(minlength=len(present))).mean().item()
+
+
+_METRICS: dict[Metric, Callable[[Tensor, Tensor], float]] = {"top1": top1, "class-mean": class_mean}
+
+
+def linear_probe(
+    train: Features,
+    val: Features,
+    test: Features,
+    *,
+    metric: Metric = "top1",
+    penalties: Sequence[float] = PENALTIES,
+    iterations: int = 1000,
+    device: torch.device | str = "cpu",
+) -> LinearResult:
+    """Choose, refit and test as the module's text says. Ten-crop training features count as ten samples an image.
+
+    Raises:
+        UserError: fewer than two classes, an empty split, or labels of the test split alone.
+    """
+    began = time.perf_counter()
+    train, val, test = train.labelled().flat(), val.labelled(), test.labelled()
+    classes = check_splits(train, val, test)
+    dtype = torch.float64 if train.values.numel() <= _MOST_DOUBLES else torch.float32
+    scale = 1 / train.values.double().square().mean().sqrt().clamp(min=1e-30).item()
+
+    def place(features: Features) -> Tensor:
+        values = features.values if features.values.ndim == 2 else features.values[:, 4]  # the central crop of ten
+        return values.to(device, dtype) * scale
+
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        problem = SoftmaxRegression(place(train), train.labels, classes)
+        trials, start = _search(problem, place(val), val.labels, penalties, metric, iterations)
+        best = _best(trials, metric)
+        del problem  # two copies of all features would not always fit
+        everything = joined(train, val.flat())
+        refit = SoftmaxRegression(place(everything), everything.labels, classes)
+        fit = refit.fit(best.penalty, start, iterations=iterations)
+        predicted = _predict(place(test), fit)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    return LinearResult(
+        top1(predicted, test.labels),
+        class_mean(predicted, test.labels),
+        metric,
+        best.penalty,
+        fit.converged,
+        fit.gradient,
+        fit.loss,
+        time.perf_counter() - began,
+        len(train),
+        len(val),
+        len(test),
+        classes,
+        tuple(trials),
+        predicted,
+    )
+
+
+def _search(
+    problem: SoftmaxRegression,
+    val: Tensor,
+    labels: Tensor,
+    penalties: Sequence[float],
+    metric: Metric,
+    iterations: int,
+) -> tuple[list[Trial], Tensor]:
+    """All trials in the order of ``penalties``, each from the solution before; and the best one's weights."""
+    trials: list[Trial] = []
+    weights: Tensor | None = None
+    best_weights = problem.start()
+    for penalty in penalties:
+        fit = problem.fit(penalty, weights, iterations=iterations)
+        weights = fit.weights
+        predicted = _predict(val, fit)
+        scores = top1(predicted, labels), class_mean(predicted, labels)
+        trials.append(Trial(penalty, *scores, fit.iterations, fit.converged))
+        if _best(trials, metric) is trials[-1]:
+            best_weights = weights
+    return trials, best_weights
+
+
+def _best(trials: list[Trial], metric: Metric) -> Trial:
+    """The first of the best, as in the sources."""
+    return max(trials, key=lambda trial: trial.top1 if metric == "top1" else trial.class_mean)
+
+
+def _predict(inputs: Tensor, fit: Fit) -> Tensor:
+    return (inputs @ fit.weights[:-1] + fit.weights[-1]).argmax(1).cpu()
+
+
+def check_splits(train: Features, val: Features, test: Features) -> int:
+    """The number of classes. UserError for splits that no probe can use."""
+    for name, split in (("training", train), ("validation", val), ("test", test)):
+        if not len(split):
+            raise UserError(f"the {name} split has no labelled images; check the folder")
+    if len(train.labels.unique()) < 2:
+        raise UserError("all training images are of 1 class; a probe needs two or more class folders")
+    classes = int(max(train.labels.max(), val.labels.max())) + 1
+    if int(test.labels.max()) >= classes:
+        raise UserError(
+            f"the test split has a class (number {int(test.labels.max())}) that the training split does not have"
+        )
+    return classes

@@ -1,0 +1,117 @@
+"""The probe solves its objective as scikit-learn does, ignores the features' scale, and tests once on the right split."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+from torch import Tensor
+
+from cocor.eval.features import Features
+from cocor.eval.linear import PENALTIES, class_mean, linear_probe, top1
+from cocor.eval.sgd_probe import RECIPES, Settings, sgd_probe
+from cocor.eval.softmax import SoftmaxRegression
+from loaders.errors import UserError
+
+
+def clusters(count: int, seed: int, dim: int = 24, classes: int = 6, spread: float = 1.0) -> Features:
+    centres = torch.randn(classes, dim, generator=torch.Generator().manual_seed(77))
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(classes, (count,), generator=generator)
+    return Features(0.5 * centres[labels] + spread * torch.randn(count, dim, generator=generator), labels)
+
+
+@pytest.mark.parametrize("penalty", [1e-4, 1e-2, 1.0, 100.0])
+def test_it_reaches_scikit_learns_minimum(penalty: float) -> None:
+    data = clusters(400, 1)
+    problem = SoftmaxRegression(data.values.double(), data.labels, 6)
+    fit = problem.fit(penalty)
+    peer = LogisticRegression(C=1 / (2 * penalty), fit_intercept=False, max_iter=20000, tol=1e-10)
+    peer.fit(problem.inputs.numpy(), data.labels.numpy())
+    theirs = problem.objective(torch.from_numpy(np.ascontiguousarray(peer.coef_.T)), penalty)
+    assert fit.converged and abs(fit.loss - theirs) <= 1e-4 * max(1.0, theirs)
+    assert fit.loss <= theirs * (1 + 1e-9) + 1e-9
+    torch.testing.assert_close(fit.loss, problem.objective(fit.weights, penalty), rtol=1e-10, atol=1e-9)
+
+
+def test_float32_comes_close_to_float64() -> None:
+    data = clusters(400, 2)
+    fits = [SoftmaxRegression(data.values.to(kind), data.labels, 6).fit(0.1) for kind in (torch.float32, torch.float64)]
+    assert fits[0].converged and abs(fits[0].loss - fits[1].loss) < 1e-4 * fits[1].loss
+
+
+def test_a_fit_that_runs_out_of_iterations_says_so() -> None:
+    data = clusters(200, 3)
+    assert not SoftmaxRegression(data.values.double(), data.labels, 6).fit(1e-6, iterations=3).converged
+
+
+def test_separable_data_and_huge_inputs_do_not_break_the_line_search() -> None:
+    data = clusters(60, 4, spread=0.01)
+    for factor in (1e-4, 1.0, 1e5):
+        fit = SoftmaxRegression(data.values.double() * factor, data.labels, 6).fit(1e-6, iterations=3000)
+        assert np.isfinite(fit.loss) and fit.loss < 60 * np.log(6)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
+def test_accuracy_does_not_depend_on_the_features_scale(scale: float) -> None:
+    splits = [clusters(n, seed) for n, seed in ((300, 5), (100, 6), (500, 7))]
+    plain = linear_probe(*splits, penalties=PENALTIES[::4])
+    scaled = linear_probe(*(Features(s.values * scale, s.labels) for s in splits), penalties=PENALTIES[::4])
+    assert scaled.top1 == pytest.approx(plain.top1, abs=1e-3) and scaled.penalty == plain.penalty
+
+
+def test_the_grid_is_the_protocols() -> None:
+    assert len(PENALTIES) == 45 and PENALTIES[0] == pytest.approx(1e-6) and PENALTIES[-1] == pytest.approx(1e5)
+
+
+def test_the_penalty_is_chosen_on_val_and_the_classifier_refitted_on_both() -> None:
+    train, val, test = clusters(60, 8), clusters(60, 9), clusters(400, 10)
+    found = linear_probe(train, val, test, penalties=PENALTIES[::3])
+    best = max(found.trials, key=lambda trial: trial.top1)
+    assert found.penalty == best.penalty and found.converged
+    both = Features(torch.cat([train.values, val.values]), torch.cat([train.labels, val.labels]))
+    values = both.values.double() / train.values.double().square().mean().sqrt()
+    expected = SoftmaxRegression(values, both.labels, 6).fit(found.penalty)
+    assert found.loss == pytest.approx(expected.loss, rel=1e-6, abs=1e-4)
+    assert linear_probe(both, val, test, penalties=[1e5]).penalty == 1e5  # nothing else is looked at
+
+
+def test_metrics_by_hand() -> None:
+    labels, predicted = torch.tensor([0, 0, 0, 2, 2, 5]), torch.tensor([0, 0, 1, 2, 0, 5])
+    assert top1(predicted, labels) == pytest.approx(4 / 6)
+    assert class_mean(predicted, labels) == pytest.approx((2 / 3 + 1 / 2 + 1) / 3)
+
+
+def test_ten_crops_are_ten_samples_and_unlabelled_images_none() -> None:
+    train, val, test = clusters(60, 11), clusters(40, 12), clusters(50, 13)
+    ten = Features(train.values[:, None].repeat(1, 10, 1), train.labels)
+    labels: Tensor = test.labels.clone()
+    labels[:5] = -1
+    found = linear_probe(ten, val, Features(test.values, labels), penalties=[1.0])
+    assert (found.train, found.val, found.test) == (600, 40, 45)
+
+
+def test_useless_splits_are_refused() -> None:
+    data = clusters(20, 14)
+    one = Features(data.values, torch.zeros(20, dtype=torch.int64))
+    none = Features(data.values, torch.full((20,), -1))
+    for splits, message in [((one, one, one), "1 class"), ((data, none, data), "validation split"),
+                            ((one.subset(torch.arange(3)), data, data), "1 class")]:  # fmt: skip
+        with pytest.raises(UserError, match=message):
+            linear_probe(*splits, penalties=[1.0])
+    with pytest.raises(UserError, match="test split has a class"):
+        linear_probe(data, data, Features(data.values, data.labels + 3), penalties=[1.0])
+
+
+@pytest.mark.parametrize("recipe", ["moco", "simsiam"])
+def test_the_sgd_probes_learn(recipe: str) -> None:
+    train, test = clusters(600, 15), clusters(300, 16)
+    settings = RECIPES[recipe]  # type: ignore[index]
+    small = Settings(settings.lr, 64, 80, tuple(at * 8 // 10 for at in settings.steps_at), settings.trust)
+    found = sgd_probe(train, test, small)
+    full = linear_probe(train, test, test, penalties=[1.0])
+    assert found.top1 > 0.75 * full.top1
+
+
+def test_recipes_are_the_sources() -> None:
+    assert RECIPES["moco"] == Settings(30.0, 256, 100, (60, 80), 0.0)
+    assert RECIPES["simsiam"] == Settings(1.6, 4096, 90, (), 0.001)
