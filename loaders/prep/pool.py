@@ -94,8 +94,10 @@ def _collect(
                 _send(pipe, task, given, name)
         if not more and not any(pipes.values()) and not ready:
             return
-        for pipe in wait([pipe for pipe, given in pipes.items() if given]):
-            given = pipes[pipe]
+        answering = set(wait([pipe for pipe, given in pipes.items() if given]))
+        for pipe, given in pipes.items():
+            if pipe not in answering:
+                continue
             result, fault = _receive(pipe, given, name)
             if fault is not None:
                 raise fault
