@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
+from cocor.distributed import World
 from cocor.eval.crops import CropPlan
 from cocor.eval.features import Extraction, _rows_of_rank, features_of, summary
 from cocor.eval.weights import Encoder, digest, load_encoder
-from cocor.distributed import World
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
 from loaders.dataset import open_folder
 
@@ -52,7 +52,11 @@ def test_the_cache_holds_the_same_features_and_knows_what_they_depend_on(
     (file,) = tmp_path.iterdir()
     stamp = file.stat().st_mtime_ns
     assert torch.equal(features_of(encoder, dataset, how).values, first.values) and file.stat().st_mtime_ns == stamp
-    keys = {how.key(encoder, dataset), how.key(encoder, dataset.subset([0, 1])), how.key(load_encoder("random:resnet34"), dataset)}
+    keys = {
+        how.key(encoder, dataset),
+        how.key(encoder, dataset.subset([0, 1])),
+        how.key(other, dataset),
+    }
     keys |= {replace(how, crop="ten").key(encoder, dataset), replace(how, size=32).key(encoder, dataset)}
     assert len(keys) == 5
     file.write_bytes(b"half")

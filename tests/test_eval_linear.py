@@ -1,4 +1,4 @@
-"""The probe solves its objective as scikit-learn does, ignores the features' scale, and tests once on the right split."""
+"""The probe solves its objective as scikit-learn does, ignores the scale of features, and tests once, on the test set."""
 
 import numpy as np
 import pytest

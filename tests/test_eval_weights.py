@@ -63,10 +63,10 @@ LAYOUTS = {
     "byol": lambda s: prefixed(s, "online_encoder.net.") | prefixed(other(s), "target_encoder.net.")
     | {"online_predictor.net.0.weight": NOISE},
     "solo-learn": lambda s: {
-        "state_dict": prefixed(s, "backbone.") | prefixed(other(s), "momentum_backbone.") | {"projector.0.weight": NOISE},
+        "state_dict": prefixed(s, "backbone.") | prefixed(other(s), "momentum_backbone.") | {"projector.0.w": NOISE},
         "hyper_parameters": {"lr": 0.3},
     },
-    "lightly": lambda s: {"state_dict": prefixed(numbered(s), "backbone.") | {"projection_head.layers.0.weight": NOISE}},
+    "lightly": lambda s: {"state_dict": prefixed(numbered(s), "backbone.") | {"projection_head.0.weight": NOISE}},
     "augself": lambda s: {"backbone": s, "projector": {"0.weight": NOISE}},
     "compiled": lambda s: prefixed(s, "_orig_mod.module."),
 }  # fmt: skip
@@ -92,9 +92,7 @@ def test_own_checkpoints_and_exports_load_with_their_stem(tmp_path: Path) -> Non
     backbone = build_backbone("resnet18", "small")
     method = MoCo(backbone, queue=16)
     about = {"config": {"backbone": "resnet18", "stem": "small"}}
-    checkpoint.save(
-        tmp_path / "checkpoints", {"step": 7, "training": {"method": method.state_dict()}, **about}, keep=1
-    )
+    checkpoint.save(tmp_path / "checkpoints", {"step": 7, "training": {"method": method.state_dict()}, **about}, keep=1)
     encoder = load_encoder(tmp_path)
     assert encoder.digest == digest(backbone) and encoder.stem == "small"
     assert load_encoder(tmp_path, which="ema").digest == digest(method.key_backbone)

@@ -80,7 +80,7 @@ class Extraction:
 
     def key(self, encoder: Encoder, dataset: ImageDataset) -> str:
         """Names a cache entry: equal for equal features."""
-        parts = [encoder.digest, encoder.architecture, encoder.stem, dataset.digest]
+        parts: list[str | int] = [encoder.digest, encoder.architecture, encoder.stem, dataset.digest]
         parts += [self.crop, self.size, self.loader, str(self.precision)]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
@@ -181,7 +181,7 @@ def _check(values: Tensor, name: str) -> None:
     norm = sample.norm(dim=1).mean().item()
     spread = (sample - sample.mean(0)).norm(dim=1).mean().item()
     if len(sample) > 1 and spread <= _CONSTANT * norm:
-        _log.warning(f"{name}: features hardly differ between images (spread {spread:.2g}, norm {norm:.2g}): collapsed?")
+        _log.warning(f"{name}: features hardly differ (spread {spread:.2g}, norm {norm:.2g}): collapsed?")
 
 
 def summary(features: Features) -> dict[str, float | int]:

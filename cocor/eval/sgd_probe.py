@@ -54,7 +54,8 @@ class SgdResult:
 
     def lines(self) -> list[str]:
         return [
-            f"top-1 {self.top1:.2%}, mean per class {self.class_mean:.2%} after the last epoch, loss {self.train_loss:.4f}",
+            f"top-1 {self.top1:.2%}, mean per class {self.class_mean:.2%} after the last epoch; "
+            f"loss {self.train_loss:.4f}",
             f"{self.train:,} images to learn from (features without augmentation), {self.test:,} to test on, "
             f"{self.classes} classes; {self.seconds:.1f} s",
         ]

@@ -1,6 +1,6 @@
 """Softmax regression on frozen features, to convergence: full-batch L-BFGS with an exact line search.
 
-    minimise  sum_i CE(W x_i + b, y_i) + w (|W|^2 + |b|^2)        (AugSelf's objective; Kornblith et al. 2019 and others)
+    minimise  sum_i CE(W x_i + b, y_i) + w (|W|^2 + |b|^2)      (AugSelf's objective; Kornblith et al. 2019 and others)
 
 The logits are linear in the weights. So a line search needs no pass over the features: the logits of the start and of
 the direction are enough, and Newton's method finds the minimum of the convex function of one number. An iteration costs
@@ -24,8 +24,8 @@ _NEWTON_STEPS = 30
 
 @dataclass(frozen=True)
 class Fit:
-    """``weights`` (D + 1, C), the last row is the bias. ``loss`` is the objective; ``gradient`` the norm of its gradient
-    as a share of that at zero weights; ``converged``: below the tolerance, or no float further down is left."""
+    """``weights`` (D + 1, C), the last row is the bias. ``loss`` is the objective; ``gradient`` the norm of its
+    gradient as a share of that at zero weights; ``converged``: below the tolerance, or no float further down is left."""
 
     weights: Tensor
     loss: float
@@ -90,9 +90,7 @@ class SoftmaxRegression:
         error[self._rows, self.labels] -= 1
         return self.inputs.T @ error + 2 * penalty * weights
 
-    def _line_search(
-        self, logits: Tensor, pull: Tensor, weights: Tensor, direction: Tensor, penalty: float
-    ) -> Tensor:
+    def _line_search(self, logits: Tensor, pull: Tensor, weights: Tensor, direction: Tensor, penalty: float) -> Tensor:
         """The step t >= 0 along ``direction`` where the slope is a hundredth of that at 0 or less: safeguarded Newton.
 
         The objective is ``sum lse(logits + t pull) - ...`` along the line, whose slope rises with t. Scalars stay on

@@ -1,7 +1,7 @@
 """Tensors out of a weight file of any origin, without running code that the file may hold.
 
-``.safetensors`` files and everything that ``torch.load(weights_only=True)`` opens: tensors, numbers, text and containers,
-besides ``argparse.Namespace`` and numpy scalars, which SupCon's and Lightning's checkpoints hold and which are harmless.
+``.safetensors`` files and everything that ``torch.load(weights_only=True)`` opens: tensors, numbers, text, containers,
+and ``argparse.Namespace`` and numpy scalars, which SupCon's and Lightning's checkpoints hold and which are harmless.
 Nested dicts (``state_dict``, ``model``, ``training.method``, AugSelf's ``backbone``) become one flat dict of names.
 """
 
@@ -82,7 +82,9 @@ def _read_pickle(path: Path) -> Any:
                 f"{path}: opening it would run code of its own ({culprit}); where you trust it, keep only its tensors: "
                 "torch.save(torch.load(FILE, weights_only=False)['state_dict'], NEW)"
             ) from None
-        raise UserError(f"{path}: damaged, or no file of weights: {text.splitlines()[0][:160] if text else error}") from None
+        raise UserError(
+            f"{path}: damaged, or no file of weights: {text.splitlines()[0][:160] if text else error}"
+        ) from None
 
 
 def _weights_of(content: Mapping[Any, Any], which: Which) -> Mapping[Any, Any]:

@@ -49,10 +49,10 @@ _EMA = (
     ("backbone_momentum.", "lightly"),
     ("teacher_backbone.", "lightly"),
 )
-_HEAD = re.compile(r"(fc|head|classifier|linear|last_linear|projector|projection\w*|predictor|prediction\w*|mlp)(\.|\d)")
+_HEAD = re.compile(r"(fc|head|classifier|linear|last_linear|projector|projection\w*|predict\w*|mlp)(\.|\d)")
 
 # Blocks in layer1..4, and whether they are bottlenecks.
-_RESNETS = {
+_RESNETS: dict[tuple[tuple[int, ...], bool], str] = {
     ((2, 2, 2, 2), False): "resnet18",
     ((3, 4, 6, 3), False): "resnet34",
     ((3, 4, 6, 3), True): "resnet50",
@@ -203,7 +203,7 @@ def _guess(found: dict[str, Tensor]) -> tuple[str | None, str]:
     blocks = [(int(m[1]), int(m[2])) for m in (re.match(r"layer(\d)\.(\d+)\.", name) for name in found) if m]
     depth = tuple(max((block for layer, block in blocks if layer == at), default=-1) + 1 for at in (1, 2, 3, 4))
     bottleneck = "layer1.0.conv3.weight" in found
-    name = _RESNETS.get((depth, bottleneck))  # type: ignore[call-overload]
+    name = _RESNETS.get((depth, bottleneck))
     stem = found.get("conv1.weight")
     kind = "small" if stem is not None and stem.shape[-1] == 3 else "imagenet"
     if name and bottleneck:
