@@ -52,6 +52,7 @@ def test_the_cache_holds_the_same_features_and_knows_what_they_depend_on(
     (file,) = tmp_path.iterdir()
     stamp = file.stat().st_mtime_ns
     assert torch.equal(features_of(encoder, dataset, how).values, first.values) and file.stat().st_mtime_ns == stamp
+    other = load_encoder("random:resnet34")
     keys = {
         how.key(encoder, dataset),
         how.key(encoder, dataset.subset([0, 1])),

@@ -1,4 +1,4 @@
-"""The probe solves its objective as scikit-learn does, ignores the scale of features, and tests once, on the test set."""
+"""The probe solves its objective as scikit-learn does, ignores the scale of features, and tests once."""
 
 import numpy as np
 import pytest
@@ -11,13 +11,7 @@ from cocor.eval.linear import PENALTIES, class_mean, linear_probe, top1
 from cocor.eval.sgd_probe import RECIPES, Settings, sgd_probe
 from cocor.eval.softmax import SoftmaxRegression
 from loaders.errors import UserError
-
-
-def clusters(count: int, seed: int, dim: int = 24, classes: int = 6, spread: float = 1.0) -> Features:
-    centres = torch.randn(classes, dim, generator=torch.Generator().manual_seed(77))
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(classes, (count,), generator=generator)
-    return Features(0.5 * centres[labels] + spread * torch.randn(count, dim, generator=generator), labels)
+from eval_cases import clusters
 
 
 @pytest.mark.parametrize("penalty", [1e-4, 1e-2, 1.0, 100.0])

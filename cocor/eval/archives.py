@@ -59,7 +59,7 @@ def read_cifar(name: str) -> Callable[[Path, Path], Listed]:
 
 
 def read_cub200(base: Path, cache: Path) -> Listed:
-    """``images.txt``, ``image_class_labels.txt`` (from 1) and ``train_test_split.txt`` (1: training), all by image id."""
+    """``images.txt``, ``image_class_labels.txt`` (from 1) and ``train_test_split.txt`` (1: training), all by id."""
     tables = [dict(line.split(maxsplit=1) for line in _lines(base / f"{name}.txt"))
               for name in ("images", "image_class_labels", "train_test_split")]  # fmt: skip
     images, labels, training = tables
@@ -84,7 +84,7 @@ def read_caltech101(base: Path, cache: Path) -> Listed:
 
 
 def read_sun397(base: Path, cache: Path) -> Listed:
-    """``ClassName.txt`` ("/a/abbey") and the authors' first partition, which lies beside the images or one folder up."""
+    """``ClassName.txt`` ("/a/abbey") and the authors' first partition, beside the images or one folder up."""
     classes = _lines(base / "ClassName.txt")
     places = _number(classes)
     images = base / "SUN397" if (base / "SUN397" / "a").is_dir() else base

@@ -179,7 +179,7 @@ def _caltech_split(labels: npt.NDArray[np.int64], seed: int) -> tuple[npt.NDArra
 
 
 def _open_files(root: Path, rows: list[tuple[str, int]], classes: list[str], workers: int | None) -> ImageDataset:
-    """The listed files as a data set; the index of their sizes is made once and kept. UserError naming unusable ones."""
+    """The listed files as a data set; the index of their sizes is made once and kept. UserError names unusable ones."""
     names = [name for name, _ in rows]
     listing = Listing(names)
     for name in names:

@@ -104,6 +104,20 @@ def knn_predict(
     return torch.cat(predictions)
 
 
+@torch.no_grad()
+def nearest_neighbours(queries: Tensor, bank: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Cosine similarities and places of the ``k`` bank features (M, D) nearest to each query (N, D), each (N, k)."""
+    bank, queries = F.normalize(bank.float(), dim=1), F.normalize(queries.float(), dim=1)
+    rows = max(1, _CHUNK_BYTES // (4 * len(bank)))
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        found = [_nearest(part @ bank.T, min(k, len(bank))) for part in queries.split(rows)]
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    return torch.cat([values for values, _ in found]), torch.cat([places for _, places in found])
+
+
 def _vote(similarity: Tensor, labels: Tensor, k: int, temperature: float, classes: int) -> Tensor:
     """Similarities (n, M) -> classes (n,)."""
     values, neighbours = _nearest(similarity, k)

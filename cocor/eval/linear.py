@@ -70,7 +70,8 @@ class LinearResult:
         """The report for people."""
         mark = {"top1": "top-1", "class-mean": "mean per class"}[self.metric]
         open_ends = sum(not trial.converged for trial in self.trials)
-        edge = " (an end of the grid)" if self.penalty in (self.trials[0].penalty, self.trials[-1].penalty) else ""
+        ends = {trial.penalty for trial in (*self.trials[:1], *self.trials[-1:])}
+        edge = " (an end of the grid)" if self.penalty in ends else ""
         grid = "all converged" if not open_ends else f"{open_ends} stopped at the iteration limit"
         fit = "converged" if self.converged else "NOT converged: raise --iterations"
         return [
@@ -98,7 +99,7 @@ _METRICS: dict[Metric, Callable[[Tensor, Tensor], float]] = {"top1": top1, "clas
 
 def linear_probe(
     train: Features,
-    val: Features,
+    val: Features | None,
     test: Features,
     *,
     metric: Metric = "top1",
@@ -108,12 +109,15 @@ def linear_probe(
 ) -> LinearResult:
     """Choose, refit and test as the module's text says. Ten-crop training features count as ten samples an image.
 
+    Without ``val`` nothing is chosen: ``penalties`` is the one to use.
+
     Raises:
         UserError: fewer than two classes, an empty split, or labels of the test split alone.
     """
     began = time.perf_counter()
-    train, val, test = train.labelled().flat(), val.labelled(), test.labelled()
-    classes = check_splits(train, val, test)
+    train, test = train.labelled().flat(), test.labelled()
+    val = None if val is None else val.labelled()
+    classes = check_splits(train, train if val is None else val, test)
     dtype = torch.float64 if train.values.numel() <= _MOST_DOUBLES else torch.float32
     scale = 1 / train.values.double().square().mean().sqrt().clamp(min=1e-30).item()
 
@@ -125,12 +129,13 @@ def linear_probe(
     torch.set_float32_matmul_precision("highest")
     try:
         problem = SoftmaxRegression(place(train), train.labels, classes)
-        trials, start = _search(problem, place(val), val.labels, penalties, metric, iterations)
-        best = _best(trials, metric)
-        del problem  # two copies of all features would not always fit
-        everything = joined(train, val.flat())
-        refit = SoftmaxRegression(place(everything), everything.labels, classes)
-        fit = refit.fit(best.penalty, start, iterations=iterations)
+        trials: list[Trial] = []
+        penalty, start, everything = penalties[0], None, train
+        if val is not None:
+            trials, start = _search(problem, place(val), val.labels, penalties, metric, iterations)
+            penalty, everything = _best(trials, metric).penalty, joined(train, val.flat())
+            problem = SoftmaxRegression(place(everything), everything.labels, classes)
+        fit = problem.fit(penalty, start, iterations=iterations)
         predicted = _predict(place(test), fit)
     finally:
         torch.set_float32_matmul_precision(precision)
@@ -138,13 +143,13 @@ def linear_probe(
         top1(predicted, test.labels),
         class_mean(predicted, test.labels),
         metric,
-        best.penalty,
+        penalty,
         fit.converged,
         fit.gradient,
         fit.loss,
         time.perf_counter() - began,
         len(train),
-        len(val),
+        0 if val is None else len(val),
         len(test),
         classes,
         tuple(trials),

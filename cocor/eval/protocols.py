@@ -27,7 +27,6 @@ class Protocol:
     seed: int | None
     metric: Metric
     source: str
-    stratified: bool = False
 
 
 _ROWS = (
@@ -41,8 +40,8 @@ _ROWS = (
     Protocol("pets", "Oxford-IIIT Pets", 37, 2940, 740, 3669, 49, "class-mean", "[A] split, [K] metric"),
     Protocol("aircraft", "FGVC Aircraft", 100, 3334, 3333, 3333, None, "class-mean", "[O] split, [C], [K] metric"),
     Protocol("cars", "Stanford Cars", 196, 7000, 1144, 8041, 51, "top1", "[C] split, [K] metric"),
-    Protocol("imagenet100", "ImageNet-100", 100, 0, 0, 5000, 0, "top1", "classes of CMC; 10 % val [own]", True),
-    Protocol("imagenet1k", "ImageNet-1K", 1000, 0, 0, 50000, 0, "top1", "[O] test; 1 % val [own]", True),
+    Protocol("imagenet100", "ImageNet-100", 100, 0, 0, 5000, 0, "top1", "classes of CMC; 10 % val [own]"),
+    Protocol("imagenet1k", "ImageNet-1K", 1000, 0, 0, 50000, 0, "top1", "[O] test; 1 % val [own]"),
 )
 
 PROTOCOLS: dict[str, Protocol] = {row.name: row for row in _ROWS}

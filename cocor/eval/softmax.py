@@ -25,7 +25,7 @@ _NEWTON_STEPS = 30
 @dataclass(frozen=True)
 class Fit:
     """``weights`` (D + 1, C), the last row is the bias. ``loss`` is the objective; ``gradient`` the norm of its
-    gradient as a share of that at zero weights; ``converged``: below the tolerance, or no float further down is left."""
+    gradient as a share of that at zero weights; ``converged``: below the tolerance, or no lower float is left."""
 
     weights: Tensor
     loss: float

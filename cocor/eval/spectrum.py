@@ -1,0 +1,64 @@
+"""How many dimensions an encoder uses: the singular values of its centred features (paper, figure "post-hoc" (b)).
+
+Collapse shows as singular values that fall to nothing. Two numbers sum the curve up: the effective rank, the exponential
+of the entropy of the normalised singular values (Roy & Vetterli 2007), and how many principal components hold 90 % of
+the variance.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from cocor.eval.features import Features
+from loaders.errors import UserError
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """``values``: singular values of the covariance's square root, falling, so that their squares are variances."""
+
+    name: str
+    values: tuple[float, ...]
+    effective_rank: float
+    components_90: int
+    images: int
+
+    def lines(self) -> list[str]:
+        return [
+            f"{self.name}: effective rank {self.effective_rank:.1f} of {len(self.values)}, "
+            f"90 % of the variance in {self.components_90} components, {self.images:,} images"
+        ]
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "effective_rank": self.effective_rank,
+            "components_90": self.components_90,
+            "images": self.images,
+            "singular_values": list(self.values),
+        }
+
+
+def spectrum(name: str, features: Features, *, normalise: bool = True) -> Spectrum:
+    """The spectrum of features (N, D), of unit length unless ``normalise`` is off, so that encoders compare.
+
+    Raises:
+        UserError: fewer than two images.
+    """
+    if len(features) < 2:
+        raise UserError("a spectrum needs two images or more")
+    values = features.values.flatten(0, -2).double()
+    if normalise:
+        values = F.normalize(values, dim=1)
+    centred = values - values.mean(0)
+    variances = torch.linalg.eigvalsh(centred.T @ centred / len(centred)).flip(0).clamp(min=0)
+    singular = variances.sqrt()
+    total = singular.sum()
+    shares = singular / total if total > 0 else singular
+    entropy = -torch.special.xlogy(shares, shares).sum()
+    cumulated = variances.cumsum(0)
+    components = int((cumulated < 0.9 * cumulated[-1]).sum()) + 1 if total > 0 else 0
+    rank = entropy.exp().item() if total > 0 else 0.0
+    return Spectrum(name, tuple(singular.tolist()), rank, components, len(features))
