@@ -1,0 +1,147 @@
+"""The pictures of an evaluation, all in one style: small panels, light grid, labelled axes with units.
+
+matplotlib is an extra (``pip install 'cocor[plot]'``); without it a command still gives its numbers, and says so.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cocor import atomic
+from cocor.eval.consistency import Consistency
+from cocor.eval.linear import Trial
+from cocor.eval.spectrum import Spectrum
+from loaders.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_WIDTH, _HEIGHT, _DPI = 4.8, 3.8, 110
+
+
+@contextmanager
+def panels(path: Path, count: int, columns: int | None = None) -> Iterator[Sequence["Axes"]]:
+    """``count`` axes of a figure that is written to ``path`` (.png, .svg, .pdf) when the block ends.
+
+    Raises:
+        UserError: matplotlib is not installed, or the format is none of these.
+    """
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise UserError(f"{path}: pictures are .png, .svg or .pdf")
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("pictures need matplotlib: pip install 'cocor[plot]'") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    columns = columns or count
+    rows = -(-count // columns)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(_WIDTH * columns, _HEIGHT * rows), layout="constrained", squeeze=False
+    )
+    try:
+        flat = list(axes.flat)
+        for unused in flat[count:]:
+            unused.set_visible(False)
+        for place in flat:
+            place.grid(alpha=0.3)
+            place.spines[["top", "right"]].set_visible(False)
+        yield flat[:count]
+        with atomic.replacing(path) as temporary:
+            figure.savefig(temporary, dpi=_DPI, format=path.suffix[1:])
+    finally:
+        plt.close(figure)
+
+
+def legend(axes: "Axes", **options: Any) -> None:
+    """A small legend, where something has a name."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8, frameon=False, **options)
+
+
+def draw_grid(path: Path, name: str, trials: Sequence[Trial], chosen: float) -> None:
+    """Validation accuracy over the penalties of a linear probe."""
+    with panels(path, 1) as (axes,):
+        penalties = [trial.penalty for trial in trials]
+        axes.semilogx(penalties, [100 * trial.top1 for trial in trials], marker=".", label="top-1")
+        axes.semilogx(penalties, [100 * trial.class_mean for trial in trials], marker=".", label="mean per class")
+        axes.axvline(chosen, color="grey", linestyle="--", label=f"chosen: {chosen:.2g}")
+        axes.set(title=name, xlabel="l2 penalty w", ylabel="validation accuracy (%)")
+        legend(axes)
+
+
+def draw_curve(path: Path, title: str, xlabel: str, curves: dict[str, dict[int, float]]) -> None:
+    """Accuracies in [0, 1] over small whole numbers, such as neighbours or shots."""
+    with panels(path, 1) as (axes,):
+        for name, curve in curves.items():
+            axes.plot(list(curve), [100 * value for value in curve.values()], marker="o", label=name)
+        axes.set(title=title, xlabel=xlabel, ylabel="accuracy (%)", xscale="log")
+        ticks = sorted({key for curve in curves.values() for key in curve})
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.minorticks_off()
+        legend(axes)
+
+
+def draw_consistency(path: Path, found: Sequence[Consistency]) -> None:
+    """Similarity by length with its targets, DACL by length, and similarity by basic augmentation."""
+    with panels(path, 3) as (lengths, levels, ops):
+        for number, one in enumerate(found):
+            color = f"C{number}"
+            lengths.plot(list(one.similarity), list(one.similarity.values()), color, marker="o", label=one.name)
+            if one.targets == "its MMNN":
+                lengths.plot(list(one.target), list(one.target.values()), color, linestyle="--", label="its MMNN")
+            levels.plot(list(one.dacl), list(one.dacl.values()), color, marker="o", label=one.name)
+        order = sorted(found[0].by_op, key=lambda op: found[0].by_op[op])
+        height = 0.8 / len(found)
+        for number, one in enumerate(found):
+            places = [at + (number - (len(found) - 1) / 2) * height for at in range(len(order))]
+            ops.barh(places, [one.by_op.get(op, 0.0) for op in order], height, color=f"C{number}", label=one.name)
+        lowest = min(min(one.by_op.values()) for one in found)
+        ops.set_yticks(range(len(order)), order, fontsize=8)
+        ops.set_xlim(max(-1.0, lowest - 0.05) if lowest > 0.1 else min(0.0, lowest), 1.0)
+        lengths.set(title="latent similarity", xlabel="length of the composite", ylabel="cosine similarity")
+        levels.set(title="distance to the target (DACL)", xlabel="length of the composite", ylabel="mean |s - g|")
+        ops.set(title="by basic augmentation", xlabel="cosine similarity")
+        for axes in (lengths, levels):
+            axes.set_xticks(list(found[0].similarity))
+            legend(axes)
+
+
+def draw_spectra(path: Path, found: Sequence[Spectrum]) -> None:
+    """Singular values, largest first, on a logarithmic axis."""
+    with panels(path, 1) as (axes,):
+        lowest = max((one.values[0] for one in found), default=1.0) * 1e-5
+        for one in found:
+            label = f"{one.name}: effective rank {one.effective_rank:.0f}"
+            axes.semilogy([max(value, lowest) for value in one.values], label=label)
+        axes.set(title="singular values of the features", xlabel="place", ylabel="singular value (log)")
+        legend(axes)
+
+
+def draw_table(path: Path, rows: dict[str, dict[str, float]], title: str) -> None:
+    """Bars: for every data set (``rows``) the accuracy in [0, 1] of every encoder."""
+    encoders = sorted({name for row in rows.values() for name in row})
+    with panels(path, 1) as (axes,):
+        axes.figure.set_figwidth(max(_WIDTH, 0.9 * len(rows) * max(1, 0.5 * len(encoders))))
+        width = 0.8 / max(1, len(encoders))
+        for number, name in enumerate(encoders):
+            shift = (number - (len(encoders) - 1) / 2) * width
+            values = [100 * row.get(name, float("nan")) for row in rows.values()]
+            bars = axes.bar([at + shift for at in range(len(rows))], values, width, label=name)
+            axes.bar_label(bars, fmt="%.1f", fontsize=7)
+        axes.set_xticks(range(len(rows)), list(rows), rotation=30, ha="right", fontsize=8)
+        axes.set(title=title, ylabel="accuracy (%)", ylim=(0, 105))
+        legend(axes)
+
+
+def drawn(path: Path, draw: Callable[..., None], *arguments: Any) -> str:
+    """Draw, and say where; without matplotlib say that instead, since numbers must not be lost to a picture."""
+    try:
+        draw(path, *arguments)
+        return f"picture: {path}"
+    except UserError as error:
+        if "matplotlib" not in str(error):
+            raise
+        return f"no picture: {error}"

@@ -1,0 +1,72 @@
+"""Consistency is measured on the right pairs, leaves no trace, and finds the order that it should find."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from cocor import checkpoint
+from cocor.build import build_method
+from cocor.config import resolve
+from cocor.distributed import World
+from cocor.eval.consistency import LENGTHS, measure, subject, target_rises
+from cocor.eval.features import Extraction
+from cocor.eval.figures import draw_consistency, draw_spectra
+from cocor.eval.spectrum import Spectrum
+from cocor.eval.weights import digest
+from cocor.mmnn import MMNN
+from loaders.dataset import open_folder
+
+CPU = torch.device("cpu")
+HOW = Extraction(size=32, batch_size=8, workers=0)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder with a checkpoint of an untrained MoCo and a fitted MMNN."""
+    folder = tmp_path_factory.mktemp("runs") / "moco"
+    config = resolve({"backbone": "resnet18", "stem": "small", "queue_size": 64, "batch_size": 32, "key_bn_splits": 1})
+    method = build_method(config, World(0, 0, 1, CPU))
+    state = {"step": 3, "training": {"method": method.state_dict(), "mmnn": MMNN().state_dict()}}
+    checkpoint.save(folder / "checkpoints", {**state, "config": config.to_dict()}, keep=1)
+    return folder
+
+
+def test_own_checkpoints_are_measured_behind_their_heads(run: Path, photo_folder: Path, tmp_path: Path) -> None:
+    dataset = open_folder(photo_folder).subset(range(0, 24, 2))
+    trained, bare = subject(run, CPU), subject("random:resnet18", CPU)
+    before = digest(trained.module)
+    results = measure([trained, bare], dataset, HOW)
+    assert digest(trained.module) == before
+    first, second = results
+    assert (first.space, second.space) == ("embeddings", "backbone features")
+    assert (first.targets, second.targets) == ("its MMNN", "the MMNN of moco")
+    assert tuple(first.similarity) == LENGTHS and first.images == 12
+    assert first.target[1] == pytest.approx(0.8, abs=0.01) and first.target[3] == pytest.approx(0.65, abs=0.01)
+    assert (first.target_rises, first.rises >= 0) == (0, True) and first.target_checks > 100
+    assert first.similarity[1] > first.similarity[10]  # even an untrained network sees strong changes
+    if "Identity" in first.by_op:
+        assert first.by_op["Identity"] == pytest.approx(1.0, abs=1e-4)
+    assert asdict(measure([trained], dataset, HOW)[0]) == asdict(first)  # the same views every time
+    draw_consistency(tmp_path / "c.png", results)
+    assert Image.open(tmp_path / "c.png").width > 1000
+    assert any("DACL" in line for line in first.lines())
+
+
+class Rising(nn.Module):
+    def forward(self, composition: torch.Tensor) -> torch.Tensor:
+        return composition[..., 0].float() - composition[..., 1:].sum(-1).float()
+
+
+def test_violations_of_monotonicity_are_counted() -> None:
+    composition = torch.eye(14, dtype=torch.uint8)
+    assert target_rises(MMNN(), composition) == (0, 14 * 14)
+    assert target_rises(Rising(), composition) == (14, 14 * 14)
+
+
+def test_spectra_are_drawn(tmp_path: Path) -> None:
+    draw_spectra(tmp_path / "s.svg", [Spectrum("a", (1.0, 0.5, 0.0), 1.9, 2, 10)])
+    assert "svg" in (tmp_path / "s.svg").read_text()[:200]
