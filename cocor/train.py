@@ -31,7 +31,7 @@ from cocor.view_sheet import save_view_sheet
 from loaders.batch import Batch, Loader
 from loaders.errors import UserError
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("cocor.train")  # also where this module is __main__, as on launched ranks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
