@@ -118,6 +118,8 @@ class PlannedLoader(Loader):
             batches_ahead=_AHEAD,
         )
         self.traversal_order = PlannedOrder(self, order, dataset.rows)
+        for name in ("ptr_to_size", "sample_to_pages", "page_to_samples"):  # 450 bytes an image, for the other cache
+            setattr(self.memory_manager, name, {})
 
     def batches(self, epoch: int, start_step: int, submit: Submit) -> Generator[PendingCrops, None, None]:
         """What ``submit`` returns for each batch of an epoch, in order. FFCV's thread ends with the generator."""

@@ -9,6 +9,10 @@ import torch
 from PIL import Image
 from skimage import data
 
+from loaders.prep.convert import convert
+from loaders.prep.encode import Settings
+from loaders.prep.sources import open_source
+
 # Torch's threads spin while they wait: where tests share the processors, small operations take seconds otherwise.
 torch.set_num_threads(1)
 
@@ -52,6 +56,14 @@ def photo_folder(tmp_path_factory: pytest.TempPathFactory, photos: dict[str, Ima
             else:
                 part.save(root / name / f"{i}.jpg", quality=92)
     return root
+
+
+@pytest.fixture(scope="session")
+def photo_beton(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The images of ``photo_folder`` in one prepared file."""
+    path = tmp_path_factory.mktemp("prepared") / "photos.beton"
+    convert(open_source(photo_folder), path, "beton", Settings(), workers=1)
+    return path
 
 
 @pytest.fixture

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
+from numba import extending, types
 from numpy.typing import NDArray
 
 from loaders.jit import jit
+
+intrinsic: Any = extending.intrinsic
 
 _ONE = 256  # the sum of a filter's weights
 _HALF = np.uint64(0x0080_0080_0080_0080)  # rounds every lane
@@ -162,9 +163,9 @@ def _across(row, places, weights, taps, out):  # type: ignore[no-untyped-def]
         x = np.uint64(i)
         place, total = places[x], _HALF
         for k in range(taps):
-            pixel = _load_word(row, place + _PIXEL * np.uint64(k))  # type: ignore[call-arg]
+            pixel = _load_word(row, place + _PIXEL * np.uint64(k))
             total += np.uint64(weights[np.uint64(k), x]) * pixel
-        _store_word(out, _PIXEL * x, total)  # type: ignore[call-arg]
+        _store_word(out, _PIXEL * x, total)
 
 
 def _make_across(count: int) -> Any:
