@@ -116,7 +116,7 @@ def test_classes_and_labels_can_come_from_elsewhere(photo_beton: Path, tmp_path:
     stored = open_stored(photo_beton)
     more = open_stored(photo_beton, classes=["aardvark", *stored.classes])
     assert (more.labels == stored.labels + 1).all() and more.classes[0] == "aardvark"
-    with pytest.raises(UserError, match="photos.beton: class rocket is not among the 3 known classes"):
+    with pytest.raises(UserError, match=r"photos.beton: class rocket is not among the 3 known classes"):
         open_stored(photo_beton, classes=stored.classes[:3])
     (tmp_path / "labels.csv").write_text("\n".join(f"{name},{i % 2}" for i, name in enumerate(stored.names)))
     assert open_images(photo_beton, tmp_path / "labels.csv").labels.tolist() == [0, 1] * 12

@@ -56,7 +56,7 @@ def own(tmp_path_factory: pytest.TempPathFactory, photos: dict[str, Image.Image]
         (photo.crop((0, 0, 120 + 40 * i, 150)), label) for label, photo in enumerate(photos.values()) for i in range(4)
     ]
     path = tmp_path_factory.mktemp("own") / "own.beton"
-    np.random.seed(0)  # noqa: NPY002 (FFCV draws from it which images stay raw)
+    np.random.seed(0)  # from which FFCV draws which images stay raw
     writer = DatasetWriter(
         str(path), {"image": RGBImageField("proportion", compress_probability=0.7), "label": IntField()}, num_workers=1
     )
@@ -276,11 +276,10 @@ class TestFaults:
 
         loaders.ffcv_import._load.cache_clear()
         monkeypatch.setitem(sys.modules, "ffcv", None)
-        with pytest.raises(
-            UserError, match="missing: the Python package ffcv.*apt-get install .* pip install ffcv=="
-        ) as e:
+        remedy = r"missing: the Python package ffcv.*apt-get install .* pip install ffcv=="
+        with pytest.raises(UserError, match=remedy) as error:
             FfcvLoader(images, PLAN, order=BatchOrder(24, 8))
-        assert "\n" not in str(e.value)
+        assert "\n" not in str(error.value)
 
     def test_a_missing_library_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "ffcv").mkdir()
