@@ -58,9 +58,9 @@ def main() -> int:
                 complete(source, work / f"out{suffix}", "--force")
                 if [path.name for path in work.iterdir()] != [f"out{suffix}"]:
                     raise SystemExit(f"round {number}: the next run left {os.listdir(work)}")  # noqa: PTH208
-        if set(os.listdir("/dev/shm")) - shared_memory:  # noqa: PTH208
-            raise SystemExit("something was left in /dev/shm")
+        left = len(set(os.listdir("/dev/shm")) - shared_memory)  # noqa: PTH208
     print(f"{options.rounds} rounds, a run takes {duration:.1f} s; last process gone after at most {slowest:.2f} s")
+    print(f"{left} new names in /dev/shm, from anything on this machine")
     for outcome, count in sorted(outcomes.items()):
         print(f"  {count:4d} {outcome}")
     return 0

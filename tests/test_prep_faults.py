@@ -48,9 +48,10 @@ def wait_until_gone(group: int) -> None:
 
 
 def test_kill_9_leaves_nothing_accepted_and_nothing_running() -> None:
-    benchmark = Path(__file__).parents[1] / "benchmarks" / "prep_faults.py"
-    call = [sys.executable, str(benchmark), "--rounds", "12", "--images", "100"]
-    done = subprocess.run(call, capture_output=True, text=True, timeout=300)
+    root = Path(__file__).parents[1]
+    call = [sys.executable, str(root / "benchmarks" / "prep_faults.py"), "--rounds", "12", "--images", "100"]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    done = subprocess.run(call, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0 and "12 rounds" in done.stdout, done.stderr
 
 
