@@ -1,64 +1,17 @@
-"""The pictures of an evaluation, all in one style: small panels, light grid, labelled axes with units.
+"""The pictures of an evaluation, in the style of :mod:`cocor.panels`.
 
-matplotlib is an extra (``pip install 'cocor[plot]'``); without it a command still gives its numbers, and says so.
+matplotlib is an extra; without it a command still gives its numbers, and says what is missing (see :func:`drawn`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cocor import atomic
 from cocor.eval.consistency import Consistency
 from cocor.eval.linear import Trial
 from cocor.eval.spectrum import Spectrum
+from cocor.panels import WIDTH, legend, panels
 from loaders.errors import UserError
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-_WIDTH, _HEIGHT, _DPI = 4.8, 3.8, 110
-
-
-@contextmanager
-def panels(path: Path, count: int, columns: int | None = None) -> Iterator[Sequence["Axes"]]:
-    """``count`` axes of a figure that is written to ``path`` (.png, .svg, .pdf) when the block ends.
-
-    Raises:
-        UserError: matplotlib is not installed, or the format is none of these.
-    """
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"{path}: pictures are .png, .svg or .pdf")
-    try:
-        import matplotlib
-    except ImportError:
-        raise UserError("pictures need matplotlib: pip install 'cocor[plot]'") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    columns = columns or count
-    rows = -(-count // columns)
-    figure, axes = plt.subplots(
-        rows, columns, figsize=(_WIDTH * columns, _HEIGHT * rows), layout="constrained", squeeze=False
-    )
-    try:
-        flat = list(axes.flat)
-        for unused in flat[count:]:
-            unused.set_visible(False)
-        for place in flat:
-            place.grid(alpha=0.3)
-            place.spines[["top", "right"]].set_visible(False)
-        yield flat[:count]
-        with atomic.replacing(path) as temporary:
-            figure.savefig(temporary, dpi=_DPI, format=path.suffix[1:])
-    finally:
-        plt.close(figure)
-
-
-def legend(axes: "Axes", **options: Any) -> None:
-    """A small legend, where something has a name."""
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8, frameon=False, **options)
 
 
 def draw_grid(path: Path, name: str, trials: Sequence[Trial], chosen: float) -> None:
@@ -124,7 +77,7 @@ def draw_table(path: Path, rows: dict[str, dict[str, float]], title: str) -> Non
     """Bars: for every data set (``rows``) the accuracy in [0, 1] of every encoder."""
     encoders = sorted({name for row in rows.values() for name in row})
     with panels(path, 1) as (axes,):
-        axes.figure.set_figwidth(max(_WIDTH, 0.9 * len(rows) * max(1, 0.5 * len(encoders))))
+        axes.figure.set_figwidth(max(WIDTH, 0.9 * len(rows) * max(1, 0.5 * len(encoders))))
         width = 0.8 / max(1, len(encoders))
         for number, name in enumerate(encoders):
             shift = (number - (len(encoders) - 1) / 2) * width

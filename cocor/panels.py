@@ -1,0 +1,58 @@
+"""Pictures in one style: small panels with a light grid, written whole or not at all.
+
+matplotlib is an extra (``pip install 'cocor[plot]'``) and loads only when something is drawn.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cocor import atomic
+from loaders.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDTH, _HEIGHT, _DPI = 4.8, 3.8, 110
+
+
+@contextmanager
+def panels(path: Path, count: int, columns: int | None = None) -> Iterator[Sequence["Axes"]]:
+    """``count`` axes of a figure that is written to ``path`` (.png, .svg, .pdf) when the block ends.
+
+    Raises:
+        UserError: matplotlib is not installed, or the format is none of these.
+    """
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise UserError(f"{path}: pictures are .png, .svg or .pdf")
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("pictures need matplotlib: pip install 'cocor[plot]'") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    columns = columns or count
+    rows = -(-count // columns)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(WIDTH * columns, _HEIGHT * rows), layout="constrained", squeeze=False
+    )
+    try:
+        flat = list(axes.flat)
+        for unused in flat[count:]:
+            unused.set_visible(False)
+        for place in flat:
+            place.grid(alpha=0.3)
+            place.spines[["top", "right"]].set_visible(False)
+        yield flat[:count]
+        with atomic.replacing(path) as temporary:
+            figure.savefig(temporary, dpi=_DPI, format=path.suffix[1:])
+    finally:
+        plt.close(figure)
+
+
+def legend(axes: "Axes", **options: Any) -> None:
+    """A small legend, where something has a name."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8, framealpha=0.8, edgecolor="none", **options)

@@ -1,0 +1,65 @@
+"""Pictures of runs show what was measured, in the formats that were asked for, and mistakes are one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from cocor.plot import epochs_of, main, read_run
+
+
+def write_run(folder: Path, consistent: bool = True, tail: str = "") -> Path:
+    folder.mkdir(parents=True)
+    lines = []
+    for step in range(10, 101, 10):
+        record = {"kind": "train", "step": step, "epoch": (step - 1) // 50, "loss": 5 - step / 50, "lr": 0.03}
+        record |= {"images_per_s": 100.0 + step, "data_wait_share": 0.1, "contrastive_loss": 4.0}
+        if consistent:
+            record |= {"consistency_loss": 0.5, "similarity_1": 0.9, "target_1": 0.8, "similarity_2": None, "target_2": 0.7}
+        lines.append(record)
+        if step % 50 == 0:
+            lines.append({"kind": "knn", "step": step, "epoch": step // 50, "accuracy": step / 200})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + tail)
+    return folder
+
+
+def test_runs_are_drawn_side_by_side(tmp_path: Path) -> None:
+    plain, ours = write_run(tmp_path / "moco", consistent=False), write_run(tmp_path / "cocor", tail='{"kind": "tr')
+    for suffix in ("png", "svg"):
+        assert main([str(plain), str(ours), "--output", str(tmp_path / f"p.{suffix}")]) == 0
+    assert Image.open(tmp_path / "p.png").width > 1400
+    picture = (tmp_path / "p.svg").read_text()
+    assert "<svg" in picture
+    assert epochs_of(read_run(ours))[-1] == 2.0
+
+
+def test_numbers_are_kept(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", consistent=False)
+    assert main([str(run / "metrics.jsonl"), "--output", str(tmp_path / "p.png"), "--json", str(tmp_path / "n.json")]) == 0
+    found = json.loads((tmp_path / "n.json").read_text())["a"]
+    assert found["knn_by_epoch"] == {"1": 0.25, "2": 0.5} and found["images_per_s"] == 155.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none"], "name the folder of a run"),
+        (["a", "--panels", "speeed"], "choose from"),
+        (["a", "--panels", "similarity"], "none of the runs"),
+        (["a", "--names", "x", "y"], "2 names for 1 runs"),
+        (["a", "a"], "same name"),
+        (["a", "--output", "x.txt"], ".png"),
+        (["empty"], "no measurements"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "a", consistent=False)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "metrics.jsonl").touch()
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
