@@ -33,8 +33,8 @@ from loaders.order import BatchOrder
 from loaders.plan import ViewPlan
 from loaders.stored import StoredDataset
 
-_AHEAD = 2  # batches in DALI's own queue
-_GPU_BATCH = 256  # images that DALI works on together at least, in several steps' batches if those are smaller
+_AHEAD = 3  # batches in DALI's own queue
+_GPU_BATCH = 512  # images that DALI works on together at least, in several steps' batches if those are smaller
 _OPEN_BATCHES = 8  # more than are in all queues together
 _LARGEST_HINT = 6500  # pixels a side up to which the hardware decoder's memory is set aside at the start
 
