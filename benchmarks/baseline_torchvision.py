@@ -1,0 +1,102 @@
+"""The common baseline: torchvision's v2 transforms on Pillow images in a plain DataLoader, the same six views.
+
+Written as tutorials and published code have it: every worker opens a file, makes all its views one after the other, and
+float32 tensors travel to the training process.
+"""
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms import v2
+
+from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
+from loaders.errors import UserError
+from loaders.ops import BASIC, Op
+from stages import FULL, PLAIN, Stage
+
+_AHEAD = 2  # DataLoader's own default
+
+
+def open_file(path: str) -> Image.Image:
+    """Decode a file with Pillow."""
+    with Image.open(path) as image:
+        return image.convert("RGB")
+
+
+class Decoded(Dataset):
+    """Heights of decoded images; the pixels are thrown away."""
+
+    def __init__(self, paths: Sequence[str], decode: Callable[[str], Image.Image]) -> None:
+        self._paths, self._decode = paths, decode
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, place: int) -> int:
+        return self._decode(self._paths[place]).height
+
+
+class Views(Dataset):
+    """The views of a stage, float32 (3, S, S) each: two contrastive ones, the original, perhaps three composites."""
+
+    def __init__(self, paths: Sequence[str], stage: Stage, size: int) -> None:
+        self._paths = paths
+        augmentation = PLAIN if stage == "crops" else FULL
+        jitter = v2.ColorJitter(
+            augmentation.brightness, augmentation.contrast, augmentation.saturation, augmentation.hue
+        )
+        self._crop = v2.Compose([v2.RandomResizedCrop(size, (0.2, 1.0), antialias=True), v2.RandomHorizontalFlip()])
+        self._colour = v2.Compose(
+            [
+                v2.RandomApply([jitter], augmentation.jitter_prob),
+                v2.RandomGrayscale(augmentation.grayscale_prob),
+                v2.RandomApply([v2.GaussianBlur(23, augmentation.blur_sigma)], augmentation.blur_prob),
+            ]
+        )
+        self._composites = [v2.RandAugment(num_ops=n) for n in (1, 2, 3)] if stage in ("composites", "step") else []
+        self._finish = v2.Compose(
+            [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(list(IMAGENET_MEAN), list(IMAGENET_STD))]
+        )
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, place: int) -> list[Tensor]:
+        image = open_file(self._paths[place])
+        contrastive = [self._finish(self._colour(self._crop(image))) for _ in range(2)]
+        original = self._crop(image)
+        return [*contrastive, self._finish(original), *(self._finish(make(original)) for make in self._composites)]
+
+
+def data_loader(dataset: Dataset, batch_size: int, workers: int, on_gpu: bool, sample_bytes: int) -> DataLoader:
+    """A DataLoader as tutorials have it. UserError if its batches do not fit into shared memory."""
+    needed = batch_size * sample_bytes * (_AHEAD * workers + 2)
+    if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free < needed:
+        raise UserError(f"its batches need {needed / 2**30:.1f} GiB of shared memory (/dev/shm); lower --batch-size")
+    return DataLoader(
+        dataset,
+        batch_size,
+        shuffle=True,
+        num_workers=workers,
+        pin_memory=on_gpu,
+        drop_last=True,
+        prefetch_factor=_AHEAD,
+    )
+
+
+def to_batch(views: list[Tensor], device: torch.device, dtype: torch.dtype) -> Batch:
+    """Collated views (B, 3, S, S) on the training device. Composition vectors are invented: v2 does not tell its draws,
+    and the time of a step does not depend on them."""
+    here = [view.to(device, non_blocking=True).to(dtype, memory_format=torch.channels_last) for view in views]
+    count, composites = len(here[0]), here[3:]
+    composition = torch.zeros(len(composites), count, len(BASIC), dtype=torch.uint8, device=device)
+    for at in range(len(composites)):
+        composition[at, :, int(Op.IDENTITY)] = at + 1
+    nothing = torch.zeros(count, dtype=torch.int64, device=device)
+    stacked = torch.stack(composites) if composites else here[0].new_empty(0)
+    return Batch(torch.stack(here[:2]), here[2], stacked, composition, nothing, nothing)

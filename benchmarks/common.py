@@ -1,0 +1,105 @@
+"""What all benchmarks share: saying on what machine and software they ran, tables for people, JSON for programs."""
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cocor import atomic
+from loaders.names import available_cores
+
+PACKAGES = ("torch", "torchvision", "numpy", "numba", "pillow", "nvidia-dali-cuda130", "ffcv")
+RESULTS = Path(__file__).parent / "results"
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, cores, memory, GPU and versions: what a figure needs to mean anything. Initialises CUDA."""
+    versions = {name: _version(name) for name in PACKAGES}
+    found: dict[str, Any] = {
+        "cpu": _cpu_name(),
+        "cores": available_cores(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpus": 0,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        **{name: version for name, version in versions.items() if version},
+    }
+    if torch.cuda.is_available():
+        found |= {
+            "gpus": torch.cuda.device_count(),
+            "gpu": torch.cuda.get_device_name(),
+            "gpu_memory_gib": round(torch.cuda.mem_get_info()[1] / 2**30, 1),
+            "cuda": torch.version.cuda,
+        }
+    return found
+
+
+def machine_line(machine: dict[str, Any]) -> str:
+    """The machine in one line."""
+    gpus = f"{machine['gpus']} x {machine['gpu']}" if machine["gpus"] else "no GPU"
+    versions = ", ".join(f"{name} {machine[name]}" for name in PACKAGES if name in machine)
+    return f"{gpus}; {machine['cores']} cores of {machine['cpu']}; {versions}"
+
+
+def device_slug(machine: dict[str, Any]) -> str:
+    """A name for files of results: the GPU's, else the number of cores."""
+    name = machine["gpu"] if machine["gpus"] else f"cpu {machine['cores']} cores"
+    count = f"-x{machine['gpus']}" if machine["gpus"] > 1 else ""
+    return "-".join(name.lower().split()) + count
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write ``content``, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic.write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table: its title, the width in characters (negative: flush left), and how a value is written."""
+
+    title: str
+    width: int
+    form: str = ""
+
+    def cell(self, value: Any) -> str:
+        """``value`` in this column; None is a dash."""
+        text = "-" if value is None else format(value, self.form)
+        return text.ljust(-self.width) if self.width < 0 else text.rjust(self.width)
+
+
+def header(columns: Sequence[Column]) -> str:
+    """The line of titles."""
+    return " ".join(c.title.ljust(-c.width) if c.width < 0 else c.title.rjust(c.width) for c in columns)
+
+
+def row(columns: Sequence[Column], values: Sequence[Any]) -> str:
+    """One line of a table."""
+    return " ".join(column.cell(value) for column, value in zip(columns, values, strict=True))
+
+
+def markdown(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown, the first column flush left and the others flush right."""
+    rule = ["---"] + ["--:"] * (len(titles) - 1)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [titles, rule, *rows])
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

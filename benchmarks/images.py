@@ -1,0 +1,71 @@
+"""The images that are read: a bounded choice from a folder, in the page cache, and the same in a ``.beton`` file."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loaders.beton import is_beton
+from loaders.dataset import ImageDataset, open_folder
+from loaders.errors import UserError
+from photographs import cache_folder
+
+_CLASSES = 1000
+
+
+def open_images(folder: Path, most: int) -> ImageDataset:
+    """At most ``most`` images of ``folder``, evenly spaced, each read once so that the page cache has it.
+
+    Labels are made up: they do not matter to time, and so any folder will do.
+    """
+    if is_beton(folder):
+        raise UserError(f"{folder}: this benchmark starts from image files; give their folder")
+    dataset = open_folder(folder, on_error="skip", quiet=True)
+    chosen = np.linspace(0, len(dataset) - 1, min(most, len(dataset))).round().astype(np.int64)
+    dataset = dataset.subset(chosen)
+    for path in dataset.paths:
+        Path(path).read_bytes()
+    labels = np.arange(len(dataset), dtype=np.int64) % _CLASSES
+    return replace(dataset, labels=labels, classes=[f"{i:04d}" for i in range(_CLASSES)])
+
+
+def describe(dataset: ImageDataset) -> dict[str, Any]:
+    """Number, and mean pixels and kilobytes."""
+    kilobytes = [Path(path).stat().st_size / 1000 for path in dataset.paths]
+    return {
+        "name": dataset.root.name,
+        "images": len(dataset),
+        "mean_pixels": float(dataset.sizes.prod(1, dtype=np.int64).mean()),
+        "mean_kilobytes": float(np.mean(kilobytes)),
+    }
+
+
+def line(description: dict[str, Any]) -> str:
+    """:func:`describe` in one line."""
+    per_pixel = 1000 * description["mean_kilobytes"] / description["mean_pixels"]
+    return (
+        f"data: {description['images']:,} images of {description['name']}, mean {description['mean_pixels']:,.0f} "
+        f"pixels, {description['mean_kilobytes']:.1f} kB ({per_pixel:.2f} bytes a pixel)"
+    )
+
+
+def store(dataset: ImageDataset) -> Path:
+    """A ``.beton`` file of ``dataset`` in the cache folder, made by the code of ``cocor-prep convert`` if need be.
+
+    JPEG files keep their bytes; the others are encoded anew.
+    """
+    from loaders.prep.convert import convert
+    from loaders.prep.encode import Settings
+    from loaders.prep.locator import FileBytes
+    from loaders.prep.sources import Source
+
+    path = cache_folder() / f"{dataset.digest[:16]}.beton"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        source = Source(
+            dataset.root, "folder", dataset.names, dataset.labels, dataset.classes, [],
+            lambda index: FileBytes(dataset.paths[index]),
+        )  # fmt: skip
+        convert(source, path, "beton", Settings())
+    return path

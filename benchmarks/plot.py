@@ -1,0 +1,36 @@
+"""The throughput table as a picture: a group of bars for each loader, a bar for each stage, on a logarithmic scale."""
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from cells import Absent, Measured
+from loaders.errors import UserError
+from stages import STAGES, TITLES
+
+
+def plot_cells(cells: Sequence[Measured | Absent], title: str, path: Path) -> None:
+    """Draw samples a second into ``path``. UserError without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("--plot needs matplotlib: pip install 'cocor[plot]'")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rates = {(cell.loader, cell.stage): cell.samples_per_s for cell in cells if isinstance(cell, Measured)}
+    loaders = list(dict.fromkeys(loader for loader, _ in rates))
+    figure = Figure(figsize=(10, 1.5 + 0.7 * len(loaders)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for number, stage in enumerate(STAGES):
+        places = [i for i, loader in enumerate(loaders) if (loader, stage) in rates]
+        values = [rates[loaders[i], stage] for i in places]
+        offset = (number - (len(STAGES) - 1) / 2) * 0.16
+        bars = axes.barh([i + offset for i in places], values, 0.15, label=TITLES[stage])
+        axes.bar_label(bars, [f"{value:,.0f}" for value in values], padding=2, fontsize=6)
+    axes.set_yticks(range(len(loaders)), loaders)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("samples/s")
+    axes.set_title(title, fontsize=7)
+    axes.legend(fontsize=7)
+    figure.savefig(path, dpi=150)

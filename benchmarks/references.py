@@ -1,0 +1,88 @@
+"""Decoding alone, of JPEG bytes in memory: what the cores can do at most, and what Pillow makes of them.
+
+One process a core decodes whole images at full size to RGB, over and over; nothing is read, resized or passed on.
+``libjpeg-turbo`` is called through FFCV's library if it is installed (so that the FFCV loader is held against the same
+decoder), else through torchvision's.
+"""
+
+import itertools
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+_REPORT = 32  # images between two reports
+Decode = Callable[[bytes], object]
+
+
+def pillow_decoder() -> tuple[Decode, str]:
+    """Pillow, and what it is."""
+    return lambda data: Image.open(BytesIO(data)).convert("RGB"), "Pillow"
+
+
+def turbo_decoder() -> tuple[Decode, str]:
+    """libjpeg-turbo with as little around it as can be had, and through whom."""
+    try:
+        return _ffcv_decoder(), "libjpeg-turbo through FFCV"
+    except ImportError:
+        return _torchvision_decoder(), "libjpeg-turbo through torchvision.io"
+
+
+def _ffcv_decoder() -> Decode:
+    from ffcv.libffcv import imdecode
+
+    room = np.empty(1, np.uint8)
+
+    def decode(data: bytes) -> object:
+        nonlocal room
+        width, height = Image.open(BytesIO(data)).size
+        if len(room) < height * width * 3:
+            room = np.empty(height * width * 3, np.uint8)
+        pixels = room[: height * width * 3].reshape(height, width, 3)
+        return imdecode(np.frombuffer(data, np.uint8), pixels, height, width, height, width)
+
+    return decode
+
+
+def _torchvision_decoder() -> Decode:
+    import torch
+    from torchvision.io import ImageReadMode, decode_jpeg
+
+    return lambda data: decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.RGB)
+
+
+@contextmanager
+def decoding(make: Callable[[], tuple[Decode, str]], paths: Sequence[str], workers: int) -> Iterator[Iterator[int]]:
+    """Numbers of images that ``workers`` processes have just decoded, without end; they stop when the context ends."""
+    context: Any = multiprocessing.get_context("fork")  # the bytes are shared, not copied
+    blobs = [Path(path).read_bytes() for path in paths]
+    reports = context.SimpleQueue()
+    processes = [
+        context.Process(target=_decode_all, args=(make, blobs[n::workers] or blobs, reports), daemon=True)
+        for n in range(workers)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        yield iter(reports.get, None)
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+
+
+def _decode_all(make: Callable[[], tuple[Decode, str]], blobs: Sequence[bytes], reports: Any) -> None:
+    decode, _ = make()
+    parent = os.getppid()
+    for number, data in enumerate(itertools.cycle(blobs), start=1):
+        decode(data)
+        if number % _REPORT == 0:
+            reports.put(_REPORT)
+            if os.getppid() != parent:
+                return

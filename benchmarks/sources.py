@@ -1,0 +1,203 @@
+"""The loaders under test and the baselines, each opened for a stage: endless streams of batches on the device.
+
+A loader's rows are made here and nowhere else. A loader whose library is not installed raises a UserError that says so;
+the table shows it.
+"""
+
+import itertools
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from typing import Literal, cast, get_args
+
+import numpy as np
+import torch
+from PIL.Image import Image
+
+from loaders.batch import Batch, Loader
+from loaders.dataset import ImageDataset
+from loaders.decode import decode
+from loaders.open import LoaderName, open_loader
+from loaders.order import BatchOrder
+from loaders.plan import ViewPlan
+from stages import STAGES, Stage, plan_of, views_of
+
+Contender = Literal[
+    "torch", "dali", "ffcv", "synthetic", "dali-auto-aug", "torchvision", "libjpeg-turbo", "pillow"
+]  # fmt: skip
+CONTENDERS: tuple[Contender, ...] = get_args(Contender)
+OURS: tuple[LoaderName, ...] = get_args(LoaderName)
+
+STAGES_OF: dict[Contender, tuple[Stage, ...]] = {
+    "torch": STAGES,
+    "dali": STAGES,
+    "ffcv": STAGES[1:],  # it decodes as libjpeg-turbo's row does
+    "synthetic": STAGES[1:],
+    "dali-auto-aug": STAGES[1:],  # decodes as DALI's row does
+    "torchvision": STAGES,
+    "libjpeg-turbo": STAGES[:1],
+    "pillow": STAGES[:1],
+}
+
+# Batches for the stages that do not train may be dropped; for these a batch is delivered whole.
+Sized = tuple[int, Batch | None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One rank's share of the work. ``batch_size`` is its own; ``dataset`` holds every image once."""
+
+    contender: Contender
+    stage: Stage
+    dataset: ImageDataset
+    batch_size: int
+    size: int
+    device: torch.device
+    dtype: torch.dtype
+    workers: int
+    hw_decoder_load: float
+    epoch_images: int
+    rank: int = 0
+    ranks: int = 1
+
+    def long_dataset(self) -> ImageDataset:
+        """The images again and again, as one epoch so long that none ends within a window."""
+        return self.dataset.subset(np.resize(np.arange(len(self.dataset)), self.epoch_images))
+
+
+@dataclass
+class Source:
+    """A stream of (batch size, batch), the batch only where it can be trained on. ``burst``: batches that are finished
+    at about the same time. ``note`` is shown in the table."""
+
+    batches: Generator[Sized]
+    burst: int = 1
+    note: str = ""
+    stack: ExitStack = field(default_factory=ExitStack)
+
+    def close(self) -> None:
+        """End its threads and processes."""
+        self.batches.close()
+        self.stack.close()
+
+
+def open_source(request: Request) -> Source:
+    """The stream that ``request`` asks for. UserError if there is no such thing, or its library is missing."""
+    if request.contender in OURS:
+        return _ours(request)
+    openers: dict[Contender, Callable[[Request], Source]] = {
+        "dali-auto-aug": _dali,
+        "torchvision": _torchvision,
+        "libjpeg-turbo": _reference,
+        "pillow": _reference,
+    }
+    return openers[request.contender](request)
+
+
+def premade(request: Request) -> Source:
+    """One finished batch, handed out again and again: a loader that costs nothing."""
+    from loaders.synthetic import SyntheticLoader
+
+    dataset = request.long_dataset()
+    loader = SyntheticLoader(
+        dataset, plan_of(request.stage, request.size), order=_order(request, dataset),
+        device=request.device, dtype=request.dtype, workers=request.workers, execute=False,
+    )  # fmt: skip
+    return _endless(loader)
+
+
+def labelled(request: Request, order: BatchOrder) -> Loader | None:
+    """The second loader of training, of the labelled images that steer the MMNN, as ``cocor-train`` opens it. None for
+    baselines: they have none of their own."""
+    from cocor.config import Config
+    from cocor.data import labelled_plan
+
+    if request.contender not in OURS:
+        return None
+    return _open(
+        request, request.dataset, labelled_plan(Config(image_size=request.size)), order, max(1, request.workers // 4)
+    )  # fmt: skip
+
+
+def _ours(request: Request) -> Source:
+    if request.stage == "decode":
+        return _dali(request) if request.contender == "dali" else _data_loader_decode(request, decode)
+    dataset = request.long_dataset()
+    loader = _open(request, dataset, plan_of(request.stage, request.size), _order(request, dataset), request.workers)
+    return _endless(loader, burst=request.workers if request.contender == "torch" else 1)
+
+
+def _open(request: Request, dataset: ImageDataset, plan: ViewPlan, order: BatchOrder, workers: int) -> Loader:
+    return open_loader(
+        cast(LoaderName, request.contender), dataset, plan, order, device=request.device, dtype=request.dtype,
+        workers=workers, hw_decoder_load=request.hw_decoder_load,
+    )  # fmt: skip
+
+
+def _order(request: Request, dataset: ImageDataset) -> BatchOrder:
+    return BatchOrder(
+        len(dataset), request.batch_size * request.ranks, rank=request.rank, world_size=request.ranks, seed=1
+    )  # fmt: skip
+
+
+def _endless(loader: Loader, burst: int = 1) -> Source:
+    def batches() -> Generator[Sized]:
+        for epoch in itertools.count():
+            for batch in loader.epoch(epoch):
+                yield len(batch.index), batch
+
+    source = Source(batches(), burst)
+    source.stack.enter_context(closing(loader))
+    return source
+
+
+def _data_loader_decode(request: Request, decoder: Callable[[str], Image]) -> Source:
+    from baseline_torchvision import Decoded, data_loader
+
+    dataset = Decoded(request.long_dataset().paths, decoder)
+    loader = data_loader(dataset, request.batch_size, request.workers, False, 8)
+    return Source(((len(heights), None) for _ in itertools.count() for heights in loader), request.workers)
+
+
+def _torchvision(request: Request) -> Source:
+    from baseline_torchvision import Views, data_loader, open_file, to_batch
+
+    if request.stage == "decode":
+        return _data_loader_decode(request, open_file)
+    dataset = Views(request.long_dataset().paths, request.stage, request.size)
+    sample_bytes = views_of(request.stage) * request.size**2 * 3 * 4
+    on_gpu = request.device.type == "cuda"
+    loader = data_loader(dataset, request.batch_size, request.workers, on_gpu, sample_bytes)
+
+    def batches() -> Generator[Sized]:
+        for _ in itertools.count():
+            for views in loader:
+                yield len(views[0]), to_batch(views, request.device, request.dtype)
+
+    return Source(batches(), request.workers)
+
+
+def _dali(request: Request) -> Source:
+    from baseline_dali import batches, pipeline, training_batch
+
+    built = pipeline(
+        request.dataset.paths, request.stage, batch_size=request.batch_size, size=request.size,
+        threads=request.workers, device=request.device, hw_decoder_load=request.hw_decoder_load,
+    )  # fmt: skip
+
+    def sized() -> Generator[Sized]:
+        for views in batches(built, request.device):
+            batch = training_batch(views, request.device, request.dtype) if request.stage == "step" else None
+            yield request.batch_size, batch
+
+    return Source(sized())
+
+
+def _reference(request: Request) -> Source:
+    from references import decoding, pillow_decoder, turbo_decoder
+
+    make = pillow_decoder if request.contender == "pillow" else turbo_decoder
+    _, name = make()  # before the processes start: what they finish while this one is busy would count too much
+    stack = ExitStack()
+    counts = stack.enter_context(decoding(make, request.dataset.paths, request.workers))
+    return Source(((count, None) for count in counts), note=name, stack=stack)

@@ -1,0 +1,234 @@
+"""How fast batches come: loaders x stages of the data path, in one table.
+
+    python benchmarks/throughput.py                         # any machine; makes its own JPEG files
+    python benchmarks/throughput.py --data imagenet/train --json out.json --plot out.png
+    python benchmarks/throughput.py --loader dali --loader torchvision --stage composites
+    python benchmarks/throughput.py --quick                 # under a minute on two cores: does it all work?
+
+Loaders (rows)
+  torch, dali, ffcv  this project's: every image decoded once, six views by one program (numba on CPUs, CUDA on GPUs)
+  synthetic          the same without files: noise crops, so the views' cost alone
+  dali-auto-aug      DALI's own operators: colour twist, blur, and RandAugment from nvidia.dali.auto_aug for composites
+  torchvision        the common baseline: v2 transforms on Pillow images in a plain DataLoader
+  libjpeg-turbo, pillow   decoding from memory alone, one process a core
+Stages (columns): decode; + crops (three, resized to --size, flipped); + contrastive views (jitter, grey, blur on two of
+them); + composites (1, 2 and 3 operations on the third: six views, normalised, as the trainer takes them); + training
+step (MoCo + CoCor: ResNet-50 in bfloat16 on a GPU, ResNet-18 in float32 on a CPU, where it is left out unless asked).
+
+How each figure is taken, and what would make it wrong
+- Every cell runs in new processes, one a GPU (one without). Images are read once before, so files come from the page
+  cache: a slow disk is not measured. At most --images different files are used, again and again; few files may stay in
+  the processor's caches, which flatters decoding a little. Warm-up is left out: two batches, or one of every worker.
+- samples/s: finished batches over wall-clock time, in up to three windows of --seconds in all; median, and ± the
+  range over the median. A batch is finished when the GPU has finished it; the next ones may be in flight. Wrong if
+  other programs use the machine: compare rows of one run only, and distrust a wide range.
+- views/s: samples/s times the stage's views (3, 3, 6, 6). a core: samples/s over the cores busy.
+- cores: CPU time of the process and its descendants over wall-clock time; without /proc, workers are not counted.
+- taken: the share of the training step that the loader costs: 1 - (step on batches made before) / (step on the
+  loader's), both in one process, the former before and after. It holds kernels that compete for the GPU, Python that
+  delays launches, and waiting for data: where samples/s without training are lower than with, it is mostly waiting.
+- p50, p99: milliseconds from one finished batch to the next; with fewer than 100 batches p99 is the longest. Worker
+  processes deliver in bursts: p50 near 0 and a long p99 are their nature.
+- reserved, card: GiB reserved by torch at the peak, and used on the card at the end by everything (CUDA's own context,
+  DALI's pools, other programs).
+- On several GPUs rates and cores add up, and the worst of the ranks' latencies and memory is shown.
+The made-up JPEG files have ImageNet's sizes, bytes and decoding time (see ``photographs.py``); the line ``data`` says
+what was read. Baselines draw their own random numbers, so they do equal work on average, not the same.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import images
+from cells import Absent, Measured, Settings, in_processes, measure
+from cocor.launch import command
+from common import RESULTS, Column, describe_machine, device_slug, header, machine_line, markdown, row, write_json
+from images import open_images
+from loaders.errors import UserError
+from photographs import make_photographs
+from sources import CONTENDERS, STAGES_OF, Contender
+from stages import STAGES, TITLES, Stage
+
+Cell = Measured | Absent
+
+_PREPARATION = 600.0  # seconds
+
+COLUMNS = (
+    Column("loader", -13),
+    Column("stage", -19),
+    Column("samples/s", 9, ",.0f"),
+    Column("±", 4, ".0%"),
+    Column("views/s", 8, ",.0f"),
+    Column("a core", 7, ",.0f"),
+    Column("cores", 5, ".1f"),
+    Column("taken", 6, ".1%"),
+    Column("p50 ms", 7, ".1f"),
+    Column("p99 ms", 7, ".1f"),
+    Column("reserved", 8, ".2f"),
+    Column("card", 5, ".1f"),
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that a run found, as the JSON file has it."""
+
+    machine: dict[str, Any]
+    data: dict[str, Any]
+    settings: Settings
+    cells: list[Cell]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "benchmark": "throughput",
+            "machine": self.machine,
+            "data": self.data,
+            "settings": asdict(self.settings),
+            "cells": [asdict(cell) for cell in self.cells],
+            "ratios": dict(ratios(self.cells)),
+        }
+
+
+def main() -> None:
+    options = arguments()
+    machine = alone(describe_machine)
+    settings = settings_of(options, machine)
+    number = options.images or (64 if options.quick else 512)
+    dataset = alone(open_images, options.data or make_photographs(number), number)
+    report = Report(machine, images.describe(dataset), settings, [])
+    lines = machine_line(machine), images.line(report.data), describe_settings(settings), header(COLUMNS)
+    print(*lines, sep="\n", flush=True)
+    target = options.json or (RESULTS / f"throughput-{device_slug(machine)}.json" if options.save else None)
+    for contender, stage in cells_of(options, settings):
+        cell = measure(contender, stage, dataset, settings)
+        report.cells.append(cell)
+        show(cell)
+        if target is not None:
+            write_json(target, report.to_dict())
+    print("", summary(report.cells), "", *ratio_lines(report.cells), sep="\n", flush=True)
+    if options.plot:
+        from plot import plot_cells
+
+        plot_cells(report.cells, machine_line(machine), options.plot)
+
+
+def alone(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a function run in a process of its own: this one stays free of threads and of the GPU."""
+    (answer,) = in_processes([(function, arguments)], _PREPARATION)
+    if isinstance(answer, str):
+        raise UserError(answer)
+    return answer
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="folder of images (default: JPEG files made for the purpose)")
+    parser.add_argument("--images", type=int, help="most images to use (default: 512)")
+    parser.add_argument("--loader", action="append", choices=CONTENDERS, help="only this one; may be repeated")
+    parser.add_argument("--stage", action="append", choices=STAGES, help="only this one; may be repeated")
+    parser.add_argument("--gpus", type=int, help="GPUs to use; 0 for none (default: 1 if there is one)")
+    parser.add_argument("--batch-size", type=int, help="images a batch, over all GPUs (default: 256 a GPU, 64 on CPUs)")
+    parser.add_argument("--size", type=int, help="side of the views in pixels (default: 224)")
+    parser.add_argument("--workers", type=int, help="threads or processes of a loader (default: one a core)")
+    parser.add_argument("--seconds", type=float, help="timed, of every cell (default: 6)")
+    parser.add_argument("--hw-decoder-load", type=float, default=0.65, help="share of JPEGs for the GPU's decoder")
+    parser.add_argument("--backbone", help="timm name of the trained encoder (default: resnet50; on CPUs resnet18)")
+    parser.add_argument("--quick", action="store_true", help="small and short, every stage: a test, not a measurement")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE, after every row")
+    parser.add_argument("--save", action="store_true", help="write them to benchmarks/results/throughput-<device>.json")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw samples/s (needs matplotlib)")
+    return parser.parse_args()
+
+
+def settings_of(options: argparse.Namespace, machine: dict[str, Any]) -> Settings:
+    """Fill in what depends on the machine. UserError for what it does not have."""
+    gpus = min(1, machine["gpus"]) if options.gpus is None else options.gpus
+    if gpus > machine["gpus"]:
+        raise UserError(f"--gpus {gpus}: there are {machine['gpus']} here")
+    ranks, quick = max(1, gpus), options.quick
+    batch_size = options.batch_size or ranks * (8 if quick else 256 if gpus else 64)
+    if batch_size % ranks or batch_size // ranks < 2:
+        raise UserError(f"--batch-size {batch_size}: take a multiple of {ranks} that leaves every GPU two or more")
+    return Settings(
+        on_gpu=gpus > 0,
+        ranks=ranks,
+        batch_size=batch_size,
+        size=options.size or (32 if quick else 224),
+        workers=options.workers or max(1, machine["cores"] // ranks),
+        seconds=options.seconds or (0.3 if quick else 6.0),
+        hw_decoder_load=options.hw_decoder_load,
+        backbone=options.backbone or ("test_resnet" if quick else "resnet50" if gpus else "resnet18"),
+    )
+
+
+def describe_settings(settings: Settings) -> str:
+    place = f"{settings.ranks} GPU" if settings.on_gpu else "CPU"
+    return (
+        f"{place}, batches of {settings.batch_size}, {settings.size} px, {settings.workers} workers a rank, "
+        f"{settings.seconds:g} s a cell, {settings.backbone} trained"
+    )
+
+
+def cells_of(options: argparse.Namespace, settings: Settings) -> Iterator[tuple[Contender, Stage]]:
+    """The cells to measure. Training on a CPU takes minutes, so it must be asked for."""
+    stages: Sequence[Stage] = options.stage or (STAGES if settings.on_gpu or options.quick else STAGES[:-1])
+    for contender in options.loader or CONTENDERS:
+        for stage in STAGES_OF[contender]:
+            if stage in stages:
+                yield contender, stage
+
+
+def show(cell: Cell) -> None:
+    """Print a row, or why there is none."""
+    if isinstance(cell, Absent):
+        print(f"{cell.loader:<13} {TITLES[cell.stage]:<19} absent: {cell.reason}", flush=True)
+        return
+    values = [
+        *(cell.loader, TITLES[cell.stage], cell.samples_per_s, cell.spread if cell.windows > 1 else None),
+        *(cell.views_per_s or None, cell.samples_per_s_per_core, cell.cores_busy, cell.gpu_share),
+        *(cell.batch_ms_p50, cell.batch_ms_p99, cell.gpu_reserved_gib, cell.gpu_used_gib),
+    ]
+    print(row(COLUMNS, values) + (f"  {cell.note}" if cell.note else ""), flush=True)
+
+
+def summary(cells: Sequence[Cell]) -> str:
+    """Samples a second, loaders by stages, in Markdown."""
+    loaders = list(dict.fromkeys(cell.loader for cell in cells))
+    stages = [stage for stage in STAGES if any(cell.stage == stage for cell in cells)]
+    rates = {(c.loader, c.stage): f"{c.samples_per_s:,.0f}" for c in cells if isinstance(c, Measured)}
+    rows = [[loader, *(rates.get((loader, stage), "") for stage in stages)] for loader in loaders]
+    return markdown(["samples/s", *(TITLES[stage] for stage in stages)], rows)
+
+
+def ratios(cells: Sequence[Cell]) -> Iterator[tuple[str, float]]:
+    """The quotients of rates that the README quotes, as far as both rates are there."""
+    rates = {(cell.loader, cell.stage): cell.samples_per_s for cell in cells if isinstance(cell, Measured)}
+    wanted: list[tuple[Contender, Contender, Stage]] = [
+        ("dali", "dali-auto-aug", "composites"),
+        ("dali", "torchvision", "composites"),
+        ("ffcv", "torchvision", "composites"),
+        ("torch", "torchvision", "composites"),
+        ("dali", "torch", "composites"),
+        ("ffcv", "torch", "composites"),
+        ("ffcv", "libjpeg-turbo", "decode"),
+    ]
+    for ours, theirs, stage in wanted:
+        if (ours, "composites") in rates and (theirs, stage) in rates:
+            name = f"{ours} + composites / {theirs} {TITLES[stage]}"
+            yield name, rates[ours, "composites"] / rates[theirs, stage]
+
+
+def ratio_lines(cells: Sequence[Cell]) -> list[str]:
+    return [f"{name}: {value:.2f}x" for name, value in ratios(cells)]
+
+
+if __name__ == "__main__":
+    started = time.monotonic()
+    code = command("throughput.py", main)
+    print(f"{time.monotonic() - started:.0f} s", file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,120 @@
+"""How a stream of batches is timed: windows of completed batches, and the CPU time of all processes behind them.
+
+A batch counts when the device has finished it, not when the host has queued it; two batches may be in flight, as in
+training, where the host runs ahead. Warm-up (buffers filling, kernels compiling, cuDNN choosing) lies before the first
+window. Where several workers finish a batch each at about the same time, windows span whole bursts of that many
+batches.
+"""
+
+import os
+import resource
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+WINDOWS = 3
+_FEWEST_BATCHES = 3  # in a window
+_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True)
+class Window:
+    """Consecutive batches: how many samples, wall-clock seconds and CPU seconds, and the batches' single seconds."""
+
+    samples: int
+    seconds: float
+    cpu_seconds: float
+    intervals: tuple[float, ...]
+
+    @property
+    def rate(self) -> float:
+        """Samples a second."""
+        return self.samples / self.seconds
+
+    @property
+    def cores(self) -> float:
+        """CPU cores that were busy, on average."""
+        return self.cpu_seconds / self.seconds
+
+
+def completed(counts: Iterable[int], device: torch.device) -> Iterator[int]:
+    """Pass on the sizes of batches, each once ``device`` has completed what was queued for it on the current stream."""
+    if device.type != "cuda":
+        yield from counts
+        return
+    flight: deque[tuple[torch.cuda.Event, int]] = deque()
+    for count in counts:
+        event = torch.cuda.Event(blocking=True)  # a spinning wait would count as a busy core
+        event.record()
+        flight.append((event, count))
+        if len(flight) > _IN_FLIGHT:
+            oldest, count = flight.popleft()
+            oldest.synchronize()
+            yield count
+
+
+def time_windows(counts: Iterable[int], seconds: float, burst: int = 1, warm_up: int = 2) -> list[Window]:
+    """Time batches for ``seconds`` in all, in up to ``WINDOWS`` windows, after ``warm_up`` bursts and batches.
+
+    ``counts`` gives the size of each completed batch and does not end. A slow stream gets fewer windows, at least one.
+    """
+    stream = iter(counts)
+    for _ in range(max(warm_up, burst)):
+        next(stream)
+    windows: list[Window] = []
+    while not windows or (len(windows) < WINDOWS and sum(w.seconds for w in windows) < seconds):
+        windows.append(_window(stream, seconds / WINDOWS, burst))
+    return windows
+
+
+def _window(stream: Iterator[int], seconds: float, burst: int) -> Window:
+    samples = 0
+    intervals: list[float] = []
+    cpu = cpu_seconds()
+    start = last = time.perf_counter()
+    while last - start < seconds or len(intervals) < _FEWEST_BATCHES or len(intervals) % burst:
+        samples += next(stream)
+        now = time.perf_counter()
+        intervals.append(now - last)
+        last = now
+    return Window(samples, last - start, cpu_seconds() - cpu, tuple(intervals))
+
+
+def milliseconds(windows: Iterable[Window], percentile: float) -> float:
+    """A percentile of the time from one batch to the next; with fewer than 100 batches the 99th is the longest."""
+    intervals = [interval for window in windows for interval in window.intervals]
+    return 1000 * float(np.percentile(intervals, percentile, method="higher"))
+
+
+def cpu_seconds() -> float:
+    """CPU time, user and system, used so far by this process and all its descendants."""
+    stats = _process_table()
+    if os.getpid() not in stats:  # a system without /proc: children count once they have ended
+        usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    children: dict[int, list[int]] = {}
+    for pid, (parent, _) in stats.items():
+        children.setdefault(parent, []).append(pid)
+    total, family = 0, [os.getpid()]
+    while family:
+        pid = family.pop()
+        total += stats[pid][1]
+        family += children.get(pid, [])
+    return total / os.sysconf("SC_CLK_TCK")
+
+
+def _process_table() -> dict[int, tuple[int, int]]:
+    """Of each process: its parent, and clock ticks of itself and of the children that it has waited for."""
+    table = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended meanwhile
+        table[int(folder.name)] = int(fields[1]), sum(map(int, fields[11:15]))
+    return table

@@ -1,0 +1,80 @@
+"""The training step of the last stage: MoCo + CoCor through :class:`cocor.step.TrainingStep`, as ``cocor-train`` makes
+it, with its labelled batches."""
+
+import itertools
+from collections.abc import Generator
+from contextlib import closing, nullcontext
+from typing import Any
+
+import torch
+
+from cocor.build import build_method, build_target
+from cocor.config import Config, labelled_batch_size, resolve
+from cocor.data import labelled_plan
+from cocor.distributed import World
+from cocor.step import TrainingStep
+from loaders.batch import Batch
+from loaders.order import CyclicOrder
+from loaders.synthetic import SyntheticLoader
+from sources import Request, Source, labelled
+
+_STEPS = 100_000  # of an epoch; the learning-rate schedule must not end
+
+
+class Trainer:
+    """Networks and optimisers of a run over the images of ``request``, on ``world``."""
+
+    def __init__(self, request: Request, world: World, backbone: str) -> None:
+        torch.backends.cudnn.benchmark = world.device.type == "cuda"
+        torch.set_float32_matmul_precision("high")
+        self._request, self._world = request, world
+        self.config = _config(request, world, backbone)
+        classes = len(request.dataset.classes)
+        method, target = build_method(self.config, world), build_target(self.config, world)
+        self._step = TrainingStep(
+            self.config, method, target, classes, steps_per_epoch=_STEPS, precision=request.dtype
+        )  # fmt: skip
+        self._number = 0
+
+    def train(self, source: Source, with_labelled_loader: bool) -> Generator[int]:
+        """Train on the batches of ``source``; gives their sizes. Labelled batches come from a loader of the same kind,
+        or one finished batch is used again and again."""
+        loader = labelled(self._request, self._labelled_order()) if with_labelled_loader else None
+        with nullcontext() if loader is None else closing(loader):
+            classified_batches = itertools.repeat(self._labelled_batch()) if loader is None else loader.epoch(0)
+            for (count, batch), classified in zip(source.batches, classified_batches, strict=False):
+                assert batch is not None
+                self._step(batch, classified, self._number)
+                self._number += 1
+                yield count
+
+    def _labelled_order(self) -> CyclicOrder:
+        size = labelled_batch_size(self.config, self._world.size)
+        dataset, world = self._request.dataset, self._world
+        return CyclicOrder(len(dataset), size, steps=_STEPS, rank=world.rank, world_size=world.size)
+
+    def _labelled_batch(self) -> Batch:
+        request = self._request
+        loader = SyntheticLoader(
+            request.dataset, labelled_plan(self.config), order=self._labelled_order(), device=request.device,
+            dtype=request.dtype, workers=1, execute=False,
+        )  # fmt: skip
+        with closing(loader):
+            return next(iter(loader.epoch(0)))
+
+
+def _config(request: Request, world: World, backbone: str) -> Config:
+    values: dict[str, Any] = {
+        "backbone": backbone,
+        "image_size": request.size,
+        "batch_size": request.batch_size * world.size,
+        "queue_size": 65536 if world.device.type == "cuda" else 4096,
+        "key_bn_splits": world.size * _bn_groups(request.batch_size, most=max(1, 8 // world.size)),
+        "precision": "fp32" if request.dtype == torch.float32 else "bf16",
+    }
+    return resolve(values)
+
+
+def _bn_groups(batch_size: int, most: int) -> int:
+    """BatchNorm groups of the keys: as many as allowed that divide the batch into equal parts of 2 or more."""
+    return max(n for n in range(1, most + 1) if batch_size % n == 0 and (batch_size // n >= 2 or n == 1))
