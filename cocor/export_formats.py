@@ -49,7 +49,7 @@ def _weights(encoder: Encoder) -> dict[str, Tensor]:
 
 
 def _write_timm(encoder: Encoder, output: Path) -> None:
-    about = {"architecture": encoder.architecture, "stem": encoder.stem, "digest": encoder.digest}
+    about = {"architecture": encoder.architecture, "stem": encoder.stem, "image_size": encoder.image_size}
     export_backbone(encoder.backbone, output, about)
 
 

@@ -216,7 +216,8 @@ def save(run: Run) -> None:
             **checkpoint.describe(config, run.data.train.digest),
         }
         checkpoint.save(config.output / checkpoint.FOLDER, state, keep=config.keep_checkpoints)
-        about = {"architecture": config.backbone, "stem": config.stem, "method": config.method, "step": run.done}
+        about = {"architecture": config.backbone, "stem": config.stem, "image_size": config.image_size}
+        about |= {"method": config.method, "step": run.done}
         export_backbone(run.step.method.backbone, config.output / "backbone.safetensors", about)
     barrier()
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from cocor.eval.features import Features
-from cocor.eval.linear import PENALTIES, Metric, linear_probe
+from cocor.eval.linear import PENALTIES, linear_probe
+from cocor.eval.protocols import Metric
 from loaders.errors import UserError
 
 _NEWTON_STEPS = 50

@@ -11,16 +11,15 @@ the fixed grid would otherwise mean something else for an encoder whose features
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cocor.eval.features import Features, joined
+from cocor.eval.protocols import Metric
 from cocor.eval.softmax import Fit, SoftmaxRegression
 from loaders.errors import UserError
-
-Metric = Literal["top1", "class-mean"]
 
 PENALTIES: tuple[float, ...] = tuple(torch.logspace(-6, 5, 45, dtype=torch.float64).tolist())
 _MOST_DOUBLES = 2**28  # feature values that are solved in float64; more of them in float32

@@ -6,8 +6,9 @@ here, because the source ships an index file or says nothing. The paper calls ev
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
-from cocor.eval.linear import Metric
+Metric = Literal["top1", "class-mean"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,5 @@ DEFAULT_VAL_SHARE = 0.1
 
 def of_folder(name: str) -> Protocol:
     """The protocol of a folder of one's own."""
-    return Protocol(
-        name, name, 0, 0, 0, 0, 0, "top1", "10 % of every class held out where there is no val folder", True
-    )
+    source = "10 % of every class held out where there is no val folder"
+    return Protocol(name, name, 0, 0, 0, 0, 0, "top1", source)

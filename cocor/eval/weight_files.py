@@ -24,13 +24,14 @@ Which = Literal["online", "ema"]
 # Where training programs put their weights, searched in this order; the second word is for their moving average.
 _ONLINE = ("state_dict", "model", "model_state_dict", "model_state", "network", "net")
 _EMA = ("state_dict_ema", "model_ema", "ema", "ema_state_dict")
+_HINTS = ("architecture", "stem", "image_size")
 _WRAPPERS = ("_orig_mod.", "module.")
 
 
 @dataclass(frozen=True)
 class WeightFile:
     """``tensors`` by flat name, without the prefixes of wrappers; ``hints``: what the file says about its model
-    (``architecture``, ``stem``), if anything."""
+    (``architecture``, ``stem``, ``image_size``), if anything."""
 
     path: Path
     tensors: dict[str, Tensor]
@@ -59,7 +60,7 @@ def read_weights(path: Path, which: Which = "online") -> WeightFile:
 def _read_safetensors(path: Path) -> WeightFile:
     try:
         with safetensors.safe_open(path, "pt") as file:
-            hints = {key: value for key, value in (file.metadata() or {}).items() if key in ("architecture", "stem")}
+            hints = {key: value for key, value in (file.metadata() or {}).items() if key in _HINTS}
         tensors = safetensors.torch.load_file(path)
     except (OSError, safetensors.SafetensorError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
@@ -122,6 +123,7 @@ def _hints(content: Mapping[Any, Any]) -> dict[str, str]:
     config = content.get("config")
     if isinstance(config, Mapping) and isinstance(config.get("backbone"), str):
         hints = {"architecture": config["backbone"], "stem": str(config.get("stem", "imagenet"))}
+        hints |= {"image_size": str(config["image_size"])} if "image_size" in config else {}
     elif isinstance(content.get("arch"), str):
         hints = {"architecture": content["arch"]}
     return hints

@@ -64,13 +64,15 @@ _RESNETS: dict[tuple[tuple[int, ...], bool], str] = {
 @dataclass(frozen=True)
 class Encoder:
     """``backbone`` maps images (B, 3, H, W) to features (B, D). ``matched`` of its ``total`` tensors came from the
-    file, whose ``unused`` tensors are heads and the like. ``digest`` (SHA-256) is equal for equal encoders."""
+    file, whose ``unused`` tensors are heads and the like. ``image_size`` is the side of the crops that it was trained
+    on, as far as is known. ``digest`` (SHA-256) is equal for equal encoders."""
 
     backbone: nn.Module
     name: str
     origin: str
     architecture: str
     stem: str
+    image_size: int
     matched: int
     total: int
     unused: int
@@ -101,15 +103,17 @@ def load_encoder(
     architecture = architecture or file.hints.get("architecture") or guess
     if architecture is None:
         raise UserError(f"{file.path}: its shapes are no ResNet's that is known here; name the model with --backbone")
-    backbone = build_backbone(architecture, stem or file.hints.get("stem") or guessed_stem)
+    stem = stem or file.hints.get("stem") or guessed_stem
+    backbone = build_backbone(architecture, stem)
     matched = _fill(backbone, found, file.path, prefix, architecture)
     backbone.eval().requires_grad_(False)
     return Encoder(
         backbone,
         _short_name(file.path),
-        origin,
+        "cocor" if "stem" in file.hints else origin,
         architecture,
-        stem or file.hints.get("stem") or guessed_stem,
+        stem,
+        _image_size(file.hints.get("image_size"), stem),
         matched,
         len(backbone.state_dict()),
         len(file.tensors) - matched,
@@ -140,7 +144,14 @@ def _without_file(source: str, model: str, stem: str) -> Encoder:
     backbone.eval().requires_grad_(False)
     total = len(backbone.state_dict())
     origin = "timm" if source == "timm" else "no training at all"
-    return Encoder(backbone, f"{source}:{model}", origin, model, stem, total, total, 0, digest(backbone))
+    name, size = f"{source}:{model}", _image_size(None, stem)
+    return Encoder(backbone, name, origin, model, stem, size, total, total, 0, digest(backbone))
+
+
+def _image_size(hint: str | None, stem: str) -> int:
+    if hint is not None and hint.isdecimal():
+        return int(hint)
+    return 32 if stem == "small" else 224
 
 
 def _file(path: Path, which: Which) -> Path:

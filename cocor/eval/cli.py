@@ -1,0 +1,151 @@
+"""The command ``cocor-eval``: what has an encoder learned?
+
+    cocor-eval linear runs/moco --data data/cifar10
+    cocor-eval transfer runs/moco runs/moco_cocor --datasets all --root data
+
+Weights may be of any origin. Numbers go to the terminal and, with the picture, to ``--output``. Under torchrun all
+ranks make the features, and the first goes on alone. Exit codes: 0 done, 2 a mistake in the call or the data.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from cocor import launch
+from cocor.cli import Parser
+from cocor.eval.protocols import PROTOCOLS, TRANSFER
+from loaders.errors import UserError
+
+_WEIGHTS = "a run's folder, a file of weights of any origin, timm:NAME or random:NAME"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    return launch.command("cocor-eval", lambda: _run(_parser().parse_args(given)))
+
+
+def _run(options: argparse.Namespace) -> None:
+    from cocor.eval import commands
+
+    run: Callable[[argparse.Namespace], None] = getattr(commands, options.command)
+    commands.in_its_place(options, run)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser("cocor-eval", description="Evaluate the frozen features of an encoder.", allow_abbrev=False)
+    add = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+
+    linear = _command(add, "linear", "linear probe: L-BFGS over 45 penalties, chosen on val, tested once")
+    _data(linear)
+    linear.add_argument("--probe", choices=["lbfgs", "moco", "simsiam"], default="lbfgs", help="SGD for ImageNet's size")
+    linear.add_argument("--metric", choices=["top1", "class-mean"], help="chooses the penalty (default: the protocol's)")
+    linear.add_argument("--iterations", type=_positive, default=1000, help="most of one fit (default 1000)")
+    linear.add_argument("--against-sklearn", action="store_true", help="solve the last fit with scikit-learn as well")
+
+    knn = _command(add, "knn", "weighted k-nearest neighbours")
+    _data(knn)
+    knn.add_argument("--k", type=_positive, nargs="+", help="neighbours (default 1 5 10 20 100 200, as the bank allows)")
+    knn.add_argument("--temperature", type=_above_zero, default=0.07, help="of the votes (default 0.07)")
+    knn.add_argument("--leave-one-out", action="store_true", help="every image against all others of its set")
+
+    fewshot = _command(add, "fewshot", "a few images a class: n-shot probes and N-way tasks")
+    _data(fewshot)
+    fewshot.add_argument("--shots", type=_positive, nargs="+", default=[5, 10], help="images a class (default 5 10)")
+    fewshot.add_argument("--seeds", type=_positive, default=5, help="draws of the shots (default 5)")
+    fewshot.add_argument("--tasks", type=int, default=2000, help="N-way tasks; 0: none (default 2000)")
+    fewshot.add_argument("--ways", type=_positive, default=5, help="classes of a task (default 5)")
+    fewshot.add_argument("--metric", choices=["top1", "class-mean"], help="chooses the penalty (default: the protocol's)")
+
+    retrieval = _command(add, "retrieval", "nearest neighbours of query images as a contact sheet")
+    _data(retrieval)
+    retrieval.add_argument("--queries", type=_positive, default=8, help="rows of the sheet (default 8)")
+    retrieval.add_argument("--neighbours", type=_positive, default=8, help="columns of the sheet (default 8)")
+    retrieval.add_argument("--seed", type=int, default=0, help="another seed shows other queries (default 0)")
+
+    several = "for several encoders side by side"
+    consistency = _command(add, "consistency", f"similarity of composites by length and augmentation, {several}", True)
+    _data(consistency)
+    consistency.add_argument("--images", type=_positive, default=2000, help="images to look at (default 2000)")
+    consistency.add_argument("--seed", type=int, default=0, help="of the views (default 0)")
+
+    spectrum = _command(add, "spectrum", f"singular values and effective rank of the features, {several}", True)
+    _data(spectrum)
+    spectrum.add_argument("--raw", action="store_true", help="features as they are (default: of unit length)")
+
+    transfer = _command(add, "transfer", f"the paper's table of linear probes, {several}", True)
+    transfer.add_argument("--datasets", nargs="+", default=["all"], metavar="NAME", help=f"all, or of {_names()}")
+    transfer.add_argument("--root", type=Path, required=True, metavar="DIR", help="the folder that the sets lie in")
+    transfer.add_argument("--iterations", type=_positive, default=1000, help="most of one fit (default 1000)")
+    return parser
+
+
+def _names() -> str:
+    return ", ".join(PROTOCOLS)
+
+
+def _command(add, name: str, text: str, several: bool = False) -> argparse.ArgumentParser:  # type: ignore[no-untyped-def]
+    parser: argparse.ArgumentParser = add.add_parser(name, help=text, description=text, allow_abbrev=False)
+    parser.add_argument("weights", nargs="+" if several else 1, metavar="WEIGHTS", help=_WEIGHTS)
+    parser.add_argument("--which", choices=["online", "ema"], default="online", help="the encoder or its moving average")
+    parser.add_argument("--backbone", metavar="NAME", help="timm's name, where the weights do not tell")
+    parser.add_argument("--stem", choices=["imagenet", "small"], help="first layers, where the weights do not tell")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="for numbers and pictures (default: eval/NAME)")
+    how = parser.add_argument_group("features")
+    how.add_argument("--crop", choices=["full", "central", "ten"], default="full", help="ten: for training images only")
+    how.add_argument("--image-size", type=_positive, help="side in pixels (default: as in training, else 224)")
+    how.add_argument("--loader", choices=["dali", "torch"], help="default: dali on a GPU, torch without")
+    how.add_argument("--gpu", choices=["yes", "no"], help="default: if there is one")
+    how.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of the encoder (default fp32)")
+    how.add_argument("--batch-size", type=_positive, default=256, help="default 256")
+    how.add_argument("--workers", type=int, help="CPU threads or processes of the loader (default: one a core)")
+    how.add_argument("--cache", type=Path, default=_default_cache(), help="of features (default ~/.cache/cocor/eval)")
+    return parser
+
+
+def _data(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("data: a folder of one's own, or a known set below a root")
+    group.add_argument("--data", type=Path, metavar="DIR", help="holds train/CLASS/... and test/CLASS/... (or val)")
+    group.add_argument("--dataset", metavar="NAME", help=_names())
+    group.add_argument("--root", type=Path, metavar="DIR", help="the folder that --dataset lies in")
+
+
+def _default_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "cocor", "eval")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
+    return int(text)
+
+
+def _above_zero(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return number
+
+
+def chosen_datasets(words: Sequence[str]) -> list[str]:
+    """The names behind ``--datasets``: ``all`` are the ten of the paper's transfer table."""
+    from cocor.cli import nearest
+
+    names: list[str] = []
+    for word in ",".join(words).split(","):
+        if word == "all":
+            names += TRANSFER
+        elif word in PROTOCOLS:
+            names.append(word)
+        else:
+            raise UserError(f"--datasets {word}: no such set{nearest(word, PROTOCOLS)}; known are {_names()}")
+    return list(dict.fromkeys(names))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

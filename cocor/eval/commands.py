@@ -1,0 +1,312 @@
+"""The bodies of ``cocor-eval``'s sub-commands: weights and data -> features -> probe -> terminal, JSON and picture."""
+
+import argparse
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cocor import atomic, distributed
+from cocor.cli import nearest
+from cocor.eval import consistency as consistency_probe
+from cocor.eval import figures, fewshot as few, spectrum as spectra  # noqa: I001
+from cocor.eval.cli import chosen_datasets
+from cocor.eval.datasets import Splits, open_named, open_splits
+from cocor.eval.features import Extraction, Features, features_of, joined, summary
+from cocor.eval.knn import knn_accuracy, leave_one_out_accuracy
+from cocor.eval.linear import LinearResult, linear_probe
+from cocor.eval.peer import against_sklearn
+from cocor.eval.protocols import PROTOCOLS
+from cocor.eval.retrieval import evenly_spread, retrieve, save_sheet
+from cocor.eval.sgd_probe import RECIPES, sgd_probe
+from cocor.eval.transfer import transfer as transfer_table
+from cocor.eval.weights import Encoder, load_encoder
+from cocor.log import set_up_logging
+from loaders.dataset import ImageDataset, open_folder
+from loaders.errors import UserError
+
+_USUAL_K = (1, 5, 10, 20, 100, 200)
+
+
+def in_its_place(options: argparse.Namespace, run: Callable[[argparse.Namespace], None]) -> None:
+    """Join the other ranks, if torchrun started any, and run a command. UserError without the GPU that is asked for."""
+    if options.gpu == "yes" and not torch.cuda.is_available():
+        raise UserError("--gpu yes: PyTorch finds no GPU; leave the flag out to use the CPU")
+    options.world = distributed.init(use_gpu=options.gpu != "no" and torch.cuda.is_available())
+    set_up_logging(options.world)
+    logging.getLogger("cocor").setLevel(logging.INFO)
+    run(options)
+    distributed.shutdown()
+
+
+def linear(options: argparse.Namespace) -> None:
+    splits = _splits(options)
+    encoder = _encoder(options, options.weights[0])
+    train, val, test = _features(options, encoder, splits)
+    if not options.world.main:
+        return
+    device, report = options.world.device, _report(encoder, splits, train, test)
+    if options.probe != "lbfgs":
+        sgd = sgd_probe(joined(train.flat(), val), test, RECIPES[options.probe], device=device)
+        return _finish(options, encoder, f"linear_{options.probe}", sgd.lines(), report | {"result": asdict(sgd)})
+    metric = options.metric or splits.protocol.metric
+    found = linear_probe(train, val, test, metric=metric, iterations=options.iterations, device=device)
+    lines = found.lines()
+    report["result"] = found.plain()
+    if options.against_sklearn:
+        peer = against_sklearn(joined(train.flat(), val), found.penalty, device)
+        report["against_sklearn"] = peer
+        lines.append(
+            f"the same fit from zero: {peer['seconds']:.2f} s here, {peer['seconds_sklearn']:.2f} s scikit-learn; "
+            f"objective {peer['objective']:.6f} here, {peer['objective_sklearn']:.6f} there"
+        )
+    picture = figures.drawn(
+        _output(options, encoder) / "linear.png", figures.draw_grid, _title(encoder, splits), found.trials, found.penalty
+    )
+    return _finish(options, encoder, "linear", [*lines, picture], report)
+
+
+def knn(options: argparse.Namespace) -> None:
+    encoder = _encoder(options, options.weights[0])
+    if options.leave_one_out:
+        dataset = _one_set(options)
+        bank = queries = features_of(encoder, dataset, _how(options, encoder), "images").labelled()
+        title = f"{encoder.name} on {dataset.root.name}"
+        notes: tuple[str, ...] = ()
+    else:
+        splits = _splits(options)
+        train, val, queries = _features(options, encoder, splits)
+        bank, queries = joined(train.flat(), val).labelled(), queries.labelled()
+        title, notes = _title(encoder, splits), splits.notes
+    if not options.world.main:
+        return
+    most = len(bank) - options.leave_one_out
+    if most < 1 or not len(queries):
+        raise UserError("k-NN needs images with labels in the bank and among the queries")
+    too_large = [k for k in options.k or () if k > most]
+    if too_large:
+        raise UserError(f"--k {too_large[0]}: the bank holds {most:,} images; use {most} or fewer")
+    chosen = options.k or sorted({min(k, most) for k in _USUAL_K})
+    bank, queries = _on(bank, options), _on(queries, options)
+    found = {}
+    for k in chosen:
+        if options.leave_one_out:
+            found[k] = leave_one_out_accuracy(bank.values, bank.labels, k=k, temperature=options.temperature)
+        else:
+            pairs = (queries.values, queries.labels, bank.values, bank.labels)
+            found[k] = knn_accuracy(*pairs, k=k, temperature=options.temperature)
+    lines = [f"k = {k}: top-1 {result.accuracy:.2%}" for k, result in found.items()]
+    lines.append(f"{len(queries):,} queries, bank of {len(bank):,}, temperature {options.temperature}")
+    lines += [f"note: {note}" for note in notes]
+    curve = {encoder.name: {k: result.accuracy for k, result in found.items()}}
+    picture = _output(options, encoder) / "knn.png"
+    lines.append(figures.drawn(picture, figures.draw_curve, title, "neighbours k", curve))
+    report = {"encoder": encoder.describe(), "features": summary(bank), "temperature": options.temperature}
+    _finish(options, encoder, "knn", lines, report | {"result": [asdict(result) for result in found.values()]})
+
+
+def fewshot(options: argparse.Namespace) -> None:
+    splits = _splits(options)
+    encoder = _encoder(options, options.weights[0])
+    train, val, test = _features(options, encoder, splits, "ten" if options.crop == "ten" else None)
+    if not options.world.main:
+        return
+    pool, device = joined(train, val), options.world.device
+    metric = options.metric or splits.protocol.metric
+    shots = [few.shots(pool, test, n, seeds=range(options.seeds), metric=metric, device=device) for n in options.shots]
+    lines = [line for result in shots for line in result.lines()]
+    tasks = []
+    if options.tasks:
+        for count in (1, 5):
+            tasks.append(few.episodes(test, count, ways=options.ways, tasks=options.tasks, device=device))
+    lines += [line for task in tasks for line in task.lines()]
+    means = {result.shots: sum(result.top1) / len(result.top1) for result in shots}
+    picture = _output(options, encoder) / "fewshot.png"
+    curves = {"top-1, n-shot": means}
+    lines.append(figures.drawn(picture, figures.draw_curve, _title(encoder, splits), "images a class", curves))
+    report = _report(encoder, splits, train, test)
+    report |= {"shots": [asdict(result) for result in shots], "tasks": [asdict(task) for task in tasks]}
+    _finish(options, encoder, "fewshot", lines, report)
+
+
+def retrieval(options: argparse.Namespace) -> None:
+    splits = _splits(options)
+    encoder = _encoder(options, options.weights[0])
+    how = _how(options, encoder)
+    bank = features_of(encoder, splits.train, how, "bank")
+    queries = features_of(encoder, splits.test, how, "queries")
+    if not options.world.main:
+        return
+    if options.neighbours > len(bank):
+        raise UserError(f"--neighbours {options.neighbours}: the bank holds {len(bank):,} images")
+    rows = min(options.queries, len(queries))
+    found = retrieve(
+        queries, bank, rows=rows, k=options.neighbours, seed=options.seed, device=options.world.device
+    )  # fmt: skip
+    sheet = _output(options, encoder) / "retrieval.png"
+    save_sheet(found, splits.test, splits.train, sheet)
+    report = _report(encoder, splits, bank, queries) | {"result": found.plain(splits.test, splits.train)}
+    _finish(options, encoder, "retrieval", [*found.lines(), f"picture: {sheet}"], report)
+
+
+def consistency(options: argparse.Namespace) -> None:
+    if options.world.size > 1:
+        raise UserError("consistency runs in one process; start it without torchrun")
+    dataset = evenly_spread(_one_set(options), options.images)
+    hints = {"which": options.which, "architecture": options.backbone, "stem": options.stem}
+    subjects = [consistency_probe.subject(path, options.world.device, **hints) for path in options.weights]
+    encoder = _encoder(options, options.weights[0])
+    found = consistency_probe.measure(subjects, dataset, _how(options, encoder), options.seed)
+    lines = [line for one in found for line in one.lines()]
+    lines.append(figures.drawn(_output(options, encoder) / "consistency.png", figures.draw_consistency, found))
+    _finish(options, encoder, "consistency", lines, {"result": [asdict(one) for one in found]})
+
+
+def spectrum(options: argparse.Namespace) -> None:
+    dataset = _one_set(options)
+    encoders = _encoders(options)
+    found = []
+    for encoder in encoders:
+        features = features_of(encoder, dataset, _how(options, encoder), encoder.name)
+        found.append(spectra.spectrum(encoder.name, features, normalise=not options.raw))
+    if not options.world.main:
+        return
+    lines = [line for one in found for line in one.lines()]
+    lines.append(figures.drawn(_output(options, encoders[0]) / "spectrum.png", figures.draw_spectra, found))
+    _finish(options, encoders[0], "spectrum", lines, {"result": [one.plain() for one in found]})
+
+
+def transfer(options: argparse.Namespace) -> None:
+    names = chosen_datasets(options.datasets)
+    encoders = _encoders(options)
+    folder = _output(options, encoders[0])
+    main = options.world.main
+
+    def probe(encoder: Encoder, splits: Splits) -> LinearResult:
+        train, val, test = _features(options, encoder, splits)
+        metric, iterations = splits.protocol.metric, options.iterations
+        return linear_probe(train, val, test, metric=metric, iterations=iterations, device=options.world.device)
+
+    table = transfer_table(
+        encoders,
+        names,
+        options.root,
+        options.cache,
+        probe,
+        workers=options.workers,
+        after_each=lambda table: table.save(folder) if main else None,
+        say=print if main else lambda text: None,
+    )
+    if main:
+        print(table.markdown())
+        print(figures.drawn(folder / "transfer.png", figures.draw_table, table.accuracies(), "linear probes"))
+        print(f"table: {folder / 'transfer.csv'}, {folder / 'transfer.md'}")
+
+
+def _splits(options: argparse.Namespace) -> Splits:
+    """What ``--data`` or ``--dataset`` and ``--root`` name."""
+    if (options.data is None) == (options.dataset is None):
+        raise UserError("name the images: --data DIR, or --dataset NAME --root DIR")
+    if options.data is not None:
+        return open_splits(options.data, options.workers)
+    if options.dataset not in PROTOCOLS:
+        raise UserError(f"--dataset {options.dataset}: no such set{nearest(options.dataset, PROTOCOLS)}")
+    if options.root is None:
+        raise UserError(f"--root: name the folder that {options.dataset} lies in")
+    return open_named(options.dataset, options.root, options.cache, options.workers)
+
+
+def _one_set(options: argparse.Namespace) -> ImageDataset:
+    """Images to look at without learning: the test split, or the folder itself if it holds no splits."""
+    if options.data is not None and options.dataset is None and options.data.is_dir():
+        inside = {path.name for path in options.data.iterdir()}
+        if not inside & {"train", "training", "trn"}:
+            return open_folder(options.data, workers=options.workers)
+    return _splits(options).test
+
+
+def _encoder(options: argparse.Namespace, weights: str) -> Encoder:
+    encoder = load_encoder(weights, which=options.which, architecture=options.backbone, stem=options.stem)
+    if options.world.main:
+        print(encoder.describe())
+    return encoder
+
+
+def _encoders(options: argparse.Namespace) -> list[Encoder]:
+    """All of ``WEIGHTS``, under names that differ."""
+    found: list[Encoder] = []
+    for weights in options.weights:
+        encoder = _encoder(options, weights)
+        alike = sum(other.name.partition(" (")[0] == encoder.name for other in found)
+        found.append(replace(encoder, name=f"{encoder.name} ({alike + 1})") if alike else encoder)
+    return found
+
+
+def _how(options: argparse.Namespace, encoder: Encoder) -> Extraction:
+    gpu = options.world.device.type == "cuda"
+    return Extraction(
+        crop="central" if options.crop == "ten" else options.crop,
+        size=options.image_size or encoder.image_size,
+        loader=options.loader or ("dali" if gpu else "torch"),
+        precision=torch.bfloat16 if options.precision == "bf16" else torch.float32,
+        batch_size=options.batch_size,
+        workers=options.workers,
+        cache=options.cache,
+        world=options.world,
+    )
+
+
+def _features(
+    options: argparse.Namespace, encoder: Encoder, splits: Splits, val_crop: str | None = None
+) -> tuple[Features, Features, Features]:
+    """Features of the three splits. ``--crop ten`` is for training images; the others are seen centrally, unless
+    ``val_crop`` says that the validation images are learned from as well."""
+    how = _how(options, encoder)
+    learning = replace(how, crop=options.crop)
+    val_how = learning if val_crop == "ten" else how
+    return (
+        features_of(encoder, splits.train, learning, "training images"),
+        features_of(encoder, splits.val, val_how, "validation images"),
+        features_of(encoder, splits.test, how, "test images"),
+    )
+
+
+def _on(features: Features, options: argparse.Namespace) -> Features:
+    device = options.world.device
+    return Features(features.values.to(device), features.labels.to(device))
+
+
+def _title(encoder: Encoder, splits: Splits) -> str:
+    return f"{encoder.name} on {splits.protocol.title}"
+
+
+def _report(encoder: Encoder, splits: Splits, train: Features, test: Features) -> dict[str, Any]:
+    return {
+        "encoder": encoder.describe(),
+        "weights_digest": encoder.digest,
+        "protocol": asdict(splits.protocol),
+        "notes": splits.notes,
+        "features": {"train": summary(train), "test": summary(test)},
+    }
+
+
+def _output(options: argparse.Namespace, encoder: Encoder) -> Path:
+    folder: Path = options.output or Path("eval") / encoder.name.replace("/", "-").replace(":", "-")
+    return folder
+
+
+def _finish(
+    options: argparse.Namespace, encoder: Encoder, name: str, lines: Sequence[str], report: dict[str, Any]
+) -> None:
+    """Print what was found and keep it as JSON."""
+    for note in report.get("notes", ()):
+        print(f"note: {note}")
+    for line in lines:
+        print(line)
+    path = _output(options, encoder) / f"{name}.json"
+    atomic.write_text(path, json.dumps(report, indent=1, default=str) + "\n")
+    print(f"numbers: {path}")

@@ -1,0 +1,56 @@
+"""The probe's last fit again, by this package and by scikit-learn: is it the same minimum, and who is faster?"""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from cocor.eval.features import Features
+from cocor.eval.softmax import SoftmaxRegression
+from loaders.errors import UserError
+
+Result = TypeVar("Result")
+
+
+def against_sklearn(data: Features, penalty: float, device: torch.device | str, iterations: int = 5000) -> dict:
+    """Both solve the same objective on ``data`` from zero, in float64: objectives, their difference for each image, and
+    seconds. scikit-learn works on the CPU.
+
+    Raises:
+        UserError: scikit-learn is not installed.
+    """
+    try:
+        from sklearn.linear_model import LogisticRegression
+    except ImportError:
+        raise UserError("--against-sklearn needs scikit-learn: pip install scikit-learn") from None
+    data = data.labelled().flat()
+    values = data.values.double()
+    values = values / values.square().mean().sqrt().clamp(min=1e-30)
+    classes, labels = data.labels.unique(return_inverse=True)
+    here = SoftmaxRegression(values.to(device), labels, len(classes))
+    fit, seconds = _timed(lambda: here.fit(penalty, iterations=iterations))
+    there = LogisticRegression(C=1 / (2 * penalty), fit_intercept=False, max_iter=iterations, tol=1e-8)
+    inputs = here.inputs.cpu().numpy()
+    _, their_seconds = _timed(lambda: there.fit(inputs, labels.numpy()))
+    weights = torch.from_numpy(there.coef_.T.copy()).to(device)
+    if weights.shape[1] == 1:  # two classes: scikit-learn keeps the difference of their weights
+        raise UserError("--against-sklearn needs three classes or more")
+    theirs = here.objective(weights, penalty)
+    return {
+        "penalty": penalty,
+        "objective": fit.loss,
+        "objective_sklearn": theirs,
+        "difference_per_image": (fit.loss - theirs) / len(data),
+        "relative_difference": (fit.loss - theirs) / max(abs(theirs), 1e-30),
+        "seconds": seconds,
+        "seconds_sklearn": their_seconds,
+        "iterations": fit.iterations,
+        "iterations_sklearn": int(max(there.n_iter_)),
+    }
+
+
+def _timed(work: Callable[[], Result]) -> tuple[Result, float]:
+    began = time.perf_counter()
+    result = work()
+    return result, time.perf_counter() - began

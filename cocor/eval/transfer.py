@@ -1,0 +1,106 @@
+"""The paper's transfer table: one linear probe on each of its data sets, for one or several encoders.
+
+Sets that are not there are named and passed over. The table is written anew after every set, so a run that is stopped
+keeps what it has, and the cached features make a second start quick.
+"""
+
+import csv
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cocor import atomic
+from cocor.eval.datasets import Splits, open_named
+from cocor.eval.linear import LinearResult
+from cocor.eval.protocols import PROTOCOLS
+from cocor.eval.weights import Encoder
+from loaders.errors import UserError
+
+Probe = Callable[[Encoder, Splits], LinearResult]
+
+
+@dataclass
+class Table:
+    """Results by data set and encoder; why each of the other sets is ``missing``; departures from protocols."""
+
+    encoders: list[str]
+    results: dict[str, dict[str, LinearResult]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def accuracies(self) -> dict[str, dict[str, float]]:
+        """By title of the set and name of the encoder, in the metric of the set's protocol."""
+        return {
+            PROTOCOLS[name].title: {encoder: result.accuracy for encoder, result in row.items()}
+            for name, row in self.results.items()
+        }
+
+    def markdown(self) -> str:
+        """A table with a row a data set, accuracies in per cent."""
+        rows = ["| data set | metric | " + " | ".join(self.encoders) + " |", "|---|---|" + "---:|" * len(self.encoders)]
+        for name, row in self.results.items():
+            cells = " | ".join(f"{100 * row[e].accuracy:.2f}" if e in row else "" for e in self.encoders)
+            rows.append(f"| {PROTOCOLS[name].title} | {PROTOCOLS[name].metric} | {cells} |")
+        if len(self.results) > 1:
+            means = [
+                sum(row[e].accuracy for row in self.results.values() if e in row) / len(self.results)
+                for e in self.encoders
+            ]
+            rows.append("| mean | | " + " | ".join(f"{100 * mean:.2f}" for mean in means) + " |")
+        rows += ["", *(f"- {PROTOCOLS[n].title}: {'; '.join(notes)}." for n, notes in self.notes.items() if notes)]
+        rows += [f"- {reason}." for reason in self.missing.values()]
+        return "\n".join(rows).rstrip() + "\n"
+
+    def csv(self) -> str:
+        """A row a data set and encoder, with both metrics, the penalty and whether the fit converged."""
+        text = io.StringIO()
+        write = csv.writer(text, lineterminator="\n")
+        write.writerow(
+            ["data_set", "encoder", "metric", "top1", "class_mean", "penalty", "converged", "train", "val", "test"]
+        )
+        for name, row in self.results.items():
+            for encoder, r in row.items():
+                numbers = [f"{r.top1:.6f}", f"{r.class_mean:.6f}", f"{r.penalty:.6g}", r.converged]
+                write.writerow([name, encoder, r.metric, *numbers, r.train, r.val, r.test])
+        return text.getvalue()
+
+    def save(self, folder: Path) -> None:
+        atomic.write_text(folder / "transfer.csv", self.csv())
+        atomic.write_text(folder / "transfer.md", self.markdown())
+
+
+def transfer(
+    encoders: Sequence[Encoder],
+    names: Sequence[str],
+    root: Path,
+    cache: Path,
+    probe: Probe,
+    *,
+    workers: int | None = None,
+    after_each: Callable[[Table], None] = lambda table: None,
+    say: Callable[[str], None] = print,
+) -> Table:
+    """Probe every encoder on every set of ``names`` that lies below ``root``.
+
+    Raises:
+        UserError: ``root`` is no folder, or none of the sets is usable.
+    """
+    if not root.is_dir():
+        raise UserError(f"--root {root}: no such folder")
+    table = Table([encoder.name for encoder in encoders])
+    for name in names:
+        try:
+            splits = open_named(name, root, cache, workers)
+            row = {encoder.name: probe(encoder, splits) for encoder in encoders}
+        except UserError as error:  # absent or damaged: the other sets need not suffer
+            table.missing[name] = str(error)
+            say(str(error))
+            continue
+        table.results[name], table.notes[name] = row, splits.notes
+        for encoder, result in row.items():
+            say(f"{PROTOCOLS[name].title}, {encoder}: {result.lines()[0]}")
+        after_each(table)
+    if not table.results:
+        raise UserError(f"--root {root}: none of the {len(names)} data sets is usable there: {', '.join(names)}")
+    return table
