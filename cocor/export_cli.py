@@ -1,6 +1,6 @@
 """The command ``cocor-export``: a trained encoder as a file for timm, torchvision, the Hub or Detectron2.
 
-    cocor-export runs/moco --to timm detectron2 --output exported/
+cocor-export runs/moco --to timm detectron2 --output exported/
 """
 
 import argparse
@@ -26,7 +26,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--to", nargs="+", choices=formats, default=["timm"], help="formats (default timm)")
     parser.add_argument("--output", type=Path, default=Path("exported"), metavar="FOLDER", help="default: exported")
     parser.add_argument("--name", help="of the files (default: the run's)")
-    parser.add_argument("--which", choices=["online", "ema"], default="online", help="the trained encoder or its average")
+    parser.add_argument(
+        "--which", choices=["online", "ema"], default="online", help="the trained encoder or its average"
+    )
     parser.add_argument("--backbone", metavar="NAME", help="timm's name, where the file does not tell")
     parser.add_argument("--stem", choices=["imagenet", "small"], help="first layers, where the file does not tell")
     parser.add_argument("--force", action="store_true", help="replace existing files")

@@ -85,7 +85,8 @@ def _torchvision_model(encoder: Encoder) -> nn.Module:
         raise UserError(f"--to torchvision: it has no {encoder.architecture}; use --to timm or --to safetensors")
     model: nn.Module = torchvision.models.get_model(encoder.architecture, weights=None)
     if encoder.stem == "small":
-        model.conv1 = nn.Conv2d(3, model.conv1.out_channels, 3, padding=1, bias=False)  # type: ignore[union-attr]
+        width = encoder.backbone.state_dict()["conv1.weight"].shape[0]
+        model.conv1 = nn.Conv2d(3, width, 3, padding=1, bias=False)
         model.maxpool = nn.Identity()
     return model
 

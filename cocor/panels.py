@@ -18,8 +18,9 @@ WIDTH, _HEIGHT, _DPI = 4.8, 3.8, 110
 
 
 @contextmanager
-def panels(path: Path, count: int, columns: int | None = None) -> Iterator[Sequence["Axes"]]:
-    """``count`` axes of a figure that is written to ``path`` (.png, .svg, .pdf) when the block ends.
+def panels(path: Path, count: int, columns: int | None = None, width: float = WIDTH) -> Iterator[Sequence["Axes"]]:
+    """``count`` axes, each ``width`` inches wide, of a figure that is written to ``path`` (.png, .svg, .pdf) when the
+    block ends.
 
     Raises:
         UserError: matplotlib is not installed, or the format is none of these.
@@ -36,7 +37,7 @@ def panels(path: Path, count: int, columns: int | None = None) -> Iterator[Seque
     columns = columns or count
     rows = -(-count // columns)
     figure, axes = plt.subplots(
-        rows, columns, figsize=(WIDTH * columns, _HEIGHT * rows), layout="constrained", squeeze=False
+        rows, columns, figsize=(width * columns, _HEIGHT * rows), layout="constrained", squeeze=False
     )
     try:
         flat = list(axes.flat)

@@ -3,9 +3,9 @@
     cocor-plot runs/moco runs/moco_cocor --output comparison.png --json comparison.json
 
 Shared panels show every run: k-NN accuracy, losses, learning rate, speed and the wait for data. Every run with a
-consistency loss gets a panel of its own: the mean latent similarity of each composite length (solid) and the target that
-the MMNN or the constants set for it (dashed). Panels without data are left out. ``--json`` keeps the numbers behind the
-picture: k-NN by epoch, and the last similarities and targets.
+consistency loss gets a panel of its own: the mean latent similarity of each composite length (solid) and the target
+that the MMNN or the constants set for it (dashed). Panels without data are left out. ``--json`` keeps the
+numbers behind the picture: k-NN by epoch, and the last similarities and targets.
 """
 
 import argparse
@@ -129,7 +129,9 @@ def draw(runs: Runs, output: Path, wanted: Sequence[str] = PANELS) -> None:
 def _has(panel: str, runs: Runs) -> bool:
     if panel == "knn":
         return any(record["kind"] == "knn" for records in runs.values() for record in records)
-    key = _CURVES[panel][0] if panel in _CURVES else None
+    if panel not in _CURVES:
+        return False
+    key = _CURVES[panel][0]
     return any(record.get(key) is not None for records in runs.values() for record in records)
 
 
@@ -146,7 +148,9 @@ def _draw_knn(axes: "Axes", runs: Runs) -> None:
 def _draw_curve(axes: "Axes", runs: Runs, key: str, title: str, unit: str, factor: float) -> None:
     for name, records in runs.items():
         train = [r for r in records if r["kind"] == "train"]
-        points = [(e, factor * r[key]) for e, r in zip(epochs_of(records), train, strict=True) if r.get(key) is not None]
+        points = [
+            (e, factor * r[key]) for e, r in zip(epochs_of(records), train, strict=True) if r.get(key) is not None
+        ]
         if points:
             axes.plot(*zip(*points, strict=True), "-" if lengths_of(records) else "--", label=name)
     axes.set(title=title, xlabel="epoch", ylabel=unit)

@@ -40,7 +40,9 @@ def test_the_model_card_says_how_to_load(encoder: Encoder, tmp_path: Path) -> No
     folder = export(encoder, "safetensors", tmp_path / "hub")
     assert {path.name for path in folder.iterdir()} == {"model.safetensors", "config.json", "README.md"}
     card = (folder / "README.md").read_text()
-    code = card.partition("```python\n")[2].partition("```")[0].replace("model.safetensors", f"{folder}/model.safetensors")
+    code = (
+        card.partition("```python\n")[2].partition("```")[0].replace("model.safetensors", f"{folder}/model.safetensors")
+    )
     scope: dict = {}
     exec(code, scope)
     assert torch.equal(features(scope["model"]), features(encoder.backbone))

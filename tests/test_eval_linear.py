@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from eval_cases import clusters
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
@@ -11,7 +12,6 @@ from cocor.eval.linear import PENALTIES, class_mean, linear_probe, top1
 from cocor.eval.sgd_probe import RECIPES, Settings, sgd_probe
 from cocor.eval.softmax import SoftmaxRegression
 from loaders.errors import UserError
-from eval_cases import clusters
 
 
 @pytest.mark.parametrize("penalty", [1e-4, 1e-2, 1.0, 100.0])

@@ -16,7 +16,13 @@ def write_run(folder: Path, consistent: bool = True, tail: str = "") -> Path:
         record = {"kind": "train", "step": step, "epoch": (step - 1) // 50, "loss": 5 - step / 50, "lr": 0.03}
         record |= {"images_per_s": 100.0 + step, "data_wait_share": 0.1, "contrastive_loss": 4.0}
         if consistent:
-            record |= {"consistency_loss": 0.5, "similarity_1": 0.9, "target_1": 0.8, "similarity_2": None, "target_2": 0.7}
+            record |= {
+                "consistency_loss": 0.5,
+                "similarity_1": 0.9,
+                "target_1": 0.8,
+                "similarity_2": None,
+                "target_2": 0.7,
+            }
         lines.append(record)
         if step % 50 == 0:
             lines.append({"kind": "knn", "step": step, "epoch": step // 50, "accuracy": step / 200})
@@ -36,7 +42,9 @@ def test_runs_are_drawn_side_by_side(tmp_path: Path) -> None:
 
 def test_numbers_are_kept(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", consistent=False)
-    assert main([str(run / "metrics.jsonl"), "--output", str(tmp_path / "p.png"), "--json", str(tmp_path / "n.json")]) == 0
+    assert (
+        main([str(run / "metrics.jsonl"), "--output", str(tmp_path / "p.png"), "--json", str(tmp_path / "n.json")]) == 0
+    )
     found = json.loads((tmp_path / "n.json").read_text())["a"]
     assert found["knn_by_epoch"] == {"1": 0.25, "2": 0.5} and found["images_per_s"] == 155.0
 
@@ -54,7 +62,11 @@ def test_numbers_are_kept(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_one_line(
-    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "a", consistent=False)

@@ -1,10 +1,11 @@
-"""Few-shot, retrieval and spectrum: against scikit-learn, by hand on small cases, and on pictures that are looked at."""
+"""Few-shot, retrieval and spectrum: against scikit-learn, by hand on small cases, and on pictures."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from eval_cases import clusters
 from PIL import Image
 from sklearn.linear_model import LogisticRegression
 
@@ -14,7 +15,6 @@ from cocor.eval.retrieval import retrieve, save_sheet
 from cocor.eval.spectrum import spectrum
 from loaders.dataset import open_folder
 from loaders.errors import UserError
-from eval_cases import clusters
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 30.0])
@@ -24,7 +24,9 @@ def test_the_tasks_classifier_is_liblinears(scale: float) -> None:
     for label in range(5):
         signs = torch.where(data.labels == label, 1.0, -1.0)
         found = logistic_regression(inputs @ inputs.T + 1, signs)
-        peer = LogisticRegression(solver="liblinear", C=1.0, tol=1e-10, max_iter=10000).fit(inputs.numpy(), signs.numpy())
+        peer = LogisticRegression(solver="liblinear", C=1.0, tol=1e-10, max_iter=10000).fit(
+            inputs.numpy(), signs.numpy()
+        )
         weights = inputs.T @ found
         np.testing.assert_allclose(weights.numpy(), peer.coef_[0], atol=2e-4 * max(1.0, np.abs(peer.coef_).max()))
         assert found.sum().item() == pytest.approx(peer.intercept_[0], abs=1e-3)

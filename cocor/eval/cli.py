@@ -40,14 +40,20 @@ def _parser() -> argparse.ArgumentParser:
 
     linear = _command(add, "linear", "linear probe: L-BFGS over 45 penalties, chosen on val, tested once")
     _data(linear)
-    linear.add_argument("--probe", choices=["lbfgs", "moco", "simsiam"], default="lbfgs", help="SGD for ImageNet's size")
-    linear.add_argument("--metric", choices=["top1", "class-mean"], help="chooses the penalty (default: the protocol's)")
+    linear.add_argument(
+        "--probe", choices=["lbfgs", "moco", "simsiam"], default="lbfgs", help="SGD for ImageNet's size"
+    )
+    linear.add_argument(
+        "--metric", choices=["top1", "class-mean"], help="chooses the penalty (default: the protocol's)"
+    )
     linear.add_argument("--iterations", type=_positive, default=1000, help="most of one fit (default 1000)")
     linear.add_argument("--against-sklearn", action="store_true", help="solve the last fit with scikit-learn as well")
 
     knn = _command(add, "knn", "weighted k-nearest neighbours")
     _data(knn)
-    knn.add_argument("--k", type=_positive, nargs="+", help="neighbours (default 1 5 10 20 100 200, as the bank allows)")
+    knn.add_argument(
+        "--k", type=_positive, nargs="+", help="neighbours (default 1 5 10 20 100 200, as the bank allows)"
+    )
     knn.add_argument("--temperature", type=_above_zero, default=0.07, help="of the votes (default 0.07)")
     knn.add_argument("--leave-one-out", action="store_true", help="every image against all others of its set")
 
@@ -57,7 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     fewshot.add_argument("--seeds", type=_positive, default=5, help="draws of the shots (default 5)")
     fewshot.add_argument("--tasks", type=int, default=2000, help="N-way tasks; 0: none (default 2000)")
     fewshot.add_argument("--ways", type=_positive, default=5, help="classes of a task (default 5)")
-    fewshot.add_argument("--metric", choices=["top1", "class-mean"], help="chooses the penalty (default: the protocol's)")
+    fewshot.add_argument(
+        "--metric", choices=["top1", "class-mean"], help="chooses the penalty (default: the protocol's)"
+    )
 
     retrieval = _command(add, "retrieval", "nearest neighbours of query images as a contact sheet")
     _data(retrieval)
@@ -89,7 +97,9 @@ def _names() -> str:
 def _command(add, name: str, text: str, several: bool = False) -> argparse.ArgumentParser:  # type: ignore[no-untyped-def]
     parser: argparse.ArgumentParser = add.add_parser(name, help=text, description=text, allow_abbrev=False)
     parser.add_argument("weights", nargs="+" if several else 1, metavar="WEIGHTS", help=_WEIGHTS)
-    parser.add_argument("--which", choices=["online", "ema"], default="online", help="the encoder or its moving average")
+    parser.add_argument(
+        "--which", choices=["online", "ema"], default="online", help="the encoder or its moving average"
+    )
     parser.add_argument("--backbone", metavar="NAME", help="timm's name, where the weights do not tell")
     parser.add_argument("--stem", choices=["imagenet", "small"], help="first layers, where the weights do not tell")
     parser.add_argument("--output", type=Path, metavar="DIR", help="for numbers and pictures (default: eval/NAME)")

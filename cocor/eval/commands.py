@@ -11,22 +11,21 @@ from typing import Any
 import torch
 
 from cocor import atomic, distributed
-from cocor.cli import nearest
 from cocor.eval import consistency as consistency_probe
-from cocor.eval import figures, fewshot as few, spectrum as spectra  # noqa: I001
+from cocor.eval import fewshot as few
+from cocor.eval import figures, inputs
+from cocor.eval import spectrum as spectra
 from cocor.eval.cli import chosen_datasets
-from cocor.eval.datasets import Splits, open_named, open_splits
-from cocor.eval.features import Extraction, Features, features_of, joined, summary
+from cocor.eval.datasets import Splits
+from cocor.eval.features import Features, features_of, joined, summary
 from cocor.eval.knn import knn_accuracy, leave_one_out_accuracy
 from cocor.eval.linear import LinearResult, linear_probe
 from cocor.eval.peer import against_sklearn
-from cocor.eval.protocols import PROTOCOLS
 from cocor.eval.retrieval import evenly_spread, retrieve, save_sheet
 from cocor.eval.sgd_probe import RECIPES, sgd_probe
 from cocor.eval.transfer import transfer as transfer_table
-from cocor.eval.weights import Encoder, load_encoder
+from cocor.eval.weights import Encoder
 from cocor.log import set_up_logging
-from loaders.dataset import ImageDataset, open_folder
 from loaders.errors import UserError
 
 _USUAL_K = (1, 5, 10, 20, 100, 200)
@@ -44,11 +43,11 @@ def in_its_place(options: argparse.Namespace, run: Callable[[argparse.Namespace]
 
 
 def linear(options: argparse.Namespace) -> None:
-    splits = _splits(options)
-    encoder = _encoder(options, options.weights[0])
-    train, val, test = _features(options, encoder, splits)
+    splits = inputs.chosen_splits(options)
+    encoder = inputs.chosen_encoder(options, options.weights[0])
+    train, val, test = inputs.features_of_splits(options, encoder, splits)
     if not options.world.main:
-        return
+        return None
     device, report = options.world.device, _report(encoder, splits, train, test)
     if options.probe != "lbfgs":
         sgd = sgd_probe(joined(train.flat(), val), test, RECIPES[options.probe], device=device)
@@ -65,21 +64,25 @@ def linear(options: argparse.Namespace) -> None:
             f"objective {peer['objective']:.6f} here, {peer['objective_sklearn']:.6f} there"
         )
     picture = figures.drawn(
-        _output(options, encoder) / "linear.png", figures.draw_grid, _title(encoder, splits), found.trials, found.penalty
+        _output(options, encoder) / "linear.png",
+        figures.draw_grid,
+        _title(encoder, splits),
+        found.trials,
+        found.penalty,
     )
     return _finish(options, encoder, "linear", [*lines, picture], report)
 
 
 def knn(options: argparse.Namespace) -> None:
-    encoder = _encoder(options, options.weights[0])
+    encoder = inputs.chosen_encoder(options, options.weights[0])
     if options.leave_one_out:
-        dataset = _one_set(options)
-        bank = queries = features_of(encoder, dataset, _how(options, encoder), "images").labelled()
+        dataset = inputs.images_to_look_at(options)
+        bank = queries = features_of(encoder, dataset, inputs.extraction(options, encoder), "images").labelled()
         title = f"{encoder.name} on {dataset.root.name}"
         notes: tuple[str, ...] = ()
     else:
-        splits = _splits(options)
-        train, val, queries = _features(options, encoder, splits)
+        splits = inputs.chosen_splits(options)
+        train, val, queries = inputs.features_of_splits(options, encoder, splits)
         bank, queries = joined(train.flat(), val).labelled(), queries.labelled()
         title, notes = _title(encoder, splits), splits.notes
     if not options.world.main:
@@ -110,9 +113,9 @@ def knn(options: argparse.Namespace) -> None:
 
 
 def fewshot(options: argparse.Namespace) -> None:
-    splits = _splits(options)
-    encoder = _encoder(options, options.weights[0])
-    train, val, test = _features(options, encoder, splits, "ten" if options.crop == "ten" else None)
+    splits = inputs.chosen_splits(options)
+    encoder = inputs.chosen_encoder(options, options.weights[0])
+    train, val, test = inputs.features_of_splits(options, encoder, splits, "ten" if options.crop == "ten" else None)
     if not options.world.main:
         return
     pool, device = joined(train, val), options.world.device
@@ -124,19 +127,17 @@ def fewshot(options: argparse.Namespace) -> None:
         for count in (1, 5):
             tasks.append(few.episodes(test, count, ways=options.ways, tasks=options.tasks, device=device))
     lines += [line for task in tasks for line in task.lines()]
-    means = {result.shots: sum(result.top1) / len(result.top1) for result in shots}
     picture = _output(options, encoder) / "fewshot.png"
-    curves = {"top-1, n-shot": means}
-    lines.append(figures.drawn(picture, figures.draw_curve, _title(encoder, splits), "images a class", curves))
+    lines.append(figures.drawn(picture, figures.draw_shots, _title(encoder, splits), shots))
     report = _report(encoder, splits, train, test)
     report |= {"shots": [asdict(result) for result in shots], "tasks": [asdict(task) for task in tasks]}
     _finish(options, encoder, "fewshot", lines, report)
 
 
 def retrieval(options: argparse.Namespace) -> None:
-    splits = _splits(options)
-    encoder = _encoder(options, options.weights[0])
-    how = _how(options, encoder)
+    splits = inputs.chosen_splits(options)
+    encoder = inputs.chosen_encoder(options, options.weights[0])
+    how = inputs.extraction(options, encoder)
     bank = features_of(encoder, splits.train, how, "bank")
     queries = features_of(encoder, splits.test, how, "queries")
     if not options.world.main:
@@ -156,22 +157,24 @@ def retrieval(options: argparse.Namespace) -> None:
 def consistency(options: argparse.Namespace) -> None:
     if options.world.size > 1:
         raise UserError("consistency runs in one process; start it without torchrun")
-    dataset = evenly_spread(_one_set(options), options.images)
+    dataset = evenly_spread(inputs.images_to_look_at(options), options.images)
     hints = {"which": options.which, "architecture": options.backbone, "stem": options.stem}
     subjects = [consistency_probe.subject(path, options.world.device, **hints) for path in options.weights]
-    encoder = _encoder(options, options.weights[0])
-    found = consistency_probe.measure(subjects, dataset, _how(options, encoder), options.seed)
+    names = inputs.distinct([one.name for one in subjects])
+    subjects = [replace(one, name=name) for one, name in zip(subjects, names, strict=True)]
+    encoder = inputs.chosen_encoder(options, options.weights[0])
+    found = consistency_probe.measure(subjects, dataset, inputs.extraction(options, encoder), options.seed)
     lines = [line for one in found for line in one.lines()]
     lines.append(figures.drawn(_output(options, encoder) / "consistency.png", figures.draw_consistency, found))
     _finish(options, encoder, "consistency", lines, {"result": [asdict(one) for one in found]})
 
 
 def spectrum(options: argparse.Namespace) -> None:
-    dataset = _one_set(options)
-    encoders = _encoders(options)
+    dataset = inputs.images_to_look_at(options)
+    encoders = inputs.chosen_encoders(options)
     found = []
     for encoder in encoders:
-        features = features_of(encoder, dataset, _how(options, encoder), encoder.name)
+        features = features_of(encoder, dataset, inputs.extraction(options, encoder), encoder.name)
         found.append(spectra.spectrum(encoder.name, features, normalise=not options.raw))
     if not options.world.main:
         return
@@ -182,12 +185,12 @@ def spectrum(options: argparse.Namespace) -> None:
 
 def transfer(options: argparse.Namespace) -> None:
     names = chosen_datasets(options.datasets)
-    encoders = _encoders(options)
+    encoders = inputs.chosen_encoders(options)
     folder = _output(options, encoders[0])
     main = options.world.main
 
     def probe(encoder: Encoder, splits: Splits) -> LinearResult:
-        train, val, test = _features(options, encoder, splits)
+        train, val, test = inputs.features_of_splits(options, encoder, splits)
         metric, iterations = splits.protocol.metric, options.iterations
         return linear_probe(train, val, test, metric=metric, iterations=iterations, device=options.world.device)
 
@@ -205,74 +208,6 @@ def transfer(options: argparse.Namespace) -> None:
         print(table.markdown())
         print(figures.drawn(folder / "transfer.png", figures.draw_table, table.accuracies(), "linear probes"))
         print(f"table: {folder / 'transfer.csv'}, {folder / 'transfer.md'}")
-
-
-def _splits(options: argparse.Namespace) -> Splits:
-    """What ``--data`` or ``--dataset`` and ``--root`` name."""
-    if (options.data is None) == (options.dataset is None):
-        raise UserError("name the images: --data DIR, or --dataset NAME --root DIR")
-    if options.data is not None:
-        return open_splits(options.data, options.workers)
-    if options.dataset not in PROTOCOLS:
-        raise UserError(f"--dataset {options.dataset}: no such set{nearest(options.dataset, PROTOCOLS)}")
-    if options.root is None:
-        raise UserError(f"--root: name the folder that {options.dataset} lies in")
-    return open_named(options.dataset, options.root, options.cache, options.workers)
-
-
-def _one_set(options: argparse.Namespace) -> ImageDataset:
-    """Images to look at without learning: the test split, or the folder itself if it holds no splits."""
-    if options.data is not None and options.dataset is None and options.data.is_dir():
-        inside = {path.name for path in options.data.iterdir()}
-        if not inside & {"train", "training", "trn"}:
-            return open_folder(options.data, workers=options.workers)
-    return _splits(options).test
-
-
-def _encoder(options: argparse.Namespace, weights: str) -> Encoder:
-    encoder = load_encoder(weights, which=options.which, architecture=options.backbone, stem=options.stem)
-    if options.world.main:
-        print(encoder.describe())
-    return encoder
-
-
-def _encoders(options: argparse.Namespace) -> list[Encoder]:
-    """All of ``WEIGHTS``, under names that differ."""
-    found: list[Encoder] = []
-    for weights in options.weights:
-        encoder = _encoder(options, weights)
-        alike = sum(other.name.partition(" (")[0] == encoder.name for other in found)
-        found.append(replace(encoder, name=f"{encoder.name} ({alike + 1})") if alike else encoder)
-    return found
-
-
-def _how(options: argparse.Namespace, encoder: Encoder) -> Extraction:
-    gpu = options.world.device.type == "cuda"
-    return Extraction(
-        crop="central" if options.crop == "ten" else options.crop,
-        size=options.image_size or encoder.image_size,
-        loader=options.loader or ("dali" if gpu else "torch"),
-        precision=torch.bfloat16 if options.precision == "bf16" else torch.float32,
-        batch_size=options.batch_size,
-        workers=options.workers,
-        cache=options.cache,
-        world=options.world,
-    )
-
-
-def _features(
-    options: argparse.Namespace, encoder: Encoder, splits: Splits, val_crop: str | None = None
-) -> tuple[Features, Features, Features]:
-    """Features of the three splits. ``--crop ten`` is for training images; the others are seen centrally, unless
-    ``val_crop`` says that the validation images are learned from as well."""
-    how = _how(options, encoder)
-    learning = replace(how, crop=options.crop)
-    val_how = learning if val_crop == "ten" else how
-    return (
-        features_of(encoder, splits.train, learning, "training images"),
-        features_of(encoder, splits.val, val_how, "validation images"),
-        features_of(encoder, splits.test, how, "test images"),
-    )
 
 
 def _on(features: Features, options: argparse.Namespace) -> Features:

@@ -79,9 +79,13 @@ class Consistency:
         for title, row in (("similarity", self.similarity), ("target", self.target), ("DACL", self.dacl)):
             rows.append(f"  {title:<11} " + " ".join(f"{value:6.3f}" for value in row.values()))
         hardest = sorted(self.by_op, key=lambda op: self.by_op[op])
-        rows.append("  by augmentation, least alike first: " + ", ".join(f"{op} {self.by_op[op]:.3f}" for op in hardest))
+        rows.append(
+            "  by augmentation, least alike first: " + ", ".join(f"{op} {self.by_op[op]:.3f}" for op in hardest)
+        )
         order = f"similarity rises at {self.rises} of {len(self.similarity) - 1} lengths"
-        rows.append(f"  mean DACL {dacl:.3f}; {order}; targets rise in {self.target_rises} of {self.target_checks} cases")
+        rows.append(
+            f"  mean DACL {dacl:.3f}; {order}; targets rise in {self.target_rises} of {self.target_checks} cases"
+        )
         return rows
 
 
@@ -125,7 +129,7 @@ def _checkpoint(path: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def measure(subjects: Sequence[Subject], dataset: ImageDataset, how: Extraction, seed: int = 0) -> list[Consistency]:
-    """All ``subjects`` on the same views of ``dataset``. A subject without MMNN is held against the first that there is,
+    """All ``subjects`` on the same views of ``dataset``. A subject without MMNN is held against the first there is,
     else against its constants. Changes no parameter and no buffer."""
     shared = next((s for s in subjects if s.mmnn is not None), None)
     lengths = (1,) * _SINGLES + LENGTHS[1:]

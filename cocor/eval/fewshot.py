@@ -158,7 +158,7 @@ def _task(members: list[Tensor], ways: int, shots: int, queries: int, generator:
 
 def _solve(values: Tensor, support: Tensor, queries: Tensor) -> Tensor:
     """Accuracies (T,) of T tasks: places (T, ways, shots) to learn from, (T, ways, queries) to classify."""
-    tasks, ways, shots = support.shape
+    ways, shots = support.shape[1:]
     learn = values[support.flatten(1)]  # (T, n, D)
     ask = values[queries.flatten(1)]
     kernel = learn @ learn.transpose(1, 2) + 1  # the 1: a bias, penalised as liblinear does
@@ -203,4 +203,3 @@ def logistic_regression(kernel: Tensor, signs: Tensor) -> Tensor:
         weights = weights - size[..., None] * move
         value = objective(weights)
     return weights
-

@@ -5,9 +5,11 @@ matplotlib is an extra; without it a command still gives its numbers, and says w
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 from cocor.eval.consistency import Consistency
+from cocor.eval.fewshot import ShotResult
 from cocor.eval.linear import Trial
 from cocor.eval.spectrum import Spectrum
 from cocor.panels import WIDTH, legend, panels
@@ -37,6 +39,18 @@ def draw_curve(path: Path, title: str, xlabel: str, curves: dict[str, dict[int, 
         legend(axes)
 
 
+def draw_shots(path: Path, title: str, found: Sequence[ShotResult]) -> None:
+    """Accuracy over images a class, mean and standard deviation over the draws."""
+    with panels(path, 1) as (axes,):
+        for name, pick in (("top-1", "top1"), ("mean per class", "class_mean")):
+            rows = [[100 * value for value in getattr(result, pick)] for result in found]
+            means, errors = [mean(row) for row in rows], [stdev(row) if len(row) > 1 else 0.0 for row in rows]
+            axes.errorbar([result.shots for result in found], means, errors, marker="o", capsize=4, label=name)
+        axes.set(title=title, xlabel="images a class", ylabel="accuracy (%), mean and deviation")
+        axes.set_xticks([result.shots for result in found])
+        legend(axes)
+
+
 def draw_consistency(path: Path, found: Sequence[Consistency]) -> None:
     """Similarity by length with its targets, DACL by length, and similarity by basic augmentation."""
     with panels(path, 3) as (lengths, levels, ops):
@@ -53,6 +67,7 @@ def draw_consistency(path: Path, found: Sequence[Consistency]) -> None:
             ops.barh(places, [one.by_op.get(op, 0.0) for op in order], height, color=f"C{number}", label=one.name)
         lowest = min(min(one.by_op.values()) for one in found)
         ops.set_yticks(range(len(order)), order, fontsize=8)
+        ops.locator_params(axis="x", nbins=5)
         ops.set_xlim(max(-1.0, lowest - 0.05) if lowest > 0.1 else min(0.0, lowest), 1.0)
         lengths.set(title="latent similarity", xlabel="length of the composite", ylabel="cosine similarity")
         levels.set(title="distance to the target (DACL)", xlabel="length of the composite", ylabel="mean |s - g|")
@@ -68,7 +83,7 @@ def draw_spectra(path: Path, found: Sequence[Spectrum]) -> None:
         lowest = max((one.values[0] for one in found), default=1.0) * 1e-5
         for one in found:
             label = f"{one.name}: effective rank {one.effective_rank:.0f}"
-            axes.semilogy([max(value, lowest) for value in one.values], label=label)
+            axes.semilogy([value if value > lowest else float("nan") for value in one.values], label=label)
         axes.set(title="singular values of the features", xlabel="place", ylabel="singular value (log)")
         legend(axes)
 
@@ -76,8 +91,7 @@ def draw_spectra(path: Path, found: Sequence[Spectrum]) -> None:
 def draw_table(path: Path, rows: dict[str, dict[str, float]], title: str) -> None:
     """Bars: for every data set (``rows``) the accuracy in [0, 1] of every encoder."""
     encoders = sorted({name for row in rows.values() for name in row})
-    with panels(path, 1) as (axes,):
-        axes.figure.set_figwidth(max(WIDTH, 0.9 * len(rows) * max(1, 0.5 * len(encoders))))
+    with panels(path, 1, width=max(WIDTH, 0.9 * len(rows) * max(1, 0.5 * len(encoders)))) as (axes,):
         width = 0.8 / max(1, len(encoders))
         for number, name in enumerate(encoders):
             shift = (number - (len(encoders) - 1) / 2) * width

@@ -53,7 +53,7 @@ class Retrieval:
 def retrieve(
     queries: Features, bank: Features, *, rows: int = 8, k: int = 8, seed: int = 0, device: torch.device | str = "cpu"
 ) -> Retrieval:
-    """The ``k`` bank features nearest to each query; ``rows`` of the queries, drawn by ``seed``, are kept to be shown."""
+    """The ``k`` bank features nearest to each query; ``rows`` of the queries, drawn by ``seed``, are kept to show."""
     values, places = nearest_neighbours(queries.values.to(device), bank.values.to(device), k)
     values, places = values.cpu(), places.cpu()
     labelled = (queries.labels >= 0).nonzero().flatten()

@@ -1,8 +1,8 @@
 """How many dimensions an encoder uses: the singular values of its centred features (paper, figure "post-hoc" (b)).
 
-Collapse shows as singular values that fall to nothing. Two numbers sum the curve up: the effective rank, the exponential
-of the entropy of the normalised singular values (Roy & Vetterli 2007), and how many principal components hold 90 % of
-the variance.
+Collapse shows as singular values that fall to nothing. Two numbers sum the curve up: the effective rank, which is the
+exponential of the entropy of the normalised singular values (Roy & Vetterli 2007), and how many principal components
+hold 90 % of the variance.
 """
 
 from dataclasses import dataclass

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cocor import atomic
-from cocor.eval.datasets import Splits, open_named
+from cocor.eval.datasets import Absent, Splits, open_named
 from cocor.eval.linear import LinearResult
 from cocor.eval.protocols import PROTOCOLS
 from cocor.eval.weights import Encoder
@@ -22,11 +22,12 @@ Probe = Callable[[Encoder, Splits], LinearResult]
 
 @dataclass
 class Table:
-    """Results by data set and encoder; why each of the other sets is ``missing``; departures from protocols."""
+    """Results by data set and encoder; ``absent`` sets, and why others ``failed``; departures from protocols."""
 
     encoders: list[str]
     results: dict[str, dict[str, LinearResult]] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
+    absent: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
     notes: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def accuracies(self) -> dict[str, dict[str, float]]:
@@ -49,7 +50,8 @@ class Table:
             ]
             rows.append("| mean | | " + " | ".join(f"{100 * mean:.2f}" for mean in means) + " |")
         rows += ["", *(f"- {PROTOCOLS[n].title}: {'; '.join(notes)}." for n, notes in self.notes.items() if notes)]
-        rows += [f"- {reason}." for reason in self.missing.values()]
+        rows += [f"- {PROTOCOLS[name].title} failed: {reason}." for name, reason in self.failed.items()]
+        rows += [f"- Not found: {', '.join(PROTOCOLS[name].title for name in self.absent)}."] if self.absent else []
         return "\n".join(rows).rstrip() + "\n"
 
     def csv(self) -> str:
@@ -93,14 +95,20 @@ def transfer(
         try:
             splits = open_named(name, root, cache, workers)
             row = {encoder.name: probe(encoder, splits) for encoder in encoders}
-        except UserError as error:  # absent or damaged: the other sets need not suffer
-            table.missing[name] = str(error)
+        except Absent as error:
+            table.absent.append(name)
             say(str(error))
+            continue
+        except UserError as error:  # damaged: the other sets need not suffer
+            table.failed[name] = str(error)
+            say(f"{PROTOCOLS[name].title} failed: {error}")
             continue
         table.results[name], table.notes[name] = row, splits.notes
         for encoder, result in row.items():
             say(f"{PROTOCOLS[name].title}, {encoder}: {result.lines()[0]}")
         after_each(table)
+    if table.results:
+        after_each(table)  # with the last sets that were not there
     if not table.results:
         raise UserError(f"--root {root}: none of the {len(names)} data sets is usable there: {', '.join(names)}")
     return table

@@ -1,0 +1,85 @@
+"""From the flags of ``cocor-eval`` to what its commands work on: encoders, data sets, features."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from cocor.cli import nearest
+from cocor.eval.datasets import Splits, open_named, open_splits
+from cocor.eval.features import Extraction, Features, features_of
+from cocor.eval.protocols import PROTOCOLS
+from cocor.eval.weights import Encoder, load_encoder
+from loaders.dataset import ImageDataset, open_folder
+from loaders.errors import UserError
+
+
+def chosen_splits(options: argparse.Namespace) -> Splits:
+    """What ``--data`` or ``--dataset`` and ``--root`` name."""
+    if (options.data is None) == (options.dataset is None):
+        raise UserError("name the images: --data DIR, or --dataset NAME --root DIR")
+    if options.data is not None:
+        return open_splits(options.data, options.workers)
+    if options.dataset not in PROTOCOLS:
+        raise UserError(f"--dataset {options.dataset}: no such set{nearest(options.dataset, PROTOCOLS)}")
+    if options.root is None:
+        raise UserError(f"--root: name the folder that {options.dataset} lies in")
+    return open_named(options.dataset, options.root, options.cache, options.workers)
+
+
+def images_to_look_at(options: argparse.Namespace) -> ImageDataset:
+    """Images to look at without learning: the test split, or the folder itself if it holds no splits."""
+    if options.data is not None and options.dataset is None and options.data.is_dir():
+        inside = {path.name for path in options.data.iterdir()}
+        if not inside & {"train", "training", "trn"}:
+            return open_folder(options.data, workers=options.workers)
+    return chosen_splits(options).test
+
+
+def chosen_encoder(options: argparse.Namespace, weights: str) -> Encoder:
+    found = load_encoder(weights, which=options.which, architecture=options.backbone, stem=options.stem)
+    if options.world.main:
+        print(found.describe())
+    return found
+
+
+def chosen_encoders(options: argparse.Namespace) -> list[Encoder]:
+    """All of ``WEIGHTS``, under names that differ."""
+    found = [chosen_encoder(options, weights) for weights in options.weights]
+    names = distinct([encoder.name for encoder in found])
+    return [replace(encoder, name=name) for encoder, name in zip(found, names, strict=True)]
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """Every second and later use of a name gets a number."""
+    return [f"{name} ({names[:at].count(name) + 1})" if name in names[:at] else name for at, name in enumerate(names)]
+
+
+def extraction(options: argparse.Namespace, encoder: Encoder) -> Extraction:
+    gpu = options.world.device.type == "cuda"
+    return Extraction(
+        crop="central" if options.crop == "ten" else options.crop,
+        size=options.image_size or encoder.image_size,
+        loader=options.loader or ("dali" if gpu else "torch"),
+        precision=torch.bfloat16 if options.precision == "bf16" else torch.float32,
+        batch_size=options.batch_size,
+        workers=options.workers,
+        cache=options.cache,
+        world=options.world,
+    )
+
+
+def features_of_splits(
+    options: argparse.Namespace, encoder: Encoder, splits: Splits, val_crop: str | None = None
+) -> tuple[Features, Features, Features]:
+    """Features of the three splits. ``--crop ten`` is for training images; the others are seen centrally, unless
+    ``val_crop`` says that the validation images are learned from as well."""
+    looking = extraction(options, encoder)
+    learning = replace(looking, crop=options.crop)
+    val_how = learning if val_crop == "ten" else looking
+    return (
+        features_of(encoder, splits.train, learning, "training images"),
+        features_of(encoder, splits.val, val_how, "validation images"),
+        features_of(encoder, splits.test, looking, "test images"),
+    )

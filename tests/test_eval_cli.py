@@ -1,0 +1,153 @@
+"""The commands from end to end on a few photographs; every mistake is one line and exit code 2."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from cocor.eval.cli import chosen_datasets, main
+from cocor.eval.protocols import TRANSFER
+from loaders.errors import UserError
+
+WEIGHTS = "random:resnet18"
+
+
+@pytest.fixture(scope="module")
+def data(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """root/pets/{train,test}/CLASS/...: 16 and 8 images of 4 classes."""
+    root = tmp_path_factory.mktemp("sets")
+    for folder in sorted(path for path in photo_folder.iterdir() if path.is_dir()):
+        for number, file in enumerate(sorted(folder.iterdir())):
+            target = root / "pets" / ("train" if number < 4 else "test") / folder.name
+            target.mkdir(parents=True, exist_ok=True)
+            (target / file.name).write_bytes(file.read_bytes())
+    return root
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def call(command: str, cache: Path, output: Path, *flags: str, weights: tuple[str, ...] = (WEIGHTS,)) -> int:
+    usual = ["--gpu", "no", "--workers", "0", "--image-size", "32", "--cache", str(cache), "--output", str(output)]
+    return main([command, *weights, *usual, *flags])
+
+
+def kept(folder: Path, name: str) -> dict:
+    """The numbers of a command, once its picture is seen to be one."""
+    assert Image.open(folder / f"{name}.png").width > 400
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def test_linear_knn_fewshot_and_retrieval(
+    data: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = ("--data", str(data / "pets"))
+    assert call("linear", cache, tmp_path, *here, "--against-sklearn") == 0
+    found = kept(tmp_path, "linear")
+    assert found["result"]["classes"] == 4 and len(found["result"]["trials"]) == 45
+    assert abs(found["against_sklearn"]["difference_per_image"]) < 1e-4
+    assert call("linear", cache, tmp_path, *here, "--probe", "moco", "--crop", "ten") == 0
+    assert json.loads((tmp_path / "linear_moco.json").read_text())["result"]["train"] == 12 * 10 + 4
+    assert call("knn", cache, tmp_path, *here, "--k", "1", "3") == 0
+    assert [row["k"] for row in kept(tmp_path, "knn")["result"]] == [1, 3]
+    assert call("knn", cache, tmp_path, "--data", str(data / "pets" / "test"), "--leave-one-out") == 0
+    assert call("fewshot", cache, tmp_path, *here, "--shots", "2", "--tasks", "0", "--seeds", "2") == 0
+    assert len(kept(tmp_path, "fewshot")["shots"][0]["top1"]) == 2
+    assert call("retrieval", cache, tmp_path, *here, "--queries", "2", "--neighbours", "3") == 0
+    assert len(kept(tmp_path, "retrieval")["result"]["rows"][0]["neighbours"]) == 3
+    text = capsys.readouterr().out
+    assert "mean per class" in text and "scikit-learn" in text
+
+
+def test_spectrum_and_consistency_show_several_encoders(data: Path, cache: Path, tmp_path: Path) -> None:
+    here, two = ("--data", str(data / "pets")), (WEIGHTS, WEIGHTS)
+    assert call("spectrum", cache, tmp_path, *here, weights=two) == 0
+    assert [row["name"] for row in kept(tmp_path, "spectrum")["result"]] == [WEIGHTS, f"{WEIGHTS} (2)"]
+    assert call("consistency", cache, tmp_path, *here, "--images", "4", weights=two) == 0
+    first, second = kept(tmp_path, "consistency")["result"]
+    assert first["similarity"] == second["similarity"] and first["images"] == 4
+
+
+def test_transfer_makes_the_table_of_what_is_there(
+    data: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("transfer", cache, tmp_path, "--datasets", "all", "--root", str(data)) == 0
+    rows = (tmp_path / "transfer.csv").read_text().splitlines()
+    assert len(rows) == 2 and rows[1].startswith(f"pets,{WEIGHTS},class-mean,")
+    table = (tmp_path / "transfer.md").read_text()
+    assert "| Oxford-IIIT Pets | class-mean |" in table and "- Not found: CIFAR-10, CIFAR-100, " in table
+    assert "Food-101: not found" in capsys.readouterr().out
+    assert Image.open(tmp_path / "transfer.png").width > 400
+    assert call("transfer", cache, tmp_path, "--datasets", "food101", "--root", str(data)) == 2
+
+
+def test_datasets_are_chosen_by_name() -> None:
+    assert chosen_datasets(["all"]) == list(TRANSFER) and chosen_datasets(["pets,cars", "pets"]) == ["pets", "cars"]
+    with pytest.raises(UserError, match="did you mean food101"):
+        chosen_datasets(["food11"])
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "message"),
+    [
+        ("linear", ["--data", "nowhere"], "nowhere: no such folder"),
+        ("linear", ["--data", "DATA"], "no train folder"),
+        ("linear", ["--data", "ONE"], "1 class"),
+        ("linear", [], "--data DIR"),
+        ("linear", ["--dataset", "petz", "--root", "DATA"], "did you mean pets"),
+        ("linear", ["--dataset", "cars", "--root", "DATA"], "not found; looked for"),
+        ("linear", ["--dataset", "pets"], "--root"),
+        ("knn", ["--data", "DATA/pets", "--k", "17"], "--k 17: the bank holds 16"),
+        ("knn", ["--data", "DATA/pets", "--k", "0"], "--k: 0 is not a whole number"),
+        ("fewshot", ["--data", "DATA/pets", "--shots", "9"], "--shots 9"),
+        ("retrieval", ["--data", "DATA/pets", "--neighbours", "99"], "--neighbours 99"),
+        ("transfer", ["--root", "nowhere"], "--root nowhere"),
+        ("linear", ["--data", "DATA/pets", "--gpu", "maybe"], "invalid choice"),
+    ],
+)
+def test_mistakes_are_one_line(
+    command: str, flags: list[str], message: str, data: Path, cache: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    one = tmp_path / "one"
+    for split in ("train", "test"):
+        (one / split / "only").mkdir(parents=True)
+        for number in range(4):
+            Image.new("RGB", (40, 40), (60 * number, 0, 0)).save(one / split / "only" / f"{number}.png")
+    flags = [flag.replace("DATA", str(data)).replace("ONE", str(one)) for flag in flags]
+    assert call(command, cache, tmp_path, *flags) == 2
+    error = capsys.readouterr().err
+    last = error.splitlines()[-1]
+    assert last.startswith("cocor-eval: error: ") and message in last
+
+
+def test_weights_without_an_encoder_are_one_line(data: Path, cache: Path, tmp_path: Path) -> None:
+    assert call("linear", cache, tmp_path, "--data", str(data / "pets"), weights=(str(tmp_path / "none.pth"),)) == 2
+
+
+def test_two_ranks_give_the_result_of_one(data: Path, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    here = ["knn", WEIGHTS, "--data", str(data / "pets"), "--gpu", "no", "--workers", "0", "--image-size", "32"]
+    here += ["--batch-size", "5", "--k", "1", "3"]
+    assert main([*here, "--cache", str(tmp_path / "c1"), "--output", str(tmp_path / "one")]) == 0
+    ranks = []
+    for rank in ("0", "1"):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(Path(__file__).parents[1])}
+        output = ["--cache", str(tmp_path / "c2"), "--output", str(tmp_path / "two")]
+        ranks.append(subprocess.Popen([sys.executable, "-m", "cocor.eval.cli", *here, *output], env=os.environ | place))
+    assert [process.wait(100) for process in ranks] == [0, 0]
+    assert (tmp_path / "two" / "knn.json").read_text() == (tmp_path / "one" / "knn.json").read_text()
+    first, second = (
+        {path.name: path.read_bytes() for path in (tmp_path / folder).glob("*.safetensors")} for folder in ("c1", "c2")
+    )
+    assert len(first) == 3 and first == second
