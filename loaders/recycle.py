@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_KEPT = 4  # free blocks
+_KEPT = 8  # free blocks: what a loader has in its queues at once
 
 
 class Recycler:
