@@ -8,6 +8,7 @@ from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
 from cocor.eval.features import Features
+from cocor.eval.lbfgs import Memory
 from cocor.eval.linear import PENALTIES, class_mean, linear_probe, top1
 from cocor.eval.sgd_probe import RECIPES, Settings, sgd_probe
 from cocor.eval.softmax import SoftmaxRegression
@@ -25,6 +26,26 @@ def test_it_reaches_scikit_learns_minimum(penalty: float) -> None:
     assert fit.converged and abs(fit.loss - theirs) <= 1e-4 * max(1.0, theirs)
     assert fit.loss <= theirs * (1 + 1e-9) + 1e-9
     torch.testing.assert_close(fit.loss, problem.objective(fit.weights, penalty), rtol=1e-10, atol=1e-9)
+
+
+def test_the_compact_memory_is_the_bfgs_update() -> None:
+    """Against the update of the dense inverse Hessian, scaled by the newest pair, the oldest pairs forgotten."""
+    generator = torch.Generator().manual_seed(0)
+    root = torch.randn(8, 8, generator=generator, dtype=torch.float64)
+    hessian = root @ root.T + torch.eye(8)
+    steps = torch.randn(7, 8, generator=generator, dtype=torch.float64)
+    memory = Memory(4, 8, steps)
+    for step in steps:
+        memory.add(step, hessian @ step)
+    memory.add(steps[0], -steps[0])  # useless: negative curvature
+    newest = steps[-1]
+    inverse = torch.eye(8).double() * (newest @ hessian @ newest) / (hessian @ newest).square().sum()
+    for step in steps[-4:]:
+        change = hessian @ step
+        left = torch.eye(8) - torch.outer(step, change) / (step @ change)
+        inverse = left @ inverse @ left.T + torch.outer(step, step) / (step @ change)
+    gradient = torch.randn(8, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close(memory.times(gradient), inverse @ gradient, rtol=1e-9, atol=1e-9)
 
 
 def test_float32_comes_close_to_float64() -> None:

@@ -22,6 +22,7 @@ from cocor.eval.softmax import Fit, SoftmaxRegression
 from loaders.errors import UserError
 
 PENALTIES: tuple[float, ...] = tuple(torch.logspace(-6, 5, 45, dtype=torch.float64).tolist())
+_SEARCH_TOLERANCE = 1e-5  # of the gradient, while choosing; the refit goes ten times further
 _MOST_DOUBLES = 2**28  # feature values that are solved in float64; more of them in float32
 
 
@@ -133,6 +134,7 @@ def linear_probe(
         if val is not None:
             trials, start = _search(problem, place(val), val.labels, penalties, metric, iterations)
             penalty, everything = _best(trials, metric).penalty, joined(train, val.flat())
+            del problem  # two copies of all features would not always fit
             problem = SoftmaxRegression(place(everything), everything.labels, classes)
         fit = problem.fit(penalty, start, iterations=iterations)
         predicted = _predict(place(test), fit)
@@ -169,7 +171,7 @@ def _search(
     weights: Tensor | None = None
     best_weights = problem.start()
     for penalty in penalties:
-        fit = problem.fit(penalty, weights, iterations=iterations)
+        fit = problem.fit(penalty, weights, iterations=iterations, tolerance=_SEARCH_TOLERANCE)
         weights = fit.weights
         predicted = _predict(val, fit)
         scores = top1(predicted, labels), class_mean(predicted, labels)

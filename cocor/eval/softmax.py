@@ -10,13 +10,14 @@ scikit-learn's LogisticRegression minimises the same with ``C = 1 / (2 w)``, a c
 ``fit_intercept=False`` (it never penalises its own intercept).
 """
 
-from collections import deque
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-_MEMORY = 20  # pairs that approximate the Hessian
+from cocor.eval.lbfgs import Memory
+
+_MEMORY = 50  # pairs that approximate the Hessian
 _FLAT = 1e-12  # relative decrease of the objective that counts as none
 _FLAT_STEPS = 3
 _NEWTON_STEPS = 30
@@ -60,13 +61,13 @@ class SoftmaxRegression:
         logits = self.inputs @ weights
         loss = self._loss(logits, weights, penalty)
         gradient = self._gradient(logits, weights, penalty)
-        history: deque[tuple[Tensor, Tensor, Tensor]] = deque(maxlen=_MEMORY)
+        memory = Memory(_MEMORY, weights.numel(), weights)
         flat = done = 0
         norm = gradient.norm().item()
         while norm > tolerance * self._scale and flat < _FLAT_STEPS and done < iterations:
-            direction = _direction(gradient, history)
+            direction = -memory.times(gradient.flatten()).view_as(gradient)
             if not (gradient * direction).sum() < 0:  # only by rounding: start the memory anew
-                history.clear()
+                memory.clear()
                 direction = -gradient
             pull = self.inputs @ direction
             step = self._line_search(logits, pull, weights, direction, penalty)
@@ -75,7 +76,7 @@ class SoftmaxRegression:
             logits = self.inputs @ weights if done % 50 == 49 else logits + step * pull
             new_loss = self._loss(logits, weights, penalty)
             new_gradient = self._gradient(logits, weights, penalty)
-            _remember(history, step * direction, new_gradient - gradient)
+            memory.add((step * direction).flatten(), (new_gradient - gradient).flatten())
             flat = flat + 1 if (loss - new_loss) <= _FLAT * loss.abs() else 0
             loss, gradient, norm, done = new_loss, new_gradient, new_gradient.norm().item(), done + 1
         converged = norm <= tolerance * self._scale or flat >= _FLAT_STEPS
@@ -120,25 +121,3 @@ class SoftmaxRegression:
             outside = not low < newton < high
             step = newton if not outside else (2 * max(at, 1.0) if high == float("inf") else (low + high) / 2)
         return logits.new_tensor(step)
-
-
-def _direction(gradient: Tensor, history: deque[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
-    """Minus the approximate inverse Hessian times the gradient (Nocedal & Wright, algorithm 7.4)."""
-    result = -gradient
-    factors = []
-    for move, change, share in reversed(history):
-        factor = share * (move * result).sum()
-        result = result - factor * change
-        factors.append(factor)
-    if history:
-        move, change, share = history[-1]
-        result = result / (share * change.square().sum())
-    for (move, change, share), factor in zip(history, reversed(factors), strict=True):
-        result = result + move * (factor - share * (change * result).sum())
-    return result
-
-
-def _remember(history: deque[tuple[Tensor, Tensor, Tensor]], move: Tensor, change: Tensor) -> None:
-    product = (move * change).sum()
-    if product > 0:  # false only by rounding, the problem being convex
-        history.append((move, change, 1 / product))
