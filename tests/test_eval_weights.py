@@ -108,10 +108,12 @@ def test_architectures_are_seen_from_shapes(name: str, tmp_path: Path) -> None:
 
 def test_transformers_load_by_name(tmp_path: Path) -> None:
     model = timm.create_model("vit_tiny_patch16_224", num_classes=0)
-    torch.save({"teacher": prefixed(model.state_dict(), "backbone.")}["teacher"], tmp_path / "vit.pth")
+    state = prefixed(model.state_dict(), "module.backbone.")
+    torch.save({"student": other(state), "teacher": state, "epoch": 3}, tmp_path / "vit.pth")
     with pytest.raises(UserError, match="--backbone"):
         load_encoder(tmp_path / "vit.pth")
-    assert load_encoder(tmp_path / "vit.pth", architecture="vit_tiny_patch16_224").digest == digest(model)
+    encoder = load_encoder(tmp_path / "vit.pth", which="ema", architecture="vit_tiny_patch16_224")
+    assert encoder.digest == digest(model)
 
 
 def test_a_half_fitting_file_is_refused_with_counts_and_names(reference: nn.Module, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ _ONLINE = (
     ("online_network.encoder.", "BYOL"),
     ("online_network.", "BYOL"),
     ("student_backbone.", "lightly"),
+    ("student.backbone.", "DINO"),
     ("backbone.", "cocor, solo-learn, lightly, INTL or AugSelf"),
     ("encoder.", "SimSiam, SupCon or solo-learn"),
     ("base_model.model.trunk._feature_blocks.", "VISSL"),
@@ -48,6 +49,7 @@ _EMA = (
     ("momentum_encoder.", "solo-learn or MoCo v3"),
     ("backbone_momentum.", "lightly"),
     ("teacher_backbone.", "lightly"),
+    ("teacher.backbone.", "DINO"),
 )
 _HEAD = re.compile(r"(fc|head|classifier|linear|last_linear|projector|projection\w*|predict\w*|mlp)(\.|\d)")
 
