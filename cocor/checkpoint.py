@@ -31,8 +31,9 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 _log = logging.getLogger(__name__)
 
 
-def save(folder: Path, state: Mapping[str, Any], *, keep: int) -> Path:
-    """Write ``state``, whose ``"step"`` counts the finished steps, and keep no more than ``keep`` files up to it.
+def save(folder: Path, state: Mapping[str, Any], *, keep: int, milestones: int = 0) -> Path:
+    """Write ``state``, whose ``"step"`` counts the finished steps, and keep no more than ``keep`` files up to it, and
+    besides these all whose step is a multiple of ``milestones``.
 
     Tensors are copied to the CPU; wrappers' prefixes (``module.``, ``_orig_mod.``) leave the keys.
 
@@ -50,7 +51,8 @@ def save(folder: Path, state: Mapping[str, Any], *, keep: int) -> Path:
         stale.unlink()
     # Later steps are damaged or of another run's making: not counted, not touched.
     for old in [other for other in _listed(folder) if _step(other) <= _step(path)][keep:]:
-        old.unlink()
+        if not milestones or _step(old) % milestones:
+            old.unlink()
     return path
 
 
@@ -131,7 +133,8 @@ def find(resume: str, output: Path) -> tuple[Path, dict[str, Any]] | None:
 
 def compare(state: Mapping[str, Any], config: Config, digest: str) -> list[str]:
     """How the run that wrote ``state`` differs from the one that ``config`` and the data set's ``digest`` describe, in
-    what enters the arithmetic of its steps: one text a difference, empty if it can go on as if never interrupted."""
+    what enters the arithmetic of its steps: one text a difference, empty if it can go on as if never interrupted. Other
+    images are none with ``--force-data``."""
     saved, now = state["config"], config.to_dict()
     default = Config().to_dict()
     differences = [
@@ -139,8 +142,9 @@ def compare(state: Mapping[str, Any], config: Config, digest: str) -> list[str]:
         for key in now
         if key not in FREE_TO_CHANGE and saved.get(key, default.get(key)) != now[key]
     ]
-    if state["dataset"] != digest:
-        differences.append(f"data: other images, digest {state['dataset'][:12]} in the checkpoint, {digest[:12]} now")
+    if state["dataset"] != digest and not config.force_data:
+        changed = f"data: other images, digest {state['dataset'][:12]} in the checkpoint, {digest[:12]} now"
+        differences.append(f"{changed}; --force-data goes on with them")
     return differences
 
 

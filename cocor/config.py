@@ -40,6 +40,8 @@ class Config:
     output: Path = option(Path("runs/moco"), "folder of the run")
     overwrite: bool = option(False, "empty the output folder first")
     resume: str | None = option(None, "checkpoint to go on from; bare or `auto`: the newest in --output", bare="auto")
+    force_data: bool = option(False, "resume although the images are not those of the checkpoint")
+    force_ranks: bool = option(False, "resume on another number of GPUs although BatchNorm then sees other batches")
     init: Path | None = option(None, "weights to start from: a checkpoint or a backbone.safetensors")
 
     # Model and optimisation
@@ -99,6 +101,7 @@ class Config:
 
     # Machine
     gpus: int | None = option(None, "GPUs of this machine to use; 0: none, train on the CPU", low=0)
+    max_restarts: int = option(0, "times that --gpus N starts all ranks again after one has died", low=0)
     cpu_ranks: int = option(1, "processes to train with when there is no GPU (--gpus 0)", low=1)
     precision: Literal["bf16", "fp32"] | None = option(None, "arithmetic of the networks")
     workers: int = option(0, "CPU threads of a GPU's loader; 0: its share of the CPUs", low=0)
@@ -107,9 +110,12 @@ class Config:
 
     # Reports and checkpoints
     log_every: int = option(50, "steps between two log lines", low=1)
+    on_nan: Literal["stop", "skip"] = option("stop", "what to do about a step whose loss is no number")
+    log_samples: bool = option(False, "record the samples of every step in metrics.jsonl")
     checkpoint_every_epochs: int = option(1, "epochs between two checkpoints", low=1)
     checkpoint_every_minutes: float = option(30.0, "minutes between two checkpoints within an epoch; 0: none", low=0)
     keep_checkpoints: int = option(3, "newest checkpoints to keep", low=1)
+    keep_every_epochs: int = option(0, "epochs between two checkpoints that are kept for good; 0: none", low=0)
     knn_every: int = option(5, "epochs between two k-NN measurements on --val-data; 0: none", low=0)
     knn_k: int = option(200, "neighbours that vote", low=1)
     knn_temperature: float = option(0.07, "temperature of their weights", low=1e-3)
@@ -121,7 +127,7 @@ class Config:
 
     def save(self, path: Path, header: str = "") -> None:
         """Write a file that ``--config`` reads back; ``header`` becomes comment lines. What only concerns one start
-        (resume, overwrite, dry_run) is left out."""
+        (such as resume and overwrite) is left out."""
         values = {key: value for key, value in self.to_dict().items() if key not in ONE_START}
         comment = "".join(f"# {line}\n" for line in header.splitlines())
         atomic.write_text(path, comment + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
@@ -151,13 +157,14 @@ _NOTES = {  # shown in the help in place of a default
     "precision": "default: bf16 on GPUs, fp32 on the CPU",
 }
 
-ONE_START = frozenset({"resume", "overwrite", "dry_run"})
+ONE_START = frozenset({"resume", "overwrite", "dry_run", "force_data", "force_ranks"})
 
 # A run may change these when it resumes: they do not enter the arithmetic of its steps.
 FREE_TO_CHANGE = ONE_START | {
     *("data", "val_data", "labels", "label_split", "loader", "on_error", "output", "init"),
-    *("gpus", "cpu_ranks", "workers", "hw_decoder_load", "log_every", "checkpoint_every_epochs"),
-    *("checkpoint_every_minutes", "keep_checkpoints", "knn_every", "knn_k", "knn_temperature"),
+    *("gpus", "max_restarts", "cpu_ranks", "workers", "hw_decoder_load"),
+    *("log_every", "on_nan", "log_samples", "checkpoint_every_epochs", "checkpoint_every_minutes"),
+    *("keep_checkpoints", "keep_every_epochs", "knn_every", "knn_k", "knn_temperature"),
 }
 
 _DESCRIPTION = "Pre-train an image encoder with CoCor. A flag overrides --config, which overrides the defaults."

@@ -9,6 +9,7 @@ mean and passes the gradient to its own share, and :func:`reduce_gradients` comp
 
 import os
 import re
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +24,7 @@ from loaders.errors import UserError
 # Long enough for one rank to write a checkpoint to slow storage while the others wait.
 _TIMEOUT = timedelta(minutes=10)
 _BUCKET_BYTES = 64 * 2**20
+_VOTES_UNDER_WAY = 4  # steps that the host may run ahead of the GPU
 
 # Renamed in PyTorch 2.14, which warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -193,13 +195,46 @@ def broadcast_parameters(module: nn.Module) -> None:
         tensor.copy_(whole)
 
 
-def any_rank(flag: bool, device: torch.device) -> bool:
-    """Whether ``flag`` holds on at least one rank; every rank gets the same answer (and waits for it)."""
-    if _ranks() == 1:
-        return flag
-    votes = torch.tensor(float(flag), device=device)
-    dist.all_reduce(votes, dist.ReduceOp.MAX)
-    return bool(votes.item())
+class Votes:
+    """The largest of all ranks' numbers, asked in every step without making anybody wait.
+
+    Every rank calls this in the same steps. On the CPU the answer is about what was just cast. On GPUs, where it would
+    make the host wait for the device, it is about what was cast ``_VOTES_UNDER_WAY`` calls earlier, and zeros before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._late = _VOTES_UNDER_WAY if device.type == "cuda" and _ranks() > 1 else 0
+        self._under_way: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+
+    def __call__(self, *numbers: int) -> tuple[int, ...]:
+        """Cast ``numbers``, of the same count in each call; returns the largest of each over all ranks."""
+        if not self._late:
+            return self.now(*numbers)
+        votes = torch.tensor(numbers, dtype=torch.float32).pin_memory().to(self._device, non_blocking=True)
+        dist.all_reduce(votes, dist.ReduceOp.MAX)
+        here, done = torch.empty(len(numbers), pin_memory=True), torch.cuda.Event()
+        here.copy_(votes, non_blocking=True)
+        done.record()
+        self._under_way.append((here, done))
+        if len(self._under_way) <= self._late:
+            return (0,) * len(numbers)
+        here, done = self._under_way.popleft()
+        done.synchronize()
+        return tuple(int(number) for number in here.tolist())
+
+    def now(self, *numbers: int) -> tuple[int, ...]:
+        """The same about ``numbers``, waiting for it; drops what is under way."""
+        self.forget()
+        if _ranks() == 1:
+            return numbers
+        votes = torch.tensor(numbers, dtype=torch.float32, device=self._device)
+        dist.all_reduce(votes, dist.ReduceOp.MAX)
+        return tuple(int(number) for number in votes.tolist())
+
+    def forget(self) -> None:
+        """Drop what is under way; on all ranks at the same step."""
+        self._under_way.clear()
 
 
 def barrier() -> None:

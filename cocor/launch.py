@@ -4,9 +4,12 @@
     torchrun / srun       ->  run()  ->  this process is a rank already: work at once
 
 A rank that fails writes its error to a file instead of the shared terminal. The launcher then stops the other ranks,
-shows the *first* failure only, and leaves with that rank's exit code: 2 for a user's mistake, 1 for a bug.
+shows the *first* failure only, and leaves with that rank's exit code: 2 for a user's mistake, 1 for a bug. Signals to
+the launcher reach all ranks (:mod:`cocor.stop`). With ``--max-restarts`` ranks that died are started again, all of
+them, and go on from the last checkpoint, as they do when torchrun restarts them. No rank outlives its launcher.
 """
 
+import ctypes
 import json
 import logging
 import os
@@ -16,17 +19,20 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cocor import stop
 from cocor.config import Config, check_ranks
 from loaders.errors import UserError
 
-USER_ERROR = 2  # exit codes
-INTERRUPTED = 130
+USER_ERROR = 2  # exit code
 
-_LAUNCHED = "COCOR_LAUNCHED"  # set for ranks that this module starts
+_LAUNCHED = "COCOR_LAUNCHED"  # the launcher's process number, set for ranks that this module starts
+_STARTED = "COCOR_STARTED"  # when it began
+_RESTARTS = "COCOR_RESTARTS"  # how often it has started them again
 _MOST_WORKERS = 16
 _SUDDEN_ENDS = {
     signal.SIGKILL: "SIGKILL: killed by hand or for lack of memory",
@@ -42,6 +48,11 @@ class RanksFailed(Exception):
         super().__init__(message)
         self.code = code
 
+    @property
+    def may_pass(self) -> bool:
+        """Whether another start may end better: not after a user's mistake, nor where a signal asked for it."""
+        return self.code not in (USER_ERROR, stop.STOPPED, stop.INTERRUPTED)
+
 
 def command(name: str, body: Callable[[], None]) -> int:
     """Run a console command's body and return its exit code. A user's mistake becomes one line on stderr."""
@@ -53,8 +64,10 @@ def command(name: str, body: Callable[[], None]) -> int:
     except RanksFailed as error:
         print(error, file=sys.stderr)
         return error.code
+    except stop.Stopped as ended:
+        return _fail(f"{name}: {ended}", ended.code)
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return stop.INTERRUPTED
     except Exception:
         if _LAUNCHED not in os.environ:
             raise
@@ -73,14 +86,39 @@ def run(config: Config, argv: Sequence[str], work: Callable[[Config, Any], None]
     """
     from cocor import distributed
 
+    if distributed.place() is not None:
+        _die_with_launcher()
     config = settle(config)
     ranks = config.gpus or config.cpu_ranks
     if ranks > 1 and distributed.place() is None:
-        return _launch(ranks, [module, *argv])
+        return _launch(ranks, [module, *argv], config.max_restarts)
     world = distributed.init(use_gpu=bool(config.gpus))
-    work(config, world)
+    with stop.obeyed():
+        work(_going_on(config), world)
     distributed.shutdown()  # not after an error: it would wait for the other ranks
     return None
+
+
+def _going_on(config: Config) -> Config:
+    """``config``, which resumes if this rank was restarted after a failure: by the launcher here, or by torchrun."""
+    count = int(os.environ.get(_RESTARTS) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    file = config.output / "config.yaml"
+    if not count or not file.is_file():
+        return config
+    if config.overwrite and file.stat().st_mtime < float(os.environ.get(_STARTED, "0")):
+        return config  # the first start did not come to overwrite what is there
+    elsewhere = config.resume not in (None, "auto")
+    if elsewhere and not any((config.output / "checkpoints").glob("step_*.pt")):
+        return replace(config, overwrite=True)  # it did not come to save anything of its own
+    return replace(config, resume="auto", overwrite=False)
+
+
+def _die_with_launcher() -> None:
+    """Ask the system to kill this rank when its launcher is gone: it would train on, beside the next one."""
+    if sys.platform == "linux" and (_LAUNCHED in os.environ or "TORCHELASTIC_RUN_ID" in os.environ):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.environ.get(_LAUNCHED, str(os.getppid())) != str(os.getppid()):  # gone already
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def settle(config: Config) -> Config:
@@ -121,13 +159,26 @@ def usable_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _launch(ranks: int, module_and_arguments: list[str]) -> None:
+def _launch(ranks: int, module_and_arguments: list[str], max_restarts: int) -> None:
+    os.environ |= {_LAUNCHED: str(os.getpid()), _STARTED: str(time.time())}
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cpus() // ranks)))
+    for restarts in range(max_restarts + 1):
+        os.environ[_RESTARTS] = str(restarts)
+        try:
+            _start(ranks, module_and_arguments)
+            return
+        except RanksFailed as failure:
+            if restarts == max_restarts or not failure.may_pass:
+                raise
+            print(f"{failure}\nstarting all ranks again ({restarts + 1} of {max_restarts})", file=sys.stderr)
+
+
+def _start(ranks: int, module_and_arguments: list[str]) -> None:
+    """Start the ranks and wait for them. Raises RanksFailed."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    os.environ[_LAUNCHED] = "1"
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cpus() // ranks)))
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # failures are reported here, once
     with tempfile.TemporaryDirectory(prefix="cocor-launch-") as folder:
@@ -142,18 +193,32 @@ def _launch(ranks: int, module_and_arguments: list[str]) -> None:
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
+        forwarded = [number.name for number in stop.SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        settings.signals_to_handle = ",".join(forwarded)
         try:
             elastic_launch(settings, sys.executable)("-m", *module_and_arguments)
         except ChildFailedError as error:
             raise _first_failure(Path(folder), error) from None
         except SignalException as error:
-            raise RanksFailed(f"stopped by {error.sigval.name}", 128 + error.sigval) from None
+            report = _first_report(Path(folder))
+            if report is not None and report["code"] in (stop.STOPPED, stop.INTERRUPTED):
+                raise RanksFailed(report["message"], report["code"]) from None
+            name = error.sigval.name
+            raise RanksFailed(f"stopped by {name} before the step's end", 128 + error.sigval) from None
+
+
+def _first_report(folder: Path) -> dict[str, Any] | None:
+    """What the rank that failed first has to say."""
+    reports = []
+    for path in folder.rglob("error.json"):
+        with suppress(ValueError):  # killed while writing
+            reports.append(json.loads(path.read_text()))
+    return min(reports, key=lambda report: report["time"], default=None)
 
 
 def _first_failure(folder: Path, error: Any) -> RanksFailed:
     """Of all failed ranks the one that failed first; the others mostly complain that it is gone."""
-    reports = [json.loads(path.read_text()) for path in folder.rglob("error.json")]
-    first = min(reports, key=lambda report: report["time"], default=None)
+    first = _first_report(folder)
     for rank, failure in error.failures.items():
         hint = _SUDDEN_ENDS.get(-failure.exitcode)
         # The launcher itself kills ranks that outlive the first failure by half a minute.
@@ -170,7 +235,8 @@ def _fail(message: str, code: int) -> int:
     """Tell the user, or in a launched rank the launcher, what happened."""
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if _LAUNCHED in os.environ and report:
-        rank = "" if code == USER_ERROR else f"rank {os.environ.get('RANK')} failed\n"
+        expected = code in (USER_ERROR, stop.STOPPED, stop.INTERRUPTED)
+        rank = "" if expected else f"rank {os.environ.get('RANK')} failed\n"
         content = {"message": rank + message, "code": code, "time": time.time(), "timestamp": int(time.time())}
         Path(report).write_text(json.dumps(content))
     else:

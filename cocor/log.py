@@ -6,13 +6,16 @@ with one transfer, so logging never makes the GPU wait. Only the main rank write
     metrics.jsonl   one JSON object a line: {"kind": "train", "step": 100, "loss": ..., "images_per_s": ..., ...}
 """
 
+import errno
 import json
 import logging
 import math
+import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,7 +43,7 @@ def set_up_logging(world: World, file: Path | None = None) -> None:
     if world.main:
         console.setFormatter(logging.Formatter("%(message)s"))
         if file is not None:
-            handlers.append(logging.FileHandler(file, encoding="utf-8", errors="backslashreplace"))
+            handlers.append(_File(file, encoding="utf-8", errors="backslashreplace"))
             handlers[-1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     else:
         console.setLevel(logging.WARNING)
@@ -64,6 +67,17 @@ class _Console(logging.Handler):
             tqdm.write(text, file=sys.stderr)
 
 
+class _File(logging.FileHandler):
+    """A full disk costs lines of the log, not the run."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
 class RunLog:
     """Metrics of a run: averages, speed, the share of time spent waiting for data, time left.
 
@@ -74,10 +88,19 @@ class RunLog:
     Args:
         folder: the run folder; its metrics.jsonl is cut back to ``start_step``, so a resumed run doubles no line.
         batch_size: images a step over all ranks.
+        again: kinds of lines that are to come again for ``start_step``; all for step 0.
     """
 
     def __init__(
-        self, folder: Path, world: World, *, batch_size: int, total_steps: int, log_every: int, start_step: int = 0
+        self,
+        folder: Path,
+        world: World,
+        *,
+        batch_size: int,
+        total_steps: int,
+        log_every: int,
+        start_step: int = 0,
+        again: Collection[str] = (),
     ) -> None:
         self.world, self.batch_size, self.total_steps, self.log_every = world, batch_size, total_steps, log_every
         self._sums: dict[str, Tensor] = {}
@@ -86,10 +109,13 @@ class RunLog:
         self._clock = _Clock(world.device)
         self._recent: deque[tuple[int, float]] = deque(maxlen=_RECENT)
         self._file = None
+        self._size = 0
+        self._told_of_full_disk = False
         if world.main:
             path = folder / METRICS
-            _truncate(path, start_step)
-            self._file = path.open("a", encoding="utf-8")
+            _truncate(path, start_step, again)
+            self._file = path.open("ab", buffering=0)
+            self._size = self._file.tell()
         hidden = not (world.main and sys.stderr.isatty())
         self._bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True, disable=hidden)
 
@@ -124,13 +150,25 @@ class RunLog:
         return record
 
     def event(self, kind: str, step: int, epoch: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Write one line to metrics.jsonl, at once. Numbers that are not finite become null."""
+        """Write one line to metrics.jsonl, at once. Numbers that are not finite become null. A full disk costs the line
+        and is told of once."""
         record = {"kind": kind, "step": step, "epoch": epoch, "time_s": round(time.time(), 3)}
         record |= {key: _plain(value) for key, value in values.items()}
-        if self._file is not None:
-            self._file.write(json.dumps(record, allow_nan=False) + "\n")
-            self._file.flush()
+        self._write(json.dumps(record, allow_nan=False).encode() + b"\n")
         return record
+
+    def _write(self, line: bytes) -> None:
+        if self._file is None:
+            return
+        try:
+            if self._file.write(line) < len(line):
+                self._file.truncate(self._size)  # half a line would spoil the file for its readers
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._size += len(line)
+        except OSError as error:
+            if not self._told_of_full_disk:
+                _log.warning(f"cannot write {METRICS}: {error.strerror}; training goes on, this part of it unrecorded")
+            self._told_of_full_disk = True
 
     def close(self) -> None:
         self._bar.close()
@@ -224,14 +262,15 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{rest:02d}s"
 
 
-def _truncate(path: Path, step: int) -> None:
-    """Drop the lines of later steps than ``step``, and what a killed process left of a line."""
+def _truncate(path: Path, step: int, again: Collection[str]) -> None:
+    """Drop the lines of later steps than ``step``, those that come ``again``, and what a killed process left of one."""
     if not path.exists():
         return
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            if json.loads(line)["step"] <= step:
+            record = json.loads(line)
+            if record["step"] < step or (record["step"] == step > 0 and record["kind"] not in again):
                 kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):
             _log.warning("%s: dropped a broken line", path)

@@ -1,7 +1,7 @@
 """k-NN on held-out images while training runs: the first sign that an encoder learns."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,14 @@ class OnlineKnn:
     def __init__(self, config: Config, bank: Loader, queries: Loader, precision: torch.dtype) -> None:
         self.config, self.bank, self.queries, self.precision = config, bank, queries, precision
 
-    def __call__(self, backbone: nn.Module) -> KnnResult:
-        """Top-1 accuracy of ``backbone`` in evaluation mode, which it leaves as it found it."""
+    def __call__(self, backbone: nn.Module, interrupted: Callable[[], object] = bool) -> KnnResult | None:
+        """Top-1 accuracy of ``backbone`` in evaluation mode, which it leaves as it found it. None if ``interrupted``,
+        asked before every batch, was true."""
         with evaluating(backbone):
-            queries, query_labels = self._features(backbone, self.queries)
-            bank, bank_labels = self._features(backbone, self.bank)
+            queries, query_labels = self._features(backbone, self.queries, interrupted)
+            bank, bank_labels = self._features(backbone, self.bank, interrupted)
+        if interrupted():
+            return None
         return knn_accuracy(
             queries, query_labels, bank, bank_labels, k=self.config.knn_k, temperature=self.config.knn_temperature
         )
@@ -31,13 +34,18 @@ class OnlineKnn:
         self.queries.close()
 
     @torch.no_grad()
-    def _features(self, backbone: nn.Module, loader: Loader) -> tuple[Tensor, Tensor]:
+    def _features(
+        self, backbone: nn.Module, loader: Loader, interrupted: Callable[[], object]
+    ) -> tuple[Tensor, Tensor]:
         features, labels = [], []
         device = next(backbone.parameters()).device
-        for batch in loader.epoch(0):
-            with torch.autocast(device.type, self.precision, enabled=self.precision != torch.float32):
-                features.append(backbone(batch.original).float())
-            labels.append(batch.label)
+        with closing(loader.epoch(0)) as batches:
+            for batch in batches:
+                with torch.autocast(device.type, self.precision, enabled=self.precision != torch.float32):
+                    features.append(backbone(batch.original).float())
+                labels.append(batch.label)
+                if interrupted():
+                    break
         return torch.cat(features), torch.cat(labels)
 
 

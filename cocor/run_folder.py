@@ -1,6 +1,6 @@
 """The folder of a run: made by one rank, never mixed up with another run's, never emptied by accident.
 
-runs/NAME/  config.yaml  log.txt  metrics.jsonl  checkpoints/  backbone.safetensors  views.png
+runs/NAME/  config.yaml  log.txt  metrics.jsonl  checkpoints/  backbone.safetensors  views.png  (faults.jsonl)
 """
 
 import shlex
@@ -8,16 +8,18 @@ import shutil
 import sys
 from pathlib import Path
 
-from cocor import checkpoint
+from cocor import atomic, checkpoint
 from cocor.config import Config
+from cocor.run_lock import RunLock
 from loaders.errors import UserError
 from loaders.names import printable
 
 CONFIG = "config.yaml"
 
 
-def prepare(config: Config, data: Path) -> None:
-    """Make the output folder of a new run, or accept that of a run to resume; save the configuration in it.
+def prepare(config: Config, data: Path, lock: RunLock) -> None:
+    """Make the output folder of a new run, or accept that of a run to resume; save the configuration in it. ``lock``
+    is held afterwards.
 
     UserError if something else is there: a run is only replaced with ``--overwrite``, nothing that is no run ever is,
     and images in ``data`` and the run stay apart.
@@ -25,12 +27,23 @@ def prepare(config: Config, data: Path) -> None:
     folder = config.output
     _refuse_overlap(folder, data)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        _accept(config, is_run=(folder / CONFIG).is_file())
+        _accept(config, is_run=(folder / CONFIG).is_file() or not any(map(_kept, folder.iterdir())))
     try:
         (folder / checkpoint.FOLDER).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--output {folder}: cannot be made: {error.strerror}; choose another --output") from None
+    lock.take(make=True)
+    for leftover in folder.glob(f".*{atomic.TEMPORARY}"):  # of killed runs
+        leftover.unlink(missing_ok=True)
     _save_config(config)
+
+
+def _kept(entry: Path) -> bool:
+    """Whether ``entry`` of an output folder is more than what a run leaves that is killed while it begins."""
+    if entry.name == checkpoint.FOLDER and entry.is_dir():
+        return any(entry.iterdir())
+    begun = entry.name == "log.txt" and entry.stat().st_size == 0
+    return not begun and not (entry.name.startswith(".") and entry.name.endswith(atomic.TEMPORARY))
 
 
 def _accept(config: Config, is_run: bool) -> None:
@@ -38,12 +51,12 @@ def _accept(config: Config, is_run: bool) -> None:
     folder = config.output
     if not is_run and (config.overwrite or config.resume is not None):
         raise UserError(f"--output {folder} holds something, but no run; choose another --output")
-    if config.resume is not None:
+    if config.overwrite:
+        _empty(folder)
+    elif config.resume is not None:
         own = config.resume == "auto" or Path(config.resume).expanduser().resolve().is_relative_to(folder.resolve())
         if not own:
             raise UserError(f"--output {folder} holds another run than --resume; choose another --output")
-    elif config.overwrite:
-        _empty(folder)
     else:
         raise UserError(f"--output {folder} is in use; pass --resume, --overwrite, or another --output")
 

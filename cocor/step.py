@@ -124,6 +124,11 @@ class TrainingStep:
         """Everything a later process needs to go on from here: weights, queues, moving averages and momenta."""
         return {name: part.state_dict() for name, part in self._parts().items()}
 
+    def weights(self) -> list[Tensor]:
+        """All that is learned, detached: it must be finite, and is the same on all ranks."""
+        modules = [part for part in self._parts().values() if isinstance(part, nn.Module)]
+        return [p.detach() for module in modules for p in module.parameters()]
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, part in self._parts().items():
             part.load_state_dict(state[name])

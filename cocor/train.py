@@ -7,27 +7,30 @@ position is the number of finished steps; everything else follows from it and th
 """
 
 import logging
+import signal
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import torch
-from torch import Tensor
 
-from cocor import checkpoint, launch, run_folder
+from cocor import launch, resume, run_folder, stop
 from cocor.build import build_method, build_target
 from cocor.config import Config, load
 from cocor.data import Data, knn_loaders, labelled_loader, open_data, training_loader
-from cocor.distributed import World, any_rank, barrier
+from cocor.distributed import Votes, World, barrier, gather
 from cocor.dry_run import report
-from cocor.export import export_backbone
 from cocor.log import RunLog, duration, set_up_logging
 from cocor.online_knn import OnlineKnn
-from cocor.step import TrainingStep
+from cocor.run_lock import RunLock
+from cocor.skip import SkippingStep
+from cocor.step import Metrics, TrainingStep
 from cocor.view_sheet import save_view_sheet
+from cocor.watch import Watch
 from loaders.batch import Batch, Loader
 from loaders.errors import UserError
 
@@ -51,7 +54,11 @@ class Run:
     loader: Loader
     labelled: Loader | None
     knn: OnlineKnn | None
+    watch: Watch
+    votes: Votes
     done: int = 0  # finished steps
+    knn_is_due: bool = True  # at this very step
+    saved: float = field(default_factory=time.monotonic)  # when the last checkpoint was written
 
     @property
     def total(self) -> int:
@@ -71,9 +78,14 @@ def train(config: Config, world: World) -> None:
         if config.dry_run:
             report(run)
             return
-        checkpoint_read = restore(run)  # before anything is written
+        lock = RunLock(config.output)
+        stack.callback(lock.release)
         if world.main:
-            run_folder.prepare(config, run.data.train.root)
+            lock.take(make=False)
+        barrier()
+        checkpoint_read = resume.restore(run)  # before anything is written
+        if world.main:
+            run_folder.prepare(config, run.data.train.root, lock)
         barrier()
         set_up_logging(world, config.output / "log.txt")
         describe(run, checkpoint_read)
@@ -84,8 +96,12 @@ def train(config: Config, world: World) -> None:
             total_steps=run.total,
             log_every=config.log_every,
             start_step=run.done,
+            again=("knn",) if run.knn_is_due else (),
         )
-        fit(run, stack.enter_context(closing(log)))
+        try:
+            fit(run, stack.enter_context(closing(log)))
+        except torch.OutOfMemoryError as error:
+            raise UserError(f"GPU out of memory: lower --batch-size, or use more GPUs ({error})") from None
 
 
 def build(config: Config, world: World) -> Run:
@@ -112,7 +128,8 @@ def build(config: Config, world: World) -> Run:
     )
     evaluation = knn_loaders(config, data, world, precision) if world.main else None
     knn = OnlineKnn(config, *evaluation, precision) if evaluation is not None else None
-    return Run(config, world, data, step, loader, labelled, knn)
+    watch = Watch(config, world, data.train.names)
+    return Run(config, world, data, step, loader, labelled, knn, watch, Votes(world.device))
 
 
 def describe(run: Run, checkpoint_read: Path | None) -> None:
@@ -134,49 +151,86 @@ def describe(run: Run, checkpoint_read: Path | None) -> None:
         _log.info("no held-out images with labels: k-NN is not measured (see --val-data)")
 
 
-def restore(run: Run) -> Path | None:
-    """Go on from the checkpoint that ``--resume`` means, if it means one; returns its path."""
-    found = None if run.config.resume is None else checkpoint.find(run.config.resume, run.config.output)
-    if found is None:
-        return None
-    path, state = found
-    differences = checkpoint.compare(state, run.config, run.data.train.digest)
-    if differences:
-        raise UserError(f"--resume {path}: another run: {'; '.join(differences)}")
-    run.step.load_state_dict(state["training"])
-    run.done = state["step"]
-    return path
-
-
 def fit(run: Run, log: RunLog) -> None:
-    """Train from ``run.done`` to the end; leave checkpoints, k-NN measurements and the exported backbone."""
-    config, per_epoch = run.config, run.loader.steps_per_epoch
-    started = saved = time.monotonic()
-    sheet = config.output / "views.png"
-    if run.done == 0:
-        measure_knn(run, log)
-    while run.done < run.total:
-        epoch, first = divmod(run.done, per_epoch)
-        with closing(pairs(run, epoch, first)) as batches:
-            for batch, labelled in log.timed(batches):
-                if run.world.main and not sheet.exists():
-                    save_view_sheet(batch, sheet)
-                metrics = run.step(batch, labelled, run.done)
-                run.done += 1
-                log.step(run.done, epoch, run.step.learning_rate, metrics)
-                if run.done % config.log_every == 0 or run.done % per_epoch == 0:
-                    refuse_divergence(run, metrics["loss"])
-                if run.done % per_epoch and save_is_due(run, saved):
-                    save(run)
-                    saved = time.monotonic()
-        last = run.done == run.total
-        # Measured before saving: a run that stops in between and resumes neither doubles nor misses a measurement.
-        if last or (config.knn_every and (epoch + 1) % config.knn_every == 0):
+    """Train from ``run.done`` to the end; leave checkpoints, k-NN measurements and the exported backbone.
+
+    Raises:
+        Stopped: a signal asked for it; a checkpoint of this position is written.
+    """
+    started = time.monotonic()
+    make_step = SkippingStep(run.step) if run.config.on_nan == "skip" else run.step
+    with stop.deferred():
+        if run.knn_is_due:
             measure_knn(run, log)
-        if last or (epoch + 1) % config.checkpoint_every_epochs == 0:
-            save(run)
-            saved = time.monotonic()
-    _log.info(f"done in {duration(time.monotonic() - started)}: {config.output}")
+            leave_if_asked(run)
+            if run.done == run.total:
+                resume.save(run, must=True)
+        while run.done < run.total:
+            train_epoch(run, make_step, log)
+            finish_epoch(run, log)
+    _log.info(f"done in {duration(time.monotonic() - started)}: {run.config.output}")
+
+
+def train_epoch(run: Run, make_step: Callable[[Batch, Batch | None, int], Metrics], log: RunLog) -> None:
+    """The rest of an epoch, with checkpoints when they are due."""
+    config = run.config
+    epoch, first = divmod(run.done, run.loader.steps_per_epoch)
+    sheet = config.output / "views.png"
+    with closing(pairs(run, epoch, first)) as batches:
+        for batch, labelled in log.timed(batches):
+            if run.world.main and not sheet.exists():
+                save_view_sheet(batch, sheet)
+            metrics = make_step(batch, labelled, run.done)
+            run.done += 1
+            run.knn_is_due = False
+            run.watch(run.done, metrics, batch, labelled, run.step.learning_rate)
+            log.step(run.done, epoch, run.step.learning_rate, metrics)
+            if config.log_samples:
+                log.event("samples", run.done, epoch, {"index": gather(batch.index)})
+            if run.done % run.loader.steps_per_epoch == 0:
+                return  # what is due now is due after the epoch
+            seconds = 60 * config.checkpoint_every_minutes
+            due = run.world.main and seconds > 0 and time.monotonic() - run.saved >= seconds
+            signum, due_anywhere = run.votes(stop.requested(), due)
+            if signum:
+                leave(run, signum)
+            if due_anywhere:
+                resume.save(run, must=False)
+                run.votes.forget()  # in some of these a checkpoint was due still
+
+
+def finish_epoch(run: Run, log: RunLog) -> None:
+    """After an epoch's last step: k-NN and a checkpoint, if it is their turn."""
+    config, last = run.config, run.done == run.total
+    epochs = run.done // run.loader.steps_per_epoch
+
+    def turn(every: int) -> bool:
+        return last or bool(every and epochs % every == 0)
+
+    run.knn_is_due = turn(config.knn_every)
+    leave_if_asked(run)
+    if run.knn_is_due:
+        # Measured before saving: a run that stops in between and resumes neither doubles nor misses a measurement.
+        measure_knn(run, log)
+        if run.knn_is_due or not last:
+            leave_if_asked(run)
+    if turn(config.checkpoint_every_epochs) or turn(config.keep_every_epochs):
+        resume.save(run, must=last)
+
+
+def leave_if_asked(run: Run) -> None:
+    """Leave if a signal has reached any rank, which all ranks wait for here."""
+    (signum,) = run.votes.now(stop.requested())
+    if signum:
+        leave(run, signum)
+
+
+def leave(run: Run, signum: int) -> NoReturn:
+    """Write a checkpoint of this very step and stop."""
+    if run.world.main:
+        _log.info(f"{signal.Signals(signum).name}: writing a checkpoint after step {run.done:,} of {run.total:,}")
+    resume.save(run, must=True)
+    raise stop.Stopped(signum, f"after step {run.done:,} of {run.total:,}")
 
 
 def pairs(run: Run, epoch: int, first: int) -> Generator[tuple[Batch, Batch | None], None, None]:
@@ -191,47 +245,19 @@ def pairs(run: Run, epoch: int, first: int) -> Generator[tuple[Batch, Batch | No
             yield from zip(batches, labelled, strict=True)
 
 
-def refuse_divergence(run: Run, loss: Tensor) -> None:
-    """Stop before weights that are no numbers replace good ones in the checkpoints."""
-    if any_rank(not bool(loss.isfinite()), run.world.device):
-        raise UserError(f"the loss is not finite at step {run.done}: lower --lr, or try --precision fp32")
-
-
-def save_is_due(run: Run, saved: float) -> bool:
-    """Whether ``--checkpoint-every-minutes`` are over, by the main rank's clock, asked every few steps."""
-    minutes = run.config.checkpoint_every_minutes
-    if not minutes or run.done % run.config.log_every:
-        return False
-    return any_rank(run.world.main and time.monotonic() - saved >= 60 * minutes, run.world.device)
-
-
-def save(run: Run) -> None:
-    """Write a checkpoint and the backbone, on the main rank; the others wait."""
-    if run.world.main:
-        config = run.config
-        state = {
-            "step": run.done,
-            "epoch": run.done // run.loader.steps_per_epoch,
-            "training": run.step.state_dict(),
-            **checkpoint.describe(config, run.data.train.digest),
-        }
-        checkpoint.save(config.output / checkpoint.FOLDER, state, keep=config.keep_checkpoints)
-        about = {"architecture": config.backbone, "stem": config.stem, "image_size": config.image_size}
-        about |= {"method": config.method, "step": run.done}
-        export_backbone(run.step.method.backbone, config.output / "backbone.safetensors", about)
-    barrier()
-
-
 def measure_knn(run: Run, log: RunLog) -> None:
-    """k-NN accuracy of the present backbone, on the main rank; the others wait."""
+    """k-NN accuracy of the present backbone, on the main rank; the others wait. It stays due if a signal comes."""
+    finished = True
     if run.knn is not None:
-        result = run.knn(run.step.method.backbone)
-        epoch = run.done // run.loader.steps_per_epoch
-        values = {"accuracy": result.accuracy, "k": result.k, "queries": result.queries, "bank": result.bank}
-        log.event("knn", run.done, epoch, values)
-        note = f" ({result.note})" if result.note else ""
-        _log.info(f"k-NN accuracy after {epoch} epochs: {result.accuracy:.1%}{note}")
-    barrier()
+        result = run.knn(run.step.method.backbone, interrupted=stop.requested)
+        finished = result is not None
+        if result is not None:
+            epoch = run.done // run.loader.steps_per_epoch
+            values = {"accuracy": result.accuracy, "k": result.k, "queries": result.queries, "bank": result.bank}
+            log.event("knn", run.done, epoch, values)
+            note = f" ({result.note})" if result.note else ""
+            _log.info(f"k-NN accuracy after {epoch} epochs: {result.accuracy:.1%}{note}")
+    (run.knn_is_due,) = map(bool, run.votes.now(not finished))
 
 
 if __name__ == "__main__":

@@ -46,7 +46,9 @@ def collectives(config: Config, world: World) -> None:
     distributed.broadcast_parameters(module)
     assert all((value == 1).all() for value in module.state_dict().values())
 
-    assert distributed.any_rank(rank == size - 1, world.device) and not distributed.any_rank(False, world.device)
+    votes = distributed.Votes(world.device)
+    answers = [votes(rank, 0, size - rank) for _ in range(6)]
+    assert answers[-1] == (size - 1, 0, size) and votes.now(rank * 7, 1) == (7 * size - 7, 1)
     same_gradient(world)
     distributed.barrier()
 

@@ -39,6 +39,12 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert found is not None and found[1]["step"] == 20
 
 
+def test_milestones_are_kept_for_good(tmp_path: Path) -> None:
+    for step in (5, 10, 15, 20, 25):
+        checkpoint.save(tmp_path, state(step), keep=1, milestones=10)
+    assert steps(tmp_path) == ["step_0000010.pt", "step_0000020.pt", "step_0000025.pt"]
+
+
 def test_what_was_saved_comes_back_equal_on_the_cpu_in_its_memory_format(tmp_path: Path) -> None:
     weight = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
     content = {"step": 1, "a": [1, 2.5, "x", None, True], "b": {"w": weight, 3: torch.tensor(7, dtype=torch.bfloat16)}}
@@ -209,11 +215,12 @@ def test_differences_that_matter_are_listed_with_both_values() -> None:
     assert checkpoint.compare(saved, config, "abc") == []
     assert checkpoint.compare(saved, replace(config, data=Path("b"), workers=7, resume="auto", gpus=2), "abc") == []
     changed = replace(config, lr=0.2, lengths=(1,), batch_size=512)
+    assert checkpoint.compare(saved, replace(config, force_data=True), "xyz") == []
     assert checkpoint.compare(saved, changed, "xyz") == [
         "batch_size: 256 in the checkpoint, 512 now",
         "lr: 0.1 in the checkpoint, 0.2 now",
         "lengths: [1, 2, 3] in the checkpoint, [1] now",
-        "data: other images, digest abc in the checkpoint, xyz now",
+        "data: other images, digest abc in the checkpoint, xyz now; --force-data goes on with them",
     ]
 
 

@@ -275,7 +275,7 @@ class TestOutput:
         options = {"data": photo_folder, "loader": "torch", "consistency": "none", "method": "simsiam"}
         capsys.readouterr()
         assert main(flags(**options, output=tmp_path / "run", lr=1e30, log_every=100)) == 2
-        assert "not finite at step 3: lower --lr" in capsys.readouterr().err.splitlines()[-1]
+        assert "not finite at step 2: lower --lr" in capsys.readouterr().err.splitlines()[-1]
         assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 

@@ -1,0 +1,134 @@
+"""What a checkpoint of a run holds, and how a run goes on from one: at the same place, or not at all.
+
+A run's position is the number of finished steps; the order of samples and their views follow from it. So it may go on
+on another number of ranks, and sees the same global batches. What changes then is how many images of a rank
+BatchNorm normalises together: that is a change of the method, hence refused unless it is asked for.
+"""
+
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+
+from cocor import checkpoint
+from cocor.config import key_bn_groups, labelled_batch_size
+from cocor.data import uses_labels
+from cocor.distributed import barrier
+from cocor.export import export_backbone
+from loaders.errors import UserError
+
+if TYPE_CHECKING:
+    from cocor.train import Run
+
+_LAYOUT = {"ranks": 0, "images a rank": 0}  # what is no part of the method
+_log = logging.getLogger(__name__)
+
+
+def save(run: "Run", *, must: bool) -> None:
+    """Write a checkpoint and the backbone, on the main rank; the others wait. A full disk is a warning unless the
+    checkpoint ``must`` be written: the next one may find more room.
+
+    Raises:
+        UserError: it cannot be written but must, or the run has lost its way (see :mod:`cocor.watch`).
+    """
+    run.watch.look(run.step.learning_rate)
+    if not bool(torch.stack(torch._foreach_norm(run.step.weights())).isfinite().all()):  # the same on all ranks
+        raise UserError(f"the weights are not finite after step {run.done}: lower --lr, or try --precision fp32")
+    if run.world.main:
+        try:
+            _write(run)
+        except UserError as error:
+            if must:
+                raise
+            _log.warning(f"{error}: no checkpoint of step {run.done}; training goes on, older ones are kept")
+    run.saved = time.monotonic()
+    barrier()
+
+
+def _write(run: "Run") -> None:
+    config, per_epoch = run.config, run.loader.steps_per_epoch
+    state = {
+        "step": run.done,
+        "epoch": run.done // per_epoch,
+        "knn_is_due": run.knn_is_due,
+        "geometry": geometry(run),
+        "training": run.step.state_dict(),
+        **checkpoint.describe(config, run.data.train.digest),
+    }
+    folder, milestones = config.output / checkpoint.FOLDER, config.keep_every_epochs * per_epoch
+    checkpoint.save(folder, state, keep=config.keep_checkpoints, milestones=milestones)
+    about = {"architecture": config.backbone, "stem": config.stem, "image_size": config.image_size}
+    about |= {"method": config.method, "step": run.done}
+    export_backbone(run.step.method.backbone, config.output / "backbone.safetensors", about)
+
+
+def restore(run: "Run") -> Path | None:
+    """Go on from the checkpoint that ``--resume`` means, if it means one; returns its path.
+
+    Raises:
+        UserError: nothing loads there, or it is of another run, on other images, or on ranks that change the method.
+    """
+    config = run.config
+    found = None if config.resume is None else checkpoint.find(config.resume, config.output)
+    _agree(run, found[1]["step"] if found else 0)
+    if found is None:
+        return None
+    path, state = found
+    differences = checkpoint.compare(state, config, run.data.train.digest)
+    if differences:
+        raise UserError(f"--resume {path}: another run: {'; '.join(differences)}")
+    if state["dataset"] != run.data.train.digest:
+        _log.warning("other images than in the checkpoint (--force-data): this epoch may repeat or miss some")
+    _compare_ranks(run, path, state)
+    try:
+        run.step.load_state_dict(state["training"])
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise UserError(f"--resume {path}: does not fit this run: {str(error).strip().splitlines()[-1]}") from None
+    run.done, run.knn_is_due = state["step"], state.get("knn_is_due", False)
+    return path
+
+
+def geometry(run: "Run") -> dict[str, int]:
+    """How batches are laid out over the ranks: all but the first two is part of what a step means."""
+    config, ranks = run.config, run.world.size
+    layout = {"ranks": ranks, "images a rank": config.batch_size // ranks}
+    norms = [module for module in run.step.method.modules() if isinstance(module, _BatchNorm)]
+    if norms:
+        synchronised = all(isinstance(norm, SyncBatchNorm) for norm in norms)
+        layout["images to a BatchNorm"] = config.batch_size if synchronised else config.batch_size // ranks
+        if config.method == "moco":
+            layout["BatchNorm groups of keys"] = key_bn_groups(config, ranks) * ranks
+    if uses_labels(config):
+        layout["labelled images"] = labelled_batch_size(config, ranks)
+    return layout
+
+
+def _compare_ranks(run: "Run", path: Path, state: Mapping[str, Any]) -> None:
+    """Refuse ranks on which a step would mean something else, unless ``--force-ranks``."""
+    now = geometry(run)
+    saved = state.get("geometry", now)
+    if saved == now:
+        return
+    both = f"{_show(saved)} in the checkpoint; {_show(now)} now"
+    if {**saved, **_LAYOUT} == {**now, **_LAYOUT}:
+        _log.info(f"other ranks, the same batches and steps: {both}")
+    elif run.config.force_ranks:
+        _log.warning(f"other ranks change the method, as asked (--force-ranks): {both}")
+    else:
+        remedy = "use as many ranks as before, or accept the change with --force-ranks"
+        raise UserError(f"--resume {path}: other ranks would change the method: {both}; {remedy}")
+
+
+def _show(layout: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {what}" for what, count in layout.items())
+
+
+def _agree(run: "Run", step: int) -> None:
+    """All ranks must have found the same checkpoint, which file systems of several machines may delay."""
+    last, first = run.votes.now(step, -step)
+    if last != -first:
+        raise UserError(f"--resume: one rank finds step {-first}, another step {last}; is --output the same for all?")

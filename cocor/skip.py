@@ -1,0 +1,58 @@
+"""``--on-nan skip``: a step whose loss or new weights are no numbers leaves no trace, as if it had not been made.
+
+Everything a step changes (weights, moments, moving averages, queue, BatchNorm's running statistics) is copied before
+and put back after a step that went wrong. Choosing between old and new happens on the device, without waiting for it.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cocor.distributed import mean_over_ranks
+from cocor.step import Metrics, TrainingStep
+from loaders.batch import Batch
+
+
+class SkippingStep:
+    """Makes the steps of ``step`` and undoes those that are not finite; the metric ``skipped`` is 1 for these, else 0.
+
+    Costs a copy of the training state: its memory once more, and the time to move it twice a step.
+    """
+
+    def __init__(self, step: TrainingStep) -> None:
+        self._step = step
+        self._before: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch, labelled: Batch | None, number: int) -> Metrics:
+        for name, tensor in _tensors(self._step.state_dict()):
+            room = self._before.get(name)
+            self._before[name] = tensor.clone() if room is None else room.copy_(tensor)
+        with torch.enable_grad():
+            metrics = self._step(batch, labelled, number)
+        fine = self._finite(metrics["loss"])
+        for name, tensor in _tensors(self._step.state_dict()):
+            # An optimiser makes its moments in its first step; without a gradient they are 0.
+            old = self._before.get(name, torch.zeros_like(tensor))
+            tensor.copy_(torch.where(fine, tensor, old))
+        return metrics | {"skipped": (~fine).float()}
+
+    def _finite(self, loss: Tensor) -> Tensor:
+        """Whether the loss of all ranks and the weights, which all ranks share, are finite: bool (), on the device."""
+        norms = torch._foreach_norm(self._step.weights())
+        everything = torch.stack([mean_over_ranks(loss.float()), *(norm.float() for norm in norms)])
+        return everything.isfinite().all()
+
+
+def _tensors(state: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors in nested dicts and lists, by their path."""
+    if isinstance(state, Tensor):
+        yield place, state
+    elif isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from _tensors(value, f"{place}/{key}")
+    elif isinstance(state, list | tuple):
+        for key, value in enumerate(state):
+            yield from _tensors(value, f"{place}/{key}")

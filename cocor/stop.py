@@ -1,0 +1,93 @@
+"""Stopping on request: a signal lets the step under way end, a checkpoint is written, and the exit code says so.
+
+    SIGTERM, SIGHUP   from schedulers, ``kill``, a closed terminal    exit code 75: the same command goes on from here
+    SIGUSR1           Slurm's warning before the time limit           exit code 75
+    SIGINT            Ctrl-C                                          exit code 130: a loop in the shell ends as well
+
+Before training has begun there is nothing to save, and the first signal ends the process at once with the same code.
+A second signal always does, with 128 plus its number. Schedulers often signal a launcher *and* its ranks, so the same
+request arrives twice; what follows the first signal within half a second counts as an echo of it.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+STOPPED = 75  # "temporary failure" of sysexits.h
+INTERRUPTED = 130
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+_ECHO_SECONDS = 0.5
+
+
+class Stopped(Exception):
+    """The run was asked to stop and has done so; ``code`` is its exit code."""
+
+    def __init__(self, signum: int, position: str = "before training began") -> None:
+        name = signal.Signals(signum).name
+        super().__init__(f"stopped by {name} {position}; the same command with --resume goes on from there")
+        self.code = INTERRUPTED if signum == signal.SIGINT else STOPPED
+
+
+@dataclass
+class _State:
+    active: bool = False
+    deferred: bool = False
+    signum: int = 0
+    since: float = 0.0
+
+
+_state = _State()
+
+
+def requested() -> int:
+    """The number of the signal that asked this process to stop, or 0."""
+    return _state.signum
+
+
+@contextmanager
+def obeyed() -> Iterator[None]:
+    """Within, signals raise :class:`Stopped`, or are noted where :func:`deferred`. Only in the main thread; signals
+    that are ignored (nohup) stay so."""
+    global _state
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _state = _State(active=True)
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, _receive)
+    try:
+        yield
+    finally:
+        _state = _State()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Within, the first signal is only noted, for the caller to look at :func:`requested`."""
+    _state.deferred = True
+    try:
+        yield
+    finally:
+        _state.deferred = False
+
+
+def _receive(number: int, frame: FrameType | None) -> None:
+    now = time.monotonic()
+    if not _state.signum:
+        _state.signum, _state.since = number, now
+        if not _state.deferred:
+            raise Stopped(number)
+    elif now - _state.since > _ECHO_SECONDS:
+        sys.stderr.write("left at once, as asked twice\n")
+        os._exit(128 + number)

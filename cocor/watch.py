@@ -1,0 +1,140 @@
+"""Looks after a run's health: losses that are no numbers, collapsed features, an MMNN that cannot learn.
+
+A few scalars of every step, and which samples it saw, stay on the device; they are read together, every
+``EVERY`` steps and before every checkpoint, so watching never makes the GPU wait. What is found is logged, and a step
+without a finite loss is recorded with its samples:
+
+    faults.jsonl   {"kind": "loss not finite", "step": 1234, "losses": [{"loss": ..., ...} a rank], "samples": [...]}
+"""
+
+import json
+import logging
+import math
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cocor.config import Config
+from cocor.distributed import World, gather
+from cocor.step import Metrics
+from loaders.batch import Batch
+from loaders.errors import UserError
+from loaders.names import printable
+
+FILE = "faults.jsonl"
+EVERY = 50  # steps
+MOST_SKIPPED = 50  # steps in succession
+FLAT_STD = 0.02  # of features whose standard deviation would be 1 if they were spread over the sphere
+NEAR_CHANCE = 0.005  # relative distance of the loss from that of guessing
+DEAD_GRADIENT = 1e-8  # norm of the MMNN's gradient per learning rate; learning ones have 1e-3
+_LOSSES = ("loss", "contrastive_loss", "consistency_loss", "labelled_loss")
+_OTHERS = ("contrastive_feature_std", "hypergradient_norm", "skipped")
+_log = logging.getLogger(__name__)
+
+
+class Watch:
+    """Watches the steps of a run; every rank has one and calls it in the same steps.
+
+    Args:
+        names: of the training images, for messages.
+    """
+
+    def __init__(self, config: Config, world: World, names: list[str]) -> None:
+        self._config, self._world, self._image_names = config, world, names
+        self._columns: list[str] = []
+        self._rows = self._samples = self._labelled = torch.empty(0)
+        self._filled = 0
+        self._last_step = 0
+        self._skipped_on_end = 0
+        self._recent: deque[dict[str, float]] = deque(maxlen=EVERY)
+        self._warned: set[str] = set()
+
+    def __call__(self, step: int, metrics: Metrics, batch: Batch, labelled: Batch | None, learning_rate: float) -> None:
+        """Note finished step number ``step`` and look at the last ones now and then.
+
+        Raises:
+            UserError: a loss was not finite (``--on-nan stop``), or many in succession were not.
+        """
+        if not self._columns:
+            self._columns = [name for name in (*_LOSSES, *_OTHERS) if name in metrics]
+            self._rows = torch.empty(EVERY, len(self._columns), device=self._world.device)
+            self._samples = batch.index.new_empty(EVERY, len(batch.index))
+            self._labelled = batch.index.new_empty(EVERY, 0 if labelled is None else len(labelled.index))
+        at = self._filled
+        torch.stack([metrics[name].detach().float() for name in self._columns], out=self._rows[at])
+        self._samples[at] = batch.index
+        if labelled is not None:
+            self._labelled[at] = labelled.index
+        self._filled, self._last_step = at + 1, step
+        if self._filled == EVERY:
+            self.look(learning_rate)
+
+    def look(self, learning_rate: float) -> None:
+        """Look at what has been noted since the last time. Raises as a call does."""
+        count, self._filled = self._filled, 0
+        if not count:
+            return
+        values = gather(self._rows[None, :count]).cpu()  # (ranks, steps, columns)
+        losses = [self._columns.index(name) for name in _LOSSES if name in self._columns]
+        for at in range(count):
+            if not values[:, at, losses].isfinite().all() or self._mean(values, at).get("skipped", 0) > 0:
+                self._not_finite(at, self._last_step - count + 1 + at, values[:, at])
+            else:
+                self._skipped_on_end = 0
+                self._recent.append(self._mean(values, at))
+        self._warn_of_collapse(learning_rate)
+
+    def _mean(self, values: Tensor, at: int) -> dict[str, float]:
+        return dict(zip(self._columns, values[:, at].mean(0).tolist(), strict=True))
+
+    def _not_finite(self, at: int, step: int, losses: Tensor) -> None:
+        samples, labelled = (gather(rows[at]).tolist() for rows in (self._samples, self._labelled))
+        self._recent.clear()
+        if self._world.main:
+            by_rank = [_plain(dict(zip(self._columns, row.tolist(), strict=True))) for row in losses]
+            names = [printable(self._image_names[index]) for index in samples]
+            content = {"losses": by_rank, "samples": samples, "names": names, "labelled_samples": labelled}
+            _append(self._config.output / FILE, {"kind": "loss not finite", "step": step, **content})
+        told = f"the loss is not finite at step {step}"
+        remedy = f"lower --lr, or try --precision fp32; the step's samples are in {self._config.output / FILE}"
+        if self._config.on_nan == "stop":
+            raise UserError(f"{told}: {remedy}")
+        self._skipped_on_end += 1
+        if self._skipped_on_end >= MOST_SKIPPED:
+            raise UserError(f"{told}, nor in the {MOST_SKIPPED - 1} before: {remedy}")
+        if self._world.main:
+            _log.warning(f"{told}: its update is left out; its samples are in {self._config.output / FILE}")
+
+    def _warn_of_collapse(self, learning_rate: float) -> None:
+        if len(self._recent) < EVERY or not self._world.main:
+            return
+        steps = f"in the {EVERY} steps up to {self._last_step}"
+        mean = {name: sum(row[name] for row in self._recent) / EVERY for name in self._columns}
+        spread = mean.get("contrastive_feature_std", 1.0)
+        if spread < FLAT_STD:
+            self._warn("collapse", f"the features have collapsed: standard deviation {spread:.2g} of 1 {steps}")
+        chance = math.log(self._config.queue_size + 1)
+        if self._config.method == "moco" and abs(mean["contrastive_loss"] / chance - 1) < NEAR_CHANCE:
+            self._warn("chance", f"the contrastive loss is that of guessing, ln(K + 1) = {chance:.3f}, {steps}")
+        norm = max((row.get("hypergradient_norm", math.inf) for row in self._recent), default=math.inf)
+        if learning_rate > 0 and norm < DEAD_GRADIENT * learning_rate:
+            self._warn("dead MMNN", f"the MMNN does not learn: no gradient of more than {norm:.2g} {steps}")
+
+    def _warn(self, kind: str, message: str) -> None:
+        """Once a run and kind: what goes on would otherwise fill the log."""
+        if kind not in self._warned:
+            self._warned.add(kind)
+            _log.warning(message)
+
+
+def _plain(values: dict[str, float]) -> dict[str, float | str]:
+    """JSON has no infinities."""
+    return {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
+
+
+def _append(path: Path, record: dict[str, object]) -> None:
+    with suppress(OSError), path.open("a", encoding="utf-8") as file:  # the message must get out, disk full or not
+        file.write(json.dumps(record, allow_nan=False) + "\n")
