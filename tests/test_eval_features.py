@@ -98,3 +98,15 @@ def test_constant_features_are_said(encoder: Encoder, tmp_path: Path, caplog: py
         Image.new("RGB", (40, 40), "grey").save(tmp_path / "a" / f"{i}.png")
     features_of(encoder, open_folder(tmp_path), HOW)
     assert "collapsed" in caplog.text
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_same_features(encoder: Encoder, photo_folder: Path) -> None:
+    dataset = open_folder(photo_folder)
+    here = features_of(encoder, dataset, HOW)
+    device = torch.device("cuda", 0)
+    for loader in ("torch", "dali"):
+        there = features_of(encoder, dataset, replace(HOW, world=World(0, 0, 1, device), loader=loader, workers=2))
+        similarity = torch.nn.functional.cosine_similarity(here.values, there.values)
+        assert similarity.min() > 0.99 and there.values.device.type == "cpu"
+    encoder.backbone.cpu()

@@ -130,3 +130,13 @@ def test_the_sgd_probes_learn(recipe: str) -> None:
 def test_recipes_are_the_sources() -> None:
     assert RECIPES["moco"] == Settings(30.0, 256, 100, (60, 80), 0.0)
     assert RECIPES["simsiam"] == Settings(1.6, 4096, 90, (), 0.001)
+
+
+@pytest.mark.gpu
+def test_a_gpu_finds_the_same_minimum() -> None:
+    train, val, test = clusters(300, 17), clusters(100, 18), clusters(400, 19)
+    here, there = (
+        linear_probe(train, val, test, penalties=PENALTIES[::4], device=device) for device in ("cpu", "cuda")
+    )
+    assert there.penalty == here.penalty and there.loss == pytest.approx(here.loss, rel=1e-6, abs=1e-4)
+    assert there.top1 == pytest.approx(here.top1, abs=0.005)

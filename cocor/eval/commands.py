@@ -240,6 +240,10 @@ def _finish(
     """Print what was found and keep it as JSON."""
     for note in report.get("notes", ()):
         print(f"note: {note}")
+    about = report.get("features", {}).get("train")
+    if about:
+        norm, spread = about["mean_norm"], about["spread"]
+        print(f"features: {about['dimensions']} dimensions, mean norm {norm:.3g}, spread {spread:.3g}")
     for line in lines:
         print(line)
     path = _output(options, encoder) / f"{name}.json"
