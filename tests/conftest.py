@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 from skimage import data
+from tqdm import tqdm
 
 from loaders.prep.convert import convert
 from loaders.prep.encode import Settings
@@ -15,6 +16,8 @@ from loaders.prep.sources import open_source
 
 # Torch's threads spin while they wait: where tests share the processors, small operations take seconds otherwise.
 torch.set_num_threads(1)
+# A bar in one test would leave tqdm's monitor thread to those that look for threads left behind.
+tqdm.monitor_interval = 0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
