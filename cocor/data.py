@@ -128,7 +128,7 @@ def training_loader(config: Config, data: Data, world: World, dtype: torch.dtype
     order = BatchOrder(len(data.train), config.batch_size, seed=config.seed, rank=world.rank, world_size=world.size)
     return open_loader(
         config.loader, data.train, training_plan(config), order, device=world.device, dtype=dtype,
-        workers=config.workers, hw_decoder_load=config.hw_decoder_load,
+        workers=config.workers, hw_decoder_load=config.hw_decoder_load, on_error=config.on_error,
     )  # fmt: skip
 
 
@@ -153,6 +153,7 @@ def labelled_loader(config: Config, data: Data, world: World, dtype: torch.dtype
         dtype=dtype,
         workers=max(1, config.workers // 4),
         hw_decoder_load=config.hw_decoder_load,
+        on_error=config.on_error,
     )
 
 
@@ -166,7 +167,7 @@ def knn_loaders(config: Config, data: Data, world: World, dtype: torch.dtype) ->
         order = BatchOrder(len(chosen), _KNN_BATCH, shuffle=False, drop_last=False)
         return open_loader(
             config.loader, chosen, evaluation_plan(config), order, device=world.device, dtype=dtype,
-            workers=config.workers, hw_decoder_load=config.hw_decoder_load,
+            workers=config.workers, hw_decoder_load=config.hw_decoder_load, on_error=config.on_error,
         )  # fmt: skip
 
     return evaluation_loader(data.train, KNN_BANK), evaluation_loader(data.held_out, KNN_QUERIES)

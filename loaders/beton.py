@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loaders.errors import UserError
+from loaders.errors import UnusableImage, UserError
 from loaders.names import printable
 from loaders.prep.record import Record
 
@@ -99,9 +99,9 @@ class Beton:
         return memoryview(self.data)[start : start + int(self.sizes_in_bytes[index])]
 
     def check(self, index: int) -> None:
-        """Raise :class:`UserError` naming file and image if the stored bytes are not those that were written."""
+        """Raise :class:`UnusableImage` naming file and image if the stored bytes are not those that were written."""
         if self.record is not None and zlib.crc32(self.read(index)) != int(self.record.crcs[index]):
-            raise UserError(
+            raise UnusableImage(
                 f"{printable(self.root)}: {printable(self.names[index])} (image {index}) is damaged: "
                 "its checksum differs; run cocor-prep convert again"
             )

@@ -2,19 +2,17 @@
 
     plan -> file names and boxes (external source) -> io.file.read -> decoders.image -> C resizes -> stack -> torch
 
-DALI draws nothing; it is told which files and which boxes. Images in a ``.beton`` file need no reading: DALI gets their
-bytes. On a GPU decoding is "mixed": nvJPEG and the card's JPEG engines; crops never leave the GPU, and the batches of
-several small steps are decoded together. Files whose pixels depend on the decoder (alpha, 16 bits, CMYK and the like,
-see :mod:`loaders.decode`) are decoded by the one rule on the host and reach DALI as raw pixels in memory files.
+DALI draws nothing; it is told which files and which boxes (:mod:`loaders.dali_input`). On a GPU decoding is "mixed":
+nvJPEG and the card's JPEG engines; crops never leave the GPU, and the batches of several small steps are decoded
+together. An error ends a DALI pipeline: another one is built and does again what was in flight, without the cause
+(:mod:`loaders.dali_faults`).
 """
 
-import os
 import resource
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -23,12 +21,11 @@ import torch
 from torch import Tensor
 
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
-from loaders.dali_graph import build_pipeline, decodes, load_dali
-from loaders.dataset import ImageDataset
-from loaders.decode import decode
+from loaders.dali_faults import Recovery
+from loaders.dali_graph import build_pipeline, load_dali
+from loaders.dali_input import Feed, Request
+from loaders.dataset import ImageDataset, OnError
 from loaders.delivery import Delivery, Job
-from loaders.errors import UserError
-from loaders.names import printable
 from loaders.order import BatchOrder
 from loaders.plan import ViewPlan
 from loaders.stored import StoredDataset
@@ -39,46 +36,12 @@ _OPEN_BATCHES = 8  # more than are in all queues together
 _LARGEST_HINT = 6500  # pixels a side up to which the hardware decoder's memory is set aside at the start
 
 
-class _MemoryFile:
-    """An image decoded by the one rule, as raw pixels (PPM) in a nameless file. Closed with its last reference."""
-
-    def __init__(self, path: str) -> None:
-        image = decode(path)
-        try:
-            self._handle = os.memfd_create("cocor-image")
-        except OSError as fault:
-            raise UserError(
-                f"{printable(path)}: no file handle for its pixels ({fault.strerror}); "
-                "raise the limit (ulimit -n 8192) or lower --batch-size"
-            ) from fault
-        with os.fdopen(os.dup(self._handle), "wb") as file:
-            file.write(b"P6 %d %d 255\n" % image.size)
-            file.write(image.tobytes())
-
-    @property
-    def path(self) -> str:
-        return f"/proc/self/fd/{self._handle}"
-
-    def __del__(self) -> None:
-        if hasattr(self, "_handle"):
-            os.close(self._handle)
-
-
-@dataclass(frozen=True)
-class _Request:
-    """Jobs of one or more steps, DALI's input for each image (a file's name or bytes), memory files to be kept open."""
-
-    jobs: list[Job]
-    files: list[np.ndarray]
-    memory_files: Sequence[_MemoryFile] = ()
-
-
 class DaliLoader:
     """Batches of ``dataset`` as ``plan`` and ``order`` say, on ``device``.
 
     ``workers`` is the number of DALI's threads (default: one a core); ``hw_decoder_load`` the share of the JPEGs that
-    go to the GPU's hardware decoder. Raises :class:`UserError` naming the file if one cannot be decoded, and if DALI or
-    the GPU is missing.
+    go to the GPU's hardware decoder. ``on_error``: an image that cannot be decoded is named in a :class:`UserError`, or
+    skipped (see :class:`loaders.delivery.Delivery`). UserError as well if DALI or the GPU is missing.
     """
 
     def __init__(
@@ -93,17 +56,21 @@ class DaliLoader:
         hw_decoder_load: float = 0.65,
         mean: Sequence[float] = IMAGENET_MEAN,
         std: Sequence[float] = IMAGENET_STD,
+        on_error: OnError = "stop",
     ) -> None:
         load_dali()
-        if not dataset.plain.all():
-            _allow_open_files(_OPEN_BATCHES * max(order.local_batch_size, _GPU_BATCH))
-        self._delivery = Delivery(dataset, plan, order, device, dtype, workers, mean, std)
+        _allow_open_files(_OPEN_BATCHES * max(order.local_batch_size, _GPU_BATCH))
+        self._delivery = Delivery(dataset, plan, order, device, dtype, workers, mean, std, on_error=on_error)
+        self._feed = Feed(self._delivery)
+        self._recovery = Recovery(self._delivery, self._feed)
         self._hw_decoder_load = hw_decoder_load
         # A GPU decodes large batches faster than small ones, and DALI's cost on the host is a batch's, not an image's.
         self._steps_at_once = -(-_GPU_BATCH // order.local_batch_size) if self._delivery.on_gpu else 1
         self._pipeline: Any = None
-        self._requests: Iterator[_Request] = iter(())
-        self._in_flight: deque[_Request] = deque()
+        self._pool: ThreadPoolExecutor  # of the open epoch
+        self._requests: Iterator[Request] = iter(())
+        self._again: deque[Request] = deque()  # after an error, before all others
+        self._in_flight: deque[Request] = deque()
 
     @property
     def steps_per_epoch(self) -> int:
@@ -116,25 +83,18 @@ class DaliLoader:
         self._delivery.close()
         self._pipeline = None
 
-    def _requests_of(self, epoch: int, start_step: int) -> Generator[_Request, None, None]:
-        dataset = self._delivery.dataset
-        with ThreadPoolExecutor(max(1, self._delivery.workers), thread_name_prefix="cocor-decode") as pool:
-            jobs = self._delivery.jobs(epoch, start_step)
-            while together := list(islice(jobs, self._steps_at_once)):
-                index = np.concatenate([job.planned.index for job in together])
-                if isinstance(dataset, StoredDataset):
-                    yield _Request(together, list(pool.map(dataset.encoded, index.tolist())))
-                    continue
-                paths = [dataset.paths[i] for i in index]
-                awkward = np.flatnonzero(~dataset.plain[index])
-                memory_files = list(pool.map(_MemoryFile, [paths[i] for i in awkward]))
-                for i, memory_file in zip(awkward, memory_files, strict=True):
-                    paths[i] = memory_file.path
-                yield _Request(together, [np.frombuffer(os.fsencode(path), np.uint8) for path in paths], memory_files)
+    def _requests_of(self, epoch: int, start_step: int) -> Generator[Request, None, None]:
+        jobs = self._delivery.jobs(epoch, start_step)
+        while together := list(islice(jobs, self._steps_at_once)):
+            yield self._feed.request(together, self._pool)
 
     def _pairs(self, epoch: int, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
         """Jobs and their crops uint8 (B, C, S, S, 3) on the loader's device."""
-        with self._delivery.prefetch(self._requests_of(epoch, start_step), depth=_AHEAD + 1) as self._requests:
+        threads = max(1, self._delivery.workers)
+        with (
+            ThreadPoolExecutor(threads, thread_name_prefix="cocor-decode") as self._pool,
+            self._delivery.prefetch(self._requests_of(epoch, start_step), depth=_AHEAD + 1) as self._requests,
+        ):
             try:
                 if self._pipeline is None:
                     self._pipeline = self._build()
@@ -150,18 +110,27 @@ class DaliLoader:
     def _run(self) -> Tensor | None:
         """The crops of the oldest request in flight; None at the epoch's end."""
         stream = torch.cuda.current_stream(self._delivery.device) if self._delivery.on_gpu else None
-        try:
-            (crops,) = self._pipeline.run(stream)
-        except StopIteration:
-            return None
-        except RuntimeError as fault:
-            self._pipeline = None  # it does not survive an error
-            raise self._explain(fault) from fault
-        return torch.from_dlpack(crops.as_tensor())
+        while True:
+            try:
+                (crops,) = self._pipeline.run(stream)
+                return torch.from_dlpack(crops.as_tensor())
+            except StopIteration:
+                return None
+            except (RuntimeError, MemoryError) as error:
+                fault = error.with_traceback(None)  # whose frames would keep the dead pipeline and its memory
+            self._start_anew(fault)
+
+    def _start_anew(self, fault: Exception) -> None:
+        """Build a pipeline to do again what was in flight when ``fault`` ended the last one. Raises what remains."""
+        self._pipeline = None
+        requests, self._in_flight = list(self._in_flight), deque()
+        self._again.extendleft(reversed(self._recovery.after(fault, requests, self._pool)))
+        self._pipeline = self._build()
 
     def _drain(self) -> None:
         """Let DALI finish what it has been told to do, so that the pipeline is ready for another epoch."""
         self._requests = iter(())
+        self._again.clear()
         try:
             if self._pipeline is not None:
                 with suppress(StopIteration):
@@ -174,11 +143,11 @@ class DaliLoader:
 
     def _next_inputs(self) -> list[Any]:
         """DALI's external source: files, then begin and end (y, x) of every crop's region."""
-        request = next(self._requests)
+        request = self._again.popleft() if self._again else next(self._requests)
+        request = self._feed.renewed(request, self._pool)
         self._in_flight.append(request)
         inputs: list[Any] = [request.files]
-        boxes = np.concatenate([job.planned.boxes for job in request.jobs]).astype(np.float32)  # (B, C, 4)
-        begin, end = boxes[..., :2], boxes[..., :2] + boxes[..., 2:]
+        begin, end = request.boxes[..., :2], request.boxes[..., :2] + request.boxes[..., 2:]
         for crop in range(begin.shape[1]):
             inputs += [np.ascontiguousarray(begin[:, crop]), np.ascontiguousarray(end[:, crop])]
         return inputs
@@ -199,37 +168,13 @@ class DaliLoader:
 
     def _gpu_options(self) -> dict[str, Any]:
         """The hardware decoder's share, and room for the largest image, so that it does not stall later to grow."""
-        dataset = self._delivery.dataset
-        height, width = np.minimum(dataset.sizes[dataset.plain].max(axis=0, initial=1), _LARGEST_HINT).tolist()
+        sizes = self._delivery.dataset.sizes[~self._feed.on_host]
+        height, width = np.minimum(sizes.max(axis=0, initial=1), _LARGEST_HINT).tolist()
         return {
             "hw_decoder_load": self._hw_decoder_load,
             "preallocate_height_hint": height,
             "preallocate_width_hint": width,
         }
-
-    def _explain(self, fault: RuntimeError) -> Exception:
-        """The image on which DALI failed, found by decoding what it was working on. Other faults as they are."""
-        dataset = self._delivery.dataset
-        jobs = [job for request in self._in_flight for job in request.jobs]
-        places = [int(i) for job in jobs for i in job.planned.index]
-        for i in places:
-            try:
-                dataset.image(i).decode() if isinstance(dataset, StoredDataset) else decode(dataset.paths[i])
-            except UserError as culprit:
-                return culprit
-        for i in places:
-            if not decodes(_encoded(dataset, i)):
-                return UserError(
-                    f"{printable(dataset.paths[i])}: DALI cannot decode this file, though Pillow can; "
-                    "re-encode it, or choose another --loader"
-                )
-        return fault
-
-
-def _encoded(dataset: ImageDataset, index: int) -> np.ndarray:
-    if isinstance(dataset, StoredDataset):
-        return dataset.encoded(index)
-    return np.fromfile(dataset.paths[index], np.uint8)
 
 
 def _allow_open_files(count: int) -> None:

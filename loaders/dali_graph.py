@@ -2,7 +2,7 @@
 
 import importlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -82,8 +82,8 @@ def build_pipeline(
     return pipeline
 
 
-def decodes(encoded: np.ndarray) -> bool:
-    """Whether DALI can decode an image file's bytes, uint8 (n,), on the CPU."""
+def undecodable(files: Iterable[np.ndarray]) -> list[int]:
+    """The places of those ``files`` (their bytes, uint8) that DALI cannot decode on the CPU."""
     dali = load_dali()
     fn = dali.fn
 
@@ -91,8 +91,11 @@ def decodes(encoded: np.ndarray) -> bool:
     def one_image() -> Any:
         return fn.decoders.image(fn.external_source(name="file"), device="cpu")
 
-    try:
-        one_image().run(file=[encoded])
-    except RuntimeError:
-        return False
-    return True
+    found, pipeline = [], one_image()
+    for place, file in enumerate(files):
+        try:
+            pipeline.run(file=[file])
+        except RuntimeError:
+            found.append(place)
+            pipeline = one_image()  # it does not survive an error
+    return found

@@ -8,7 +8,7 @@ command reads the order from here.
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -16,8 +16,10 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from loaders.decode import EncodedImage, ImageFile
 from loaders.errors import UserError
 from loaders.folder import Listing, list_folder
+from loaders.incidents import Incidents
 from loaders.labels import read_labels, read_names
 from loaders.names import available_cores, printable
 from loaders.size_index import size_index
@@ -36,6 +38,7 @@ class ImageDataset:
     - ``sizes`` int32 (N, 2): height and width of the upright image in pixels.
     - ``plain`` bool (N,): whether decoders other than Pillow give Pillow's pixels (see :mod:`loaders.decode`).
     - ``skipped``: (name, reason) of the files left out.
+    - ``incidents``: what loaders have met since; subsets share it.
     """
 
     root: Path
@@ -45,6 +48,7 @@ class ImageDataset:
     sizes: npt.NDArray[np.int32]
     plain: npt.NDArray[np.bool_]
     skipped: tuple[tuple[str, str], ...] = ()
+    incidents: Incidents = field(default_factory=Incidents, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -62,6 +66,11 @@ class ImageDataset:
         digest.update(b"\0\0" + b"\0".join(os.fsencode(name) for name in self.names) + b"\0")
         digest.update(np.ascontiguousarray(self.labels).tobytes() + np.ascontiguousarray(self.sizes).tobytes())
         return digest.hexdigest()
+
+    def image(self, index: int) -> EncodedImage:
+        """Where image ``index`` is, to be decoded by the one rule."""
+        height, width = self.sizes[index].tolist()
+        return ImageFile(self.paths[index], (width, height))
 
     def subset(self, indices: Sequence[int] | npt.NDArray[np.integer]) -> "ImageDataset":
         """The images ``indices`` in that order, with the same classes."""

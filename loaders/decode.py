@@ -9,14 +9,16 @@
 Pillow's global switches are left as they are: they belong to the user's process.
 """
 
+import errno
 import os
+import stat
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-from loaders.errors import UserError
+from loaders.errors import UnusableImage, UserError
 from loaders.names import printable
 
 MAX_PIXELS = 178_000_000
@@ -32,6 +34,7 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 _JPEG = ("JPEG", "MPO")
+_MACHINE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # these say nothing about the file
 
 
 class ImageFault(Exception):
@@ -49,15 +52,57 @@ class Header:
     upright_jpeg: bool = False
 
 
+class EncodedImage(Protocol):
+    """An image of a data set, small enough to be sent to another process."""
+
+    def decode(self) -> Image.Image:
+        """The upright image, mode RGB, of the size that the data set states. Raises :class:`UnusableImage`."""
+        ...
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """A file of a data set, and the size (width, height) that its image had when the data set was opened."""
+
+    path: str
+    size: tuple[int, int]
+
+    def decode(self) -> Image.Image:
+        """See :class:`EncodedImage`."""
+        image = decode(self.path)
+        if image.size != self.size:
+            width, height = self.size
+            raise UnusableImage(
+                f"{printable(self.path)}: has {image.width} x {image.height} pixels, and had {width} x {height} when "
+                "the data set was opened; leave files alone while they are in use"
+            )
+        return image
+
+
 def decode(path: str | os.PathLike[str]) -> Image.Image:
-    """The image at ``path``, upright, mode RGB. Raises :class:`UserError` naming the file."""
+    """The image at ``path``, upright, mode RGB.
+
+    Raises:
+        UnusableImage: the file is missing, damaged or no image.
+        UserError: this process has too many open files or too little memory. Both name the file.
+    """
     try:
-        with open(path, "rb") as file:  # noqa: PTH123 (names may hold undecodable bytes)
+        with open(path, "rb", opener=_without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ImageFault("not a regular file")
             return decode_file(file)
     except (OSError, ImageFault) as fault:
-        raise UserError(
+        if isinstance(fault, OSError) and fault.errno in _MACHINE:
+            remedy = "raise the limit (ulimit -n 8192) or lower --workers and --batch-size"
+            raise UserError(f"{printable(path)}: {fault.strerror}; {remedy}") from fault
+        raise UnusableImage(
             f"{printable(path)}: {describe(fault)}; repair or remove it (cocor-prep finds such files)"
         ) from fault
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a file as usual, and a pipe that has taken its place without waiting for somebody to write to it."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def decode_array(path: str | os.PathLike[str]) -> np.ndarray:
@@ -75,6 +120,8 @@ def decode_file(file: BinaryIO) -> Image.Image:
             return _to_rgb(upright)
         except ImageFault:
             raise
+        except MemoryError:
+            raise ImageFault(f"not enough memory for its {image.width} x {image.height} pixels") from None
         except Exception as fault:  # Pillow's plugins raise nearly anything on damaged data
             raise ImageFault(f"truncated or damaged image ({_first_line(fault)})") from fault
 

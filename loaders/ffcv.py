@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
-from loaders.dataset import ImageDataset
-from loaders.delivery import Delivery, Job
+from loaders.dataset import ImageDataset, OnError
+from loaders.delivery import Delivery, Faults, Job
 from loaders.errors import UserError
 from loaders.ffcv_import import load_ffcv
 from loaders.names import printable
@@ -29,8 +29,9 @@ from loaders.stored import StoredDataset
 class FfcvLoader:
     """Batches of ``dataset``, images of a ``.beton`` file, as ``plan`` and ``order`` say, on ``device``.
 
-    ``workers`` threads decode (default: one a core). Raises :class:`UserError` if FFCV or the GPU is missing, if the
-    images are not in a ``.beton`` file, and in an epoch if an image is damaged, naming it.
+    ``workers`` threads decode (default: one a core). ``on_error``: a damaged image is named in a :class:`UserError`, or
+    skipped (see :class:`loaders.delivery.Delivery`). UserError as well if FFCV or the GPU is missing, or if the images
+    are not in a ``.beton`` file.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class FfcvLoader:
         workers: int | None = None,
         mean: Sequence[float] = IMAGENET_MEAN,
         std: Sequence[float] = IMAGENET_STD,
+        on_error: OnError = "stop",
     ) -> None:
         if not isinstance(dataset, StoredDataset):
             raise UserError(
@@ -51,7 +53,7 @@ class FfcvLoader:
                 f"cocor-prep convert {printable(dataset.root)} NAME.beton"
             )
         load_ffcv()
-        self._delivery = Delivery(dataset, plan, order, device, dtype, workers, mean, std)
+        self._delivery = Delivery(dataset, plan, order, device, dtype, workers, mean, std, on_error=on_error)
         self._dataset = dataset
         self._loader: Any = None
 
@@ -67,7 +69,7 @@ class FfcvLoader:
         self._loader = None
 
     def _pairs(self, epoch: int, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
-        from loaders.ffcv_decoder import DecodePool, PendingCrops
+        from loaders.ffcv_decoder import ROW, DecodePool, PendingCrops, locate
         from loaders.ffcv_pipeline import PlannedLoader
 
         delivery = self._delivery
@@ -77,7 +79,17 @@ class FfcvLoader:
         def submit(stored: NDArray[np.uint64]) -> PendingCrops:
             delivery.use_device()
             job = next(jobs)
+            rows = self._dataset.rows[job.planned.index]
+            if not np.array_equal(rows, stored[:, ROW]):  # some images are known to be unusable
+                stored = locate(self._dataset.file, rows)
             return pool.submit(job, stored, delivery.room(job))
+
+        def mend(pending: PendingCrops) -> tuple[Job, Tensor]:
+            def decode(job: Job, places: list[int]) -> Faults:
+                stored = locate(self._dataset.file, self._dataset.rows[job.planned.index])
+                return pool.submit(job, stored, pending.crops, places).wait()
+
+            return delivery.mend(pending.job, pending.wait(), decode), pending.crops
 
         with (
             closing(DecodePool(self._dataset.file, delivery.plan.size, max(1, delivery.workers))) as pool,
@@ -85,4 +97,4 @@ class FfcvLoader:
             closing(self._loader.batches(epoch, start_step, submit)) as batches,
         ):
             for batch in batches:
-                yield batch.job, batch.wait()
+                yield mend(batch)

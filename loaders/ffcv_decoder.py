@@ -22,6 +22,7 @@ from torch import Tensor
 
 from loaders.beton import RAW
 from loaders.delivery import Job
+from loaders.errors import UnusableImage
 from loaders.kernels.resize import resize_crops
 from loaders.stored import StoredFile
 
@@ -41,19 +42,28 @@ _decompress.argtypes = [_pointer, _pointer, ctypes.c_ulong, _pointer, *[_int] * 
 _decompress.restype = _int
 
 
+def locate(file: StoredFile, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Where the images ``rows`` of ``file`` are stored: uint64 (B, COLUMNS)."""
+    table = file.beton.table[rows]
+    found = np.empty((len(rows), COLUMNS), np.uint64)
+    columns = [table[name] for name in ("data_ptr", "mode", "height", "width")]
+    for column, values in zip((OFFSET, MODE, HEIGHT, WIDTH), columns, strict=True):
+        found[:, column] = values
+    found[:, LENGTH], found[:, ROW] = file.beton.sizes_in_bytes[rows], rows
+    return found
+
+
 @dataclass(frozen=True)
 class PendingCrops:
     """A batch that is being decoded into ``crops`` uint8 (B, C, S, S, 3)."""
 
     job: Job
     crops: Tensor
-    parts: Sequence[Future[None]]
+    parts: Sequence[Future[dict[int, UnusableImage]]]
 
-    def wait(self) -> Tensor:
-        """The finished crops. Raises :class:`UserError` naming an image that cannot be decoded."""
-        for part in self.parts:
-            part.result()
-        return self.crops
+    def wait(self) -> dict[int, UnusableImage]:
+        """Wait for the crops. What is wrong with the images at some places of the batch, whose crops mean nothing."""
+        return {place: fault for part in self.parts for place, fault in sorted(part.result().items())}
 
 
 class _Decoder:
@@ -91,12 +101,16 @@ class DecodePool:
             self._free.put(decoder)
         self._pool = ThreadPoolExecutor(threads, "cocor-decode")
 
-    def submit(self, job: Job, stored: NDArray[np.uint64], crops: Tensor) -> PendingCrops:
-        """Start to decode the batch of ``job``, whose images are ``stored`` (B, COLUMNS), into ``crops``.
+    def submit(
+        self, job: Job, stored: NDArray[np.uint64], crops: Tensor, places: Sequence[int] | slice = slice(None)
+    ) -> PendingCrops:
+        """Start to decode the batch of ``job``, or some ``places`` of it, into ``crops``.
 
-        Parts are alike in bytes, which is what decoding takes its time from.
+        ``stored`` (B, COLUMNS) says where its images are. Parts are alike in bytes, which is what decoding takes its
+        time from.
         """
-        order = np.argsort(stored[:, LENGTH])[::-1]
+        chosen = np.arange(len(stored))[places]
+        order = chosen[np.argsort(stored[chosen, LENGTH])[::-1]]
         parts = [order[i :: self._chunks] for i in range(min(self._chunks, len(order)))]
         out = crops.numpy()
         return PendingCrops(job, crops, [self._pool.submit(self._decode, part, job, stored, out) for part in parts])
@@ -108,20 +122,28 @@ class DecodePool:
             decoder.close()
         self._decoders = []
 
-    def _decode(self, places: NDArray[np.int64], job: Job, stored: NDArray[np.uint64], out: NDArray[np.uint8]) -> None:
-        self._file.check(stored[places, ROW].astype(np.int64))
+    def _decode(
+        self, places: NDArray[np.int64], job: Job, stored: NDArray[np.uint64], out: NDArray[np.uint8]
+    ) -> dict[int, UnusableImage]:
+        damage = self._file.damage(stored[places, ROW].astype(np.int64))
+        faults = {int(place): damage[row] for place in places if (row := int(stored[place, ROW])) in damage}
+        places = places[[int(place) not in faults for place in places]] if faults else places
         boxes = job.planned.boxes
         codes = np.zeros(len(places), np.int32)
         decoder = self._free.get()
         try:
-            room = int((stored[places, HEIGHT] * stored[places, WIDTH]).max()) * 3
+            room = int((stored[places, HEIGHT] * stored[places, WIDTH]).max(initial=0)) * 3
             decode_crops(
                 places, stored, self._bytes, boxes, self._size, decoder.handle, decoder.pixels(room), out, codes
             )  # fmt: skip
         finally:
             self._free.put(decoder)
         for place in places[codes != 0]:
-            self._look_into(int(stored[place, ROW]), boxes[place], out[place])
+            try:
+                self._look_into(int(stored[place, ROW]), boxes[place], out[place])
+            except UnusableImage as fault:
+                faults[int(place)] = fault
+        return faults
 
     def _look_into(self, row: int, boxes: NDArray[np.int32], out: NDArray[np.uint8]) -> None:
         if self._file.beton.record is None:

@@ -5,7 +5,7 @@ Modules load lazily: DALI and FFCV are optional and heavy.
 
 import os
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -46,27 +46,28 @@ def open_loader(
     dtype: torch.dtype = torch.float32,
     workers: int | None = None,
     hw_decoder_load: float = 0.65,
+    on_error: OnError = "stop",
 ) -> Loader:
     """A loader of ``dataset`` that shows what ``plan`` draws in the batches of ``order``.
 
     Every name gives the same images, labels, boxes and programs; pixels differ by decoder and resize only (synthetic
-    ones are noise). ``workers``: CPU threads, or processes for ``torch``; None means one a core. UserError if what the
-    loader needs is not installed.
+    ones are noise). ``workers``: CPU threads, or processes for ``torch``; None means one a core. ``on_error``: what an
+    image that breaks while the loader runs does, stop it with a UserError, or have its place taken by another sample
+    (:class:`loaders.delivery.Delivery`). UserError if what the loader needs is not installed.
     """
-    if name == "dali":
-        from loaders.dali import DaliLoader
-
-        return DaliLoader(
-            dataset, plan, order=order, device=device, dtype=dtype, workers=workers, hw_decoder_load=hw_decoder_load
-        )
-    if name == "torch":
-        from loaders.torch import TorchLoader
-
-        return TorchLoader(dataset, plan, order=order, device=device, dtype=dtype, workers=workers)
     if name == "synthetic":
         from loaders.synthetic import SyntheticLoader
 
         return SyntheticLoader(dataset, plan, order=order, device=device, dtype=dtype, workers=workers)
+    options: dict[str, Any] = {"device": device, "dtype": dtype, "workers": workers, "on_error": on_error}
+    if name == "dali":
+        from loaders.dali import DaliLoader
+
+        return DaliLoader(dataset, plan, order=order, hw_decoder_load=hw_decoder_load, **options)
+    if name == "torch":
+        from loaders.torch import TorchLoader
+
+        return TorchLoader(dataset, plan, order=order, **options)
     from loaders.ffcv import FfcvLoader
 
-    return FfcvLoader(dataset, plan, order=order, device=device, dtype=dtype, workers=workers)
+    return FfcvLoader(dataset, plan, order=order, **options)

@@ -4,6 +4,7 @@ The order does not depend on the number of ranks: rank r of R takes the r-th par
 stop on four GPUs and go on with two and sees the same samples. A loader's position is two integers, epoch and step.
 """
 
+from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
@@ -14,6 +15,8 @@ from loaders.errors import UserError
 
 # Streams are shared with the view plan's draws; this one is out of reach of any crop or view.
 _ORDER_STREAM = 0xFFFFFFFF
+MOST_STAND_INS = 100
+"""So many samples are tried in the place of one that cannot be used."""
 
 
 @lru_cache(maxsize=4)
@@ -65,9 +68,7 @@ class BatchOrder:
     def global_batch(self, epoch: int, step: int) -> npt.NDArray[np.int64]:
         """The samples of all ranks at ``step``: int64 (batch_size,), shorter in an undropped tail."""
         chosen = slice(step * self.batch_size, (step + 1) * self.batch_size)
-        if self.shuffle:
-            return permutation(self.seed, epoch, self.length)[chosen]
-        return np.arange(self.length, dtype=np.int64)[chosen]
+        return self._epoch(epoch)[chosen]
 
     def indices(self, epoch: int, step: int) -> npt.NDArray[np.int64]:
         """This rank's samples at ``step``: int64 (batch_size / world_size,)."""
@@ -76,6 +77,24 @@ class BatchOrder:
     def passes(self, epoch: int, step: int) -> npt.NDArray[np.int64]:
         """The pass over the data that each sample of :meth:`indices` belongs to: the epoch its views are drawn for."""
         return np.full(len(self.indices(epoch, step)), epoch, np.int64)
+
+    def stand_ins(self, epoch: int, step: int, place: int) -> Iterator[tuple[int, int]]:
+        """(sample, pass) of those that may take the place of an unusable sample, at ``place`` of :meth:`indices`.
+
+        The first is at the same place of the next global batch, then come those behind it, and after the epoch's end
+        those at its start. They are the same on any number of ranks.
+        """
+        everyone = len(self.global_batch(epoch, step))
+        place += self.rank * everyone // self.world_size
+        for distance in range(min(self.length, MOST_STAND_INS)):
+            yield self._sample(epoch, (step + 1) * self.batch_size + place + distance)
+
+    def _sample(self, epoch: int, place: int) -> tuple[int, int]:
+        """(sample, pass) at a place of an epoch that goes round in circles."""
+        return int(self._epoch(epoch)[place % self.length]), epoch
+
+    def _epoch(self, epoch: int) -> npt.NDArray[np.int64]:
+        return permutation(self.seed, epoch, self.length) if self.shuffle else np.arange(self.length, dtype=np.int64)
 
     def _share(self, everyone: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         count = len(everyone)
@@ -110,6 +129,10 @@ class CyclicOrder(BatchOrder):
 
     def passes(self, epoch: int, step: int) -> npt.NDArray[np.int64]:
         return self._share(self._places(epoch, step) // self.length)
+
+    def _sample(self, epoch: int, place: int) -> tuple[int, int]:
+        number, within = divmod(epoch * self._steps * self.batch_size + place, self.length)
+        return int(permutation(self.seed, number, self.length)[within]), number
 
     def _places(self, epoch: int, step: int) -> npt.NDArray[np.int64]:
         start = (epoch * self._steps + step) * self.batch_size

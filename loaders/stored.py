@@ -18,7 +18,7 @@ from PIL import Image
 from loaders.beton import JPEG, RAW, Beton, open_beton
 from loaders.dataset import ImageDataset, number_classes
 from loaders.decode import ImageFault, decode_file, describe
-from loaders.errors import UserError
+from loaders.errors import UnusableImage, UserError
 from loaders.labels import read_labels
 from loaders.names import printable
 
@@ -32,22 +32,29 @@ class StoredFile:
         self._unchecked = np.full(len(self.beton), self.beton.record is not None)
         _refuse_impossible(self.beton)
 
-    def check(self, rows: npt.NDArray[np.int64]) -> None:
-        """Raise :class:`UserError` naming the first of ``rows`` whose bytes are not those that were written."""
-        for row in rows[self._unchecked[rows]]:
-            self.beton.check(int(row))
-            self._unchecked[row] = False
+    def damage(self, rows: npt.NDArray[np.int64]) -> dict[int, UnusableImage]:
+        """By row, what is wrong with those of ``rows`` whose bytes are not those that were written."""
+        found = {}
+        for row in rows[self._unchecked[rows]].tolist():
+            try:
+                self.beton.check(row)
+            except UnusableImage as fault:
+                found[row] = fault
+            else:
+                self._unchecked[row] = False
+        return found
 
     def read(self, row: int) -> memoryview:
-        """The stored bytes, checked: a JPEG file, or height x width x 3 values in raw mode."""
-        self.check(np.array([row]))
+        """The stored bytes: a JPEG file, or height x width x 3 values in raw mode. Raises if they are damaged."""
+        for fault in self.damage(np.array([row])).values():
+            raise fault
         return self.beton.read(row)
 
     def is_raw(self, row: int) -> bool:
         return bool(self.beton.table["mode"][row] == RAW)
 
     def decode(self, row: int) -> Image.Image:
-        """The image, mode RGB, decoded by the one rule. Raises :class:`UserError` naming it."""
+        """The image, mode RGB, decoded by the one rule. Raises :class:`UnusableImage` naming it."""
         size: tuple[int, int] = tuple(self.beton.sizes[row, ::-1].tolist())
         data = self.read(row)
         if self.is_raw(row):
@@ -60,9 +67,9 @@ class StoredFile:
             raise self.damaged(row, f"{image.width} x {image.height} pixels instead of {size[0]} x {size[1]}")
         return image
 
-    def damaged(self, row: int, why: str) -> UserError:
+    def damaged(self, row: int, why: str) -> UnusableImage:
         """The error for an image that cannot be decoded."""
-        return UserError(
+        return UnusableImage(
             f"{printable(self.path)}: {printable(self.beton.names[row])} (image {row}): {why}; "
             "run cocor-prep convert again"
         )

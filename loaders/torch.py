@@ -1,13 +1,15 @@
 """The reference loader: PyTorch's DataLoader and Pillow. Slow, and obviously right.
 
 Worker processes get planned samples, that is a path (or a place in a ``.beton`` file) and its crop boxes. They decode
-the image, resize every box with Pillow's antialiased bilinear filter, and send back uint8 crops.
+the image, resize every box with Pillow's antialiased bilinear filter, and send back uint8 crops, or say what is wrong.
 """
 
 import errno
+import gc
 import shutil
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,23 +18,23 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
-from loaders.dataset import ImageDataset
-from loaders.decode import decode
-from loaders.delivery import Delivery, Job, paths_of
+from loaders.dataset import ImageDataset, OnError
+from loaders.decode import EncodedImage
+from loaders.delivery import Delivery, Faults, Job
 from loaders.errors import UserError
 from loaders.order import BatchOrder
 from loaders.plan import ViewPlan
-from loaders.stored import StoredDataset, StoredImage
 
 _AHEAD = 2  # batches that each worker prepares
-_Sample = tuple[str | StoredImage, np.ndarray]  # path or place in a file, boxes (C, 4)
+_Sample = tuple[EncodedImage, np.ndarray]  # and its boxes (C, 4)
+_Collated = tuple[Tensor | np.ndarray, dict[int, UserError]]  # crops uint8 (B, C, S, S, 3), what is wrong by place
 
 
 class TorchLoader:
     """Batches of ``dataset`` as ``plan`` and ``order`` say, on ``device``.
 
-    ``workers`` processes decode (default: one a core; 0 decodes in the background thread). Raises :class:`UserError`
-    naming the file if one cannot be decoded.
+    ``workers`` processes decode (default: one a core; 0 decodes in the background thread). ``on_error``: an image that
+    cannot be decoded is named in a :class:`UserError`, or skipped (see :class:`loaders.delivery.Delivery`).
     """
 
     def __init__(
@@ -46,11 +48,15 @@ class TorchLoader:
         workers: int | None = None,
         mean: Sequence[float] = IMAGENET_MEAN,
         std: Sequence[float] = IMAGENET_STD,
+        on_error: OnError = "stop",
     ) -> None:
-        self._delivery = Delivery(dataset, plan, order, device, dtype, workers, mean, std)
+        self._delivery = Delivery(dataset, plan, order, device, dtype, workers, mean, std, on_error=on_error)
         self._crops = _Crops(plan.size)
         batch_bytes = order.local_batch_size * plan.layout.crops * plan.size**2 * 3
-        self._collate = _Collate(shared=_fits_shared_memory(batch_bytes * (_AHEAD * self._delivery.workers + 2)))
+        self._collate = _Collate(
+            (plan.layout.crops, plan.size, plan.size, 3),
+            shared=_fits_shared_memory(batch_bytes * (_AHEAD * self._delivery.workers + 2)),
+        )
 
     @property
     def steps_per_epoch(self) -> int:
@@ -65,6 +71,8 @@ class TorchLoader:
     def _pairs(self, epoch: int, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
         pending: deque[Job] = deque()
         workers = self._delivery.workers
+        if workers:
+            gc.collect()  # what a forked worker must not do: a dead DALI pipeline, for one, would wait for its threads
         loader = DataLoader(
             self._crops,
             batch_sampler=self._planned_samples(epoch, start_step, pending),
@@ -73,17 +81,29 @@ class TorchLoader:
             prefetch_factor=_AHEAD if workers else None,
         )
         try:
-            for crops in loader:  # in the sampler's order
-                if isinstance(crops, UserError):
-                    raise crops
-                yield pending.popleft(), self._delivery.stage(torch.as_tensor(crops))
+            for collated, faults in loader:  # in the sampler's order
+                crops = torch.as_tensor(collated)
+                job = self._delivery.mend(pending.popleft(), faults, partial(self._decode, crops))
+                yield job, self._delivery.stage(crops)
         except (RuntimeError, OSError) as fault:
             raise _explain(fault) from fault
 
     def _planned_samples(self, epoch: int, start_step: int, pending: deque[Job]) -> Iterator[list[_Sample]]:
         for job in self._delivery.jobs(epoch, start_step):
             pending.append(job)
-            yield list(zip(_sources(self._delivery.dataset, job), job.planned.boxes, strict=True))
+            yield self._samples(job, range(len(job.planned.index)))
+
+    def _samples(self, job: Job, places: Iterable[int]) -> list[_Sample]:
+        dataset = self._delivery.dataset
+        return [(dataset.image(int(job.planned.index[place])), job.planned.boxes[place]) for place in places]
+
+    def _decode(self, crops: Tensor, job: Job, places: list[int]) -> Faults:
+        """Make the crops of some places of the batch in this process, as workers do."""
+        found = dict(zip(places, map(self._crops.__getitem__, self._samples(job, places)), strict=True))
+        for place, item in found.items():
+            if isinstance(item, np.ndarray):
+                crops[place] = torch.from_numpy(item)
+        return {place: item for place, item in found.items() if isinstance(item, UserError)}
 
 
 class _Crops(Dataset):
@@ -95,7 +115,7 @@ class _Crops(Dataset):
     def __getitem__(self, sample: _Sample) -> np.ndarray | UserError:
         source, boxes = sample
         try:
-            image = source.decode() if isinstance(source, StoredImage) else decode(source)
+            image = source.decode()
         except UserError as fault:
             return fault
         return np.stack([resized_crop(image, box, self._size) for box in boxes])
@@ -104,23 +124,18 @@ class _Crops(Dataset):
 class _Collate:
     """Stack samples; in shared memory if there is room, else through the pipe, which is slower but always works."""
 
-    def __init__(self, shared: bool) -> None:
-        self._shared = shared
+    def __init__(self, shape: tuple[int, ...], shared: bool) -> None:
+        self._shape, self._shared = shape, shared
 
-    def __call__(self, samples: list[np.ndarray | UserError]) -> Tensor | np.ndarray | UserError:
-        arrays = []
-        for sample in samples:
+    def __call__(self, samples: list[np.ndarray | UserError]) -> _Collated:
+        batch = np.empty((len(samples), *self._shape), np.uint8)
+        faults = {}
+        for place, sample in enumerate(samples):
             if isinstance(sample, UserError):
-                return sample
-            arrays.append(sample)
-        batch = np.stack(arrays)
-        return torch.from_numpy(batch) if self._shared else batch
-
-
-def _sources(dataset: ImageDataset, job: Job) -> Sequence[str | StoredImage]:
-    if isinstance(dataset, StoredDataset):
-        return [dataset.image(i) for i in job.planned.index]
-    return paths_of(dataset, job)
+                faults[place] = sample
+            else:
+                batch[place] = sample
+        return (torch.from_numpy(batch) if self._shared else batch), faults
 
 
 def resized_crop(image: Image.Image, box: np.ndarray, size: int) -> np.ndarray:

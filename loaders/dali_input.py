@@ -1,0 +1,147 @@
+"""What DALI is fed: for each image its file's name (or its bytes, if it is stored in a ``.beton`` file) and its boxes.
+
+Some images are decoded on the host by the one rule of :mod:`loaders.decode`, and cropped there; DALI gets their crops
+side by side as raw pixels (PPM), in a memory file where it wants a name, and passes them on bit by bit:
+
+- those whose pixels depend on the decoder: alpha, 16 bits, CMYK and the like;
+- huge ones, one after the other, so that memory stays bounded on the host and on the GPU;
+- those that DALI turned out to be unable to decode (:mod:`loaders.dali_faults`).
+"""
+
+import logging
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from threading import Lock
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loaders.delivery import Delivery, Job
+from loaders.errors import UnusableImage, UserError
+from loaders.names import printable
+from loaders.stored import StoredDataset
+from loaders.torch import resized_crop
+
+HOST_PIXELS = 50_000_000
+"""A larger image is decoded on the host, GPU or not: the decoder on the GPU would need a gigabyte for it at once."""
+
+_SHOWN = 5  # names in a message
+_log = logging.getLogger(__name__)
+_one_decode = Lock()
+
+
+class MemoryFile:
+    """Content in a nameless file, closed with its last reference. ``name`` is what a message is to call it."""
+
+    def __init__(self, content: bytes, name: str) -> None:
+        try:
+            self._handle = os.memfd_create("cocor-image")
+        except OSError as fault:
+            raise UserError(
+                f"{printable(name)}: no file handle for its pixels ({fault.strerror}); "
+                "raise the limit (ulimit -n 8192) or lower --batch-size"
+            ) from fault
+        with os.fdopen(os.dup(self._handle), "wb") as file:
+            file.write(content)
+
+    @property
+    def path(self) -> str:
+        return f"/proc/self/fd/{self._handle}"
+
+    def __del__(self) -> None:
+        if hasattr(self, "_handle"):
+            os.close(self._handle)
+
+
+@dataclass(frozen=True)
+class Request:
+    """Jobs of one or more steps, N images: names or bytes uint8, boxes float32 (N, C, 4) top, left, height, width.
+
+    ``on_host`` says that none of them is left to DALI's decoders; ``kept`` must live until DALI has read it.
+    """
+
+    jobs: list[Job]
+    files: list[np.ndarray]
+    boxes: NDArray[np.float32]
+    on_host: bool
+    kept: Sequence[MemoryFile]
+
+    @property
+    def index(self) -> NDArray[np.int64]:
+        return np.concatenate([job.planned.index for job in self.jobs])
+
+
+class Feed:
+    """Makes requests of jobs, in the threads of ``pool``. ``on_host`` bool (N,): the data set's images not for DALI."""
+
+    def __init__(self, delivery: Delivery) -> None:
+        self._delivery = delivery
+        dataset = delivery.dataset
+        self.pixels = dataset.sizes.astype(np.int64).prod(axis=1)
+        huge = self.pixels > HOST_PIXELS
+        self.on_host: NDArray[np.bool_] = ~dataset.plain | huge
+        self._tell(np.flatnonzero(huge))
+
+    def request(self, jobs: list[Job], pool: ThreadPoolExecutor, on_host: bool = False) -> Request:
+        """Jobs as DALI takes them, all of their images decoded ``on_host`` or as few as possible. Images that cannot be
+        used are skipped or raised, as the delivery says."""
+        dataset, size = self._delivery.dataset, self._delivery.plan.size
+        while True:
+            jobs = [self._delivery.renewed(job) for job in jobs]
+            index = np.concatenate([job.planned.index for job in jobs])
+            boxes = np.concatenate([job.planned.boxes for job in jobs])
+            places = np.arange(len(index)) if on_host else np.flatnonzero(self.on_host[index])
+            found = dict(zip(places.tolist(), pool.map(self._crops, index[places], boxes[places]), strict=True))
+            faults = {place: item for place, item in found.items() if isinstance(item, UnusableImage)}
+            if not faults:
+                break
+            for place, fault in faults.items():
+                self._delivery.skip(int(index[place]), fault)
+        boxes = boxes.astype(np.float32)
+        crops = {place: item for place, item in found.items() if isinstance(item, bytes)}
+        boxes[list(crops)] = [(0, c * size, size, size) for c in range(boxes.shape[1])]
+        if isinstance(dataset, StoredDataset):
+            files = [
+                np.frombuffer(crops[place], np.uint8) if place in crops else dataset.encoded(i)
+                for place, i in enumerate(index.tolist())
+            ]
+            return Request(jobs, files, boxes, on_host, ())
+        kept = {place: MemoryFile(content, dataset.names[index[place]]) for place, content in crops.items()}
+        paths = [kept[place].path if place in kept else dataset.paths[i] for place, i in enumerate(index)]
+        return Request(
+            jobs, [np.frombuffer(os.fsencode(path), np.uint8) for path in paths], boxes, on_host, list(kept.values())
+        )
+
+    def renewed(self, request: Request, pool: ThreadPoolExecutor) -> Request:
+        """``request`` without images that have turned out unusable since it was made."""
+        jobs = [self._delivery.renewed(job) for job in request.jobs]
+        same = all(new is old for new, old in zip(jobs, request.jobs, strict=True))
+        return request if same else self.request(jobs, pool, request.on_host)
+
+    def _crops(self, index: int, boxes: NDArray[np.int32]) -> bytes | UnusableImage:
+        """The crops of an image side by side, as a PPM file."""
+        size = self._delivery.plan.size
+        with _one_decode if self.pixels[index] > HOST_PIXELS else nullcontext():
+            try:
+                image = self._delivery.dataset.image(int(index)).decode()
+            except UnusableImage as fault:
+                return fault
+            crops = np.concatenate([resized_crop(image, box, size) for box in boxes], axis=1)
+        return b"P6 %d %d 255\n" % (crops.shape[1], size) + crops.tobytes()
+
+    def _tell(self, huge: NDArray[np.int64]) -> None:
+        """Name the huge images, once."""
+        dataset = self._delivery.dataset
+        new = set(dataset.incidents.untold("huge", [dataset.names[i] for i in huge]))
+        found = [i for i in huge if dataset.names[i] in new]
+        if found:
+            height_and_width = (dataset.sizes[i] for i in found[:_SHOWN])
+            shown = [
+                f"{printable(dataset.names[i])} ({width} x {height})"
+                for i, (height, width) in zip(found, height_and_width, strict=False)
+            ]
+            more = f" and {len(found) - _SHOWN:,} more" if len(found) > _SHOWN else ""
+            _log.info(f"decoded on the CPU, for more than {HOST_PIXELS:,} pixels: {', '.join(shown)}{more}")

@@ -1,0 +1,43 @@
+"""What happens to a data set's images while loaders run. All subsets of a data set share one account, and each image is
+told of once, however many loaders, threads and epochs meet it.
+"""
+
+import logging
+from collections.abc import Sequence
+from threading import Lock
+
+_log = logging.getLogger(__name__)
+
+
+class Incidents:
+    """Names of the images that cannot be used at present, and of those that there has been a message about."""
+
+    def __init__(self) -> None:
+        self._unusable: set[str] = set()
+        self._told: set[tuple[str, str]] = set()
+        self._lock = Lock()
+
+    @property
+    def unusable(self) -> frozenset[str]:
+        with self._lock:
+            return frozenset(self._unusable)
+
+    def skip(self, name: str, why: str) -> None:
+        """Note that ``name`` cannot be used; ``why`` (a line that names it) is logged the first time."""
+        with self._lock:
+            self._unusable.add(name)
+            count = len(self._unusable)
+        if self.untold("unusable", [name]):
+            _log.warning(f"{why}; skipped: another image takes its place ({count:,} so far)")
+
+    def restore(self, name: str) -> None:
+        """Note that ``name`` can be used again."""
+        with self._lock:
+            self._unusable.discard(name)
+
+    def untold(self, topic: str, names: Sequence[str]) -> list[str]:
+        """Those of ``names`` for which this has not been called before with the same ``topic``."""
+        with self._lock:
+            new = [name for name in names if (topic, name) not in self._told]
+            self._told.update((topic, name) for name in new)
+        return new
