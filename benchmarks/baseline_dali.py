@@ -5,8 +5,9 @@ three crops, and makes a contrastive view with one colour operator and a blur fo
 normalisation are one operator. Only RandAugment's structure, one branch an operation, is as DALI has it.
 """
 
-import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stderr
+from io import StringIO
 from typing import Any
 
 import torch
@@ -54,10 +55,9 @@ def pipeline(
             return images
         return _views(fn, types, images, stage, size, on_gpu)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # auto_aug uses old names of DALI's own operators
+    with redirect_stderr(StringIO()):  # DALI warns, whatever the filters, of old names that its auto_aug uses
         built = graph()
-    built.build()
+        built.build()
     return built
 
 

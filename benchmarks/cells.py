@@ -1,17 +1,13 @@
 """A cell of the table: one loader at one stage, measured in processes of its own, one a GPU.
 
-Every rank is a fresh process, forked from a server that has imported the heavy modules and touched neither GPU nor
-threads. So no cell inherits the memory pools, threads or compiled kernels of another, and a loader that crashes or
-hangs costs one row.
+So no cell inherits the memory pools, threads or compiled kernels of another, and a loader that crashes or hangs costs
+one row.
 """
 
 import gc
-import multiprocessing
 import os
 import socket
 import statistics
-import time
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
@@ -21,15 +17,13 @@ from typing import Any
 import torch
 
 from cocor.distributed import World, init, shutdown
-from images import store
-from loaders.dataset import ImageDataset
-from loaders.errors import UserError
+from images import Images, store
 from loaders.stored import open_stored
+from processes import in_processes
 from sources import Contender, Request, open_source, premade
 from stages import Stage, views_of
 from timing import Window, completed, milliseconds, time_windows
 
-_PRELOADED = ["torch", "torchvision.transforms.v2", "loaders.open", "loaders.kernels.cpu", "cocor.step", "cocor.build"]
 _CONVERTING = 600.0
 _PATIENCE = 150.0  # seconds for a rank beyond the timed ones: starting, building, warming up
 _GIB = 2**30
@@ -96,13 +90,13 @@ class _Rank:
     note: str = ""
 
 
-def measure(contender: Contender, stage: Stage, dataset: ImageDataset, settings: Settings) -> Measured | Absent:
+def measure(contender: Contender, stage: Stage, images: Images, settings: Settings) -> Measured | Absent:
     """Measure a cell on all ranks at once."""
-    beton = _beton(dataset) if contender == "ffcv" else None
+    beton = _beton(images) if contender == "ffcv" else None
     if isinstance(beton, str):
         return Absent(contender, stage, beton)
     port = _free_port()
-    jobs = [(_measure_rank, (contender, stage, dataset, beton, settings, rank, port)) for rank in range(settings.ranks)]
+    jobs = [(_measure_rank, (contender, stage, images, beton, settings, rank, port)) for rank in range(settings.ranks)]
     answers = in_processes(jobs, 4 * settings.seconds + _PATIENCE)
     failures = [answer for answer in answers if isinstance(answer, str)]
     if failures:
@@ -111,58 +105,10 @@ def measure(contender: Contender, stage: Stage, dataset: ImageDataset, settings:
 
 
 @cache
-def _beton(dataset: ImageDataset) -> Path | str:
+def _beton(images: Images) -> Path | str:
     """The images as the FFCV loader reads them, or why there is no such file."""
-    (answer,) = in_processes([(store, (dataset,))], _CONVERTING)
+    (answer,) = in_processes([(store, (images,))], _CONVERTING)
     return answer
-
-
-def in_processes(jobs: list[tuple[Callable[..., Any], tuple[Any, ...]]], seconds: float) -> list[Any]:
-    """Run every job in a process of its own, all at once; their results, or for a failed one a text that says why."""
-    default = multiprocessing.get_start_method()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    running = []
-    for job in jobs:
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_run, args=(sender, default, *job))
-        process.start()
-        sender.close()
-        running.append((process, receiver))
-    deadline = time.monotonic() + seconds
-    answers = []
-    for process, receiver in running:
-        answers.append(_answer(process, receiver, deadline, seconds))
-    return answers
-
-
-def _answer(process: Any, receiver: Any, deadline: float, seconds: float) -> Any:
-    answer: Any = f"no result within {seconds:.0f} s"
-    try:
-        if receiver.poll(max(0.0, deadline - time.monotonic())):
-            answer = receiver.recv()
-    except EOFError:
-        process.join()
-        answer = f"ended by signal {-process.exitcode}" if process.exitcode < 0 else f"exit code {process.exitcode}"
-    process.join(10)
-    if process.is_alive():
-        process.kill()
-        process.join()
-    return answer
-
-
-def _run(sender: Any, start_method: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    multiprocessing.set_start_method(start_method, force=True)  # of worker processes: as in anybody's program
-    try:
-        answer = function(*arguments)
-    except UserError as error:
-        answer = str(error)
-    except Exception as error:
-        if os.environ.get("COCOR_BENCHMARK_DEBUG"):
-            raise
-        answer = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
-    sender.send(answer)
-    sender.close()
 
 
 def _free_port() -> int:
@@ -174,7 +120,7 @@ def _free_port() -> int:
 def _measure_rank(
     contender: Contender,
     stage: Stage,
-    dataset: ImageDataset,
+    images: Images,
     beton: Path | None,
     settings: Settings,
     rank: int,
@@ -186,7 +132,7 @@ def _measure_rank(
     request = Request(
         contender,
         stage,
-        dataset if beton is None else open_stored(beton),
+        images.dataset() if beton is None else open_stored(beton),
         settings.batch_size // settings.ranks,
         settings.size,
         world.device,

@@ -1,6 +1,6 @@
 """The images that are read: a bounded choice from a folder, in the page cache, and the same in a ``.beton`` file."""
 
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,24 @@ from photographs import cache_folder
 _CLASSES = 1000
 
 
-def open_images(folder: Path, most: int) -> ImageDataset:
-    """At most ``most`` images of ``folder``, evenly spaced, each read once so that the page cache has it.
+@dataclass(frozen=True, eq=False)
+class Images:
+    """The choice, as it is sent to other processes: names below ``root``, sizes (N, 2), and what decoders can read."""
 
-    Labels are made up: they do not matter to time, and so any folder will do.
-    """
+    root: Path
+    names: list[str]
+    sizes: np.ndarray
+    plain: np.ndarray
+
+    def dataset(self) -> ImageDataset:
+        """As loaders take it. Labels are made up: they do not matter to time, and so any folder will do."""
+        labels = np.arange(len(self.names), dtype=np.int64) % _CLASSES
+        classes = [f"{i:04d}" for i in range(_CLASSES)]
+        return ImageDataset(self.root, self.names, labels, classes, self.sizes, self.plain)
+
+
+def open_images(folder: Path, most: int) -> Images:
+    """At most ``most`` images of ``folder``, evenly spaced, each read once so that the page cache has it."""
     if is_beton(folder):
         raise UserError(f"{folder}: this benchmark starts from image files; give their folder")
     dataset = open_folder(folder, on_error="skip", quiet=True)
@@ -26,17 +39,16 @@ def open_images(folder: Path, most: int) -> ImageDataset:
     dataset = dataset.subset(chosen)
     for path in dataset.paths:
         Path(path).read_bytes()
-    labels = np.arange(len(dataset), dtype=np.int64) % _CLASSES
-    return replace(dataset, labels=labels, classes=[f"{i:04d}" for i in range(_CLASSES)])
+    return Images(dataset.root.absolute(), dataset.names, dataset.sizes, dataset.plain)
 
 
-def describe(dataset: ImageDataset) -> dict[str, Any]:
+def describe(images: Images) -> dict[str, Any]:
     """Number, and mean pixels and kilobytes."""
-    kilobytes = [Path(path).stat().st_size / 1000 for path in dataset.paths]
+    kilobytes = [(images.root / name).stat().st_size / 1000 for name in images.names]
     return {
-        "name": dataset.root.name,
-        "images": len(dataset),
-        "mean_pixels": float(dataset.sizes.prod(1, dtype=np.int64).mean()),
+        "name": images.root.name,
+        "images": len(images.names),
+        "mean_pixels": float(images.sizes.prod(1, dtype=np.int64).mean()),
         "mean_kilobytes": float(np.mean(kilobytes)),
     }
 
@@ -50,8 +62,8 @@ def line(description: dict[str, Any]) -> str:
     )
 
 
-def store(dataset: ImageDataset) -> Path:
-    """A ``.beton`` file of ``dataset`` in the cache folder, made by the code of ``cocor-prep convert`` if need be.
+def store(images: Images) -> Path:
+    """A ``.beton`` file of ``images`` in the cache folder, made by the code of ``cocor-prep convert`` if need be.
 
     JPEG files keep their bytes; the others are encoded anew.
     """
@@ -60,6 +72,7 @@ def store(dataset: ImageDataset) -> Path:
     from loaders.prep.locator import FileBytes
     from loaders.prep.sources import Source
 
+    dataset = images.dataset()
     path = cache_folder() / f"{dataset.digest[:16]}.beton"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -22,17 +22,15 @@ from loaders.order import BatchOrder
 from loaders.plan import ViewPlan
 from stages import STAGES, Stage, plan_of, views_of
 
-Contender = Literal[
-    "torch", "dali", "ffcv", "synthetic", "dali-auto-aug", "torchvision", "libjpeg-turbo", "pillow"
-]  # fmt: skip
+Contender = Literal["dali", "ffcv", "synthetic", "torch", "dali-auto-aug", "torchvision", "libjpeg-turbo", "pillow"]
 CONTENDERS: tuple[Contender, ...] = get_args(Contender)
 OURS: tuple[LoaderName, ...] = get_args(LoaderName)
 
 STAGES_OF: dict[Contender, tuple[Stage, ...]] = {
-    "torch": STAGES,
     "dali": STAGES,
     "ffcv": STAGES[1:],  # it decodes as libjpeg-turbo's row does
     "synthetic": STAGES[1:],
+    "torch": STAGES,
     "dali-auto-aug": STAGES[1:],  # decodes as DALI's row does
     "torchvision": STAGES,
     "libjpeg-turbo": STAGES[:1],
@@ -103,7 +101,9 @@ def premade(request: Request) -> Source:
         dataset, plan_of(request.stage, request.size), order=_order(request, dataset),
         device=request.device, dtype=request.dtype, workers=request.workers, execute=False,
     )  # fmt: skip
-    return _endless(loader)
+    with closing(loader):
+        batch = next(iter(loader.epoch(0)))
+    return Source((len(batch.index), batch) for _ in itertools.count())
 
 
 def labelled(request: Request, order: BatchOrder) -> Loader | None:

@@ -39,24 +39,25 @@ what was read. Baselines draw their own random numbers, so they do equal work on
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import images
-from cells import Absent, Measured, Settings, in_processes, measure
+from cells import Absent, Measured, Settings, measure
 from cocor.launch import command
 from common import RESULTS, Column, describe_machine, device_slug, header, machine_line, markdown, row, write_json
 from images import open_images
 from loaders.errors import UserError
 from photographs import make_photographs
+from processes import alone
 from sources import CONTENDERS, STAGES_OF, Contender
 from stages import STAGES, TITLES, Stage
 
 Cell = Measured | Absent
-
-_PREPARATION = 600.0  # seconds
 
 COLUMNS = (
     Column("loader", -13),
@@ -75,13 +76,23 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
+class Ratio:
+    """How many times one cell's samples a second, and samples a second and core, are another's."""
+
+    name: str
+    samples_per_s: float
+    per_core: float
+
+
+@dataclass
 class Report:
-    """All that a run found, as the JSON file has it."""
+    """All that a run found, as the JSON file has it. ``executor`` is :func:`executor_against_pillow`'s, if it ran."""
 
     machine: dict[str, Any]
     data: dict[str, Any]
     settings: Settings
-    cells: list[Cell]
+    cells: list[Cell] = field(default_factory=list)
+    executor: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -90,42 +101,44 @@ class Report:
             "data": self.data,
             "settings": asdict(self.settings),
             "cells": [asdict(cell) for cell in self.cells],
-            "ratios": dict(ratios(self.cells)),
+            "executor": self.executor,
+            "ratios": [asdict(ratio) for ratio in ratios(self.cells)],
         }
 
 
 def main() -> None:
-    options = arguments()
+    started, options = time.monotonic(), arguments()
+    if options.data is not None and not options.data.is_dir():
+        raise UserError(f"--data {options.data}: no such folder")
     machine = alone(describe_machine)
     settings = settings_of(options, machine)
     number = options.images or (64 if options.quick else 512)
-    dataset = alone(open_images, options.data or make_photographs(number), number)
-    report = Report(machine, images.describe(dataset), settings, [])
+    chosen = alone(open_images, options.data or make_photographs(number), number)
+    report = Report(machine, images.describe(chosen), settings)
     lines = machine_line(machine), images.line(report.data), describe_settings(settings), header(COLUMNS)
     print(*lines, sep="\n", flush=True)
     target = options.json or (RESULTS / f"throughput-{device_slug(machine)}.json" if options.save else None)
     for contender, stage in cells_of(options, settings):
-        cell = measure(contender, stage, dataset, settings)
+        late = options.budget is not None and time.monotonic() - started > options.budget
+        cell = Absent(contender, stage, "out of time") if late else measure(contender, stage, chosen, settings)
         report.cells.append(cell)
         show(cell)
         if target is not None:
             write_json(target, report.to_dict())
-    print("", summary(report.cells), "", *ratio_lines(report.cells), sep="\n", flush=True)
+    if not options.loader:
+        report.executor = try_executor(options.quick)
+    print("", summary(report.cells), "", *ratio_lines(report), sep="\n", flush=True)
+    print(f"took {time.monotonic() - started:.0f} s")
+    if target is not None:
+        write_json(target, report.to_dict())
     if options.plot:
         from plot import plot_cells
 
         plot_cells(report.cells, machine_line(machine), options.plot)
 
 
-def alone(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a function run in a process of its own: this one stays free of threads and of the GPU."""
-    (answer,) = in_processes([(function, arguments)], _PREPARATION)
-    if isinstance(answer, str):
-        raise UserError(answer)
-    return answer
-
-
-def arguments() -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line (default: this process's), parsed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder of images (default: JPEG files made for the purpose)")
     parser.add_argument("--images", type=int, help="most images to use (default: 512)")
@@ -136,13 +149,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--size", type=int, help="side of the views in pixels (default: 224)")
     parser.add_argument("--workers", type=int, help="threads or processes of a loader (default: one a core)")
     parser.add_argument("--seconds", type=float, help="timed, of every cell (default: 6)")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no new row after so long")
     parser.add_argument("--hw-decoder-load", type=float, default=0.65, help="share of JPEGs for the GPU's decoder")
     parser.add_argument("--backbone", help="timm name of the trained encoder (default: resnet50; on CPUs resnet18)")
     parser.add_argument("--quick", action="store_true", help="small and short, every stage: a test, not a measurement")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE, after every row")
     parser.add_argument("--save", action="store_true", help="write them to benchmarks/results/throughput-<device>.json")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw samples/s (needs matplotlib)")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def settings_of(options: argparse.Namespace, machine: dict[str, Any]) -> Settings:
@@ -205,9 +219,26 @@ def summary(cells: Sequence[Cell]) -> str:
     return markdown(["samples/s", *(TITLES[stage] for stage in stages)], rows)
 
 
-def ratios(cells: Sequence[Cell]) -> Iterator[tuple[str, float]]:
-    """The quotients of rates that the README quotes, as far as both rates are there."""
-    rates = {(cell.loader, cell.stage): cell.samples_per_s for cell in cells if isinstance(cell, Measured)}
+def try_executor(quick: bool) -> dict[str, Any] | None:
+    """:func:`executor_against_pillow`, or a line that says why not."""
+    try:
+        return alone(executor_against_pillow, *((2, 32, 1) if quick else (16, 224, 3)))
+    except UserError as error:
+        print(f"no comparison of the CPU executor with Pillow: {error}")
+        return None
+
+
+def executor_against_pillow(samples: int, size: int, repeats: int) -> dict[str, Any]:
+    """All views of some photographs, the CPU executor against Pillow on one core, as ``executor.py`` measures it."""
+    from executor import make_work, measure
+
+    torch.set_num_threads(1)
+    return measure(make_work(samples, size, seed=0), repeats)
+
+
+def ratios(cells: Sequence[Cell]) -> Iterator[Ratio]:
+    """The loaders' quotients that the README quotes, as far as both cells are there."""
+    found = {(cell.loader, cell.stage): cell for cell in cells if isinstance(cell, Measured)}
     wanted: list[tuple[Contender, Contender, Stage]] = [
         ("dali", "dali-auto-aug", "composites"),
         ("dali", "torchvision", "composites"),
@@ -218,17 +249,23 @@ def ratios(cells: Sequence[Cell]) -> Iterator[tuple[str, float]]:
         ("ffcv", "libjpeg-turbo", "decode"),
     ]
     for ours, theirs, stage in wanted:
-        if (ours, "composites") in rates and (theirs, stage) in rates:
-            name = f"{ours} + composites / {theirs} {TITLES[stage]}"
-            yield name, rates[ours, "composites"] / rates[theirs, stage]
+        one, other = found.get((ours, "composites")), found.get((theirs, stage))
+        if one is not None and other is not None:
+            yield Ratio(
+                f"{ours} / {theirs}" + ("" if stage == "composites" else f" ({TITLES[stage]} alone)"),
+                one.samples_per_s / other.samples_per_s,
+                one.samples_per_s_per_core / other.samples_per_s_per_core,
+            )
 
 
-def ratio_lines(cells: Sequence[Cell]) -> list[str]:
-    return [f"{name}: {value:.2f}x" for name, value in ratios(cells)]
+def ratio_lines(report: Report) -> list[str]:
+    """The report's quotients, one a line."""
+    lines = [f"{r.name}: {r.samples_per_s:.2f}x samples/s, {r.per_core:.2f}x a core" for r in ratios(report.cells)]
+    if report.executor is not None:
+        found = report.executor
+        lines.append(f"CPU executor / Pillow, views a core: {found['ratio']:.1f}x ({found['box_ratio']:.1f}x box blur)")
+    return ["with all six views:", *lines] if lines else []
 
 
 if __name__ == "__main__":
-    started = time.monotonic()
-    code = command("throughput.py", main)
-    print(f"{time.monotonic() - started:.0f} s", file=sys.stderr)
-    sys.exit(code)
+    sys.exit(command("throughput.py", main))

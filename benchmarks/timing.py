@@ -20,6 +20,7 @@ import torch
 WINDOWS = 3
 _FEWEST_BATCHES = 3  # in a window
 _IN_FLIGHT = 2
+_SECONDS_TO_SETTLE = 1.0
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,21 @@ def time_windows(counts: Iterable[int], seconds: float, burst: int = 1, warm_up:
     ``counts`` gives the size of each completed batch and does not end. A slow stream gets fewer windows, at least one.
     """
     stream = iter(counts)
-    for _ in range(max(warm_up, burst)):
-        next(stream)
+    _warm_up(stream, min(_SECONDS_TO_SETTLE, seconds / 4), max(warm_up, burst), burst)
     windows: list[Window] = []
     while not windows or (len(windows) < WINDOWS and sum(w.seconds for w in windows) < seconds):
         windows.append(_window(stream, seconds / WINDOWS, burst))
     return windows
+
+
+def _warm_up(stream: Iterator[int], seconds: float, batches: int, burst: int) -> None:
+    """Drop batches, until those that had piled up while the first ones were slow are gone."""
+    for _ in range(batches):
+        next(stream)
+    start = time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        for _ in range(burst):
+            next(stream)
 
 
 def _window(stream: Iterator[int], seconds: float, burst: int) -> Window:

@@ -68,6 +68,7 @@ def _config(request: Request, world: World, backbone: str) -> Config:
         "backbone": backbone,
         "image_size": request.size,
         "batch_size": request.batch_size * world.size,
+        "labelled_batch_size": max(2, request.batch_size // 4) * world.size,
         "queue_size": 65536 if world.device.type == "cuda" else 4096,
         "key_bn_splits": world.size * _bn_groups(request.batch_size, most=max(1, 8 // world.size)),
         "precision": "fp32" if request.dtype == torch.float32 else "bf16",

@@ -1,0 +1,198 @@
+"""benchmarks/throughput.py and its parts: that it runs anywhere, and that its figures are what it says they are."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from cells import Absent, Measured, Settings, measure  # noqa: E402
+from images import open_images  # noqa: E402
+from loaders.errors import UserError  # noqa: E402
+from photographs import IMAGENET, make_photographs  # noqa: E402
+from processes import alone, in_processes  # noqa: E402
+from sources import STAGES_OF, Contender  # noqa: E402
+from stages import Stage  # noqa: E402
+from throughput import arguments, settings_of  # noqa: E402
+from timing import Window, cpu_seconds, milliseconds, time_windows  # noqa: E402
+
+LOADERS: tuple[Contender, ...] = ("dali", "torch", "torchvision")
+STAGES: tuple[Stage, ...] = ("decode", "composites", "step")
+
+
+def run(*words: object) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "benchmarks" / "throughput.py"), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+
+
+@pytest.fixture(scope="module")
+def result(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """The JSON file of a very small run; it also draws the picture."""
+    folder = tmp_path_factory.mktemp("throughput")
+    choice = [word for name in LOADERS for word in ("--loader", name)]
+    choice += [word for name in STAGES for word in ("--stage", name)]
+    small = ("--quick", "--gpus", 0, "--seconds", 0.1, "--batch-size", 4, "--images", 16, "--data", photo_folder)
+    done = run(*small, *choice, "--json", folder / "out.json", "--plot", folder / "out.png")
+    assert done.returncode == 0, done.stderr
+    assert "samples/s" in done.stdout and "dali / torchvision" in done.stdout
+    assert Image.open(folder / "out.png").width > 500
+    return json.loads((folder / "out.json").read_text())
+
+
+def test_the_result_says_on_what_machine_and_data_it_was_taken(result: dict) -> None:
+    assert result["machine"]["cores"] >= 1 and result["machine"]["torch"] == torch.__version__.partition("+")[0]
+    assert result["data"]["images"] == 16 and result["data"]["mean_kilobytes"] > 1
+    assert result["settings"]["batch_size"] == 4 and not result["settings"]["on_gpu"]
+
+
+def test_every_cell_has_figures(result: dict) -> None:
+    cells = {(cell["loader"], cell["stage"]): cell for cell in result["cells"]}
+    assert list(cells) == [(loader, stage) for loader in LOADERS for stage in STAGES if stage in STAGES_OF[loader]]
+    assert [cell["reason"] for cell in cells.values() if "reason" in cell] == []
+
+
+def test_figures_are_plausible_and_agree_with_each_other(result: dict) -> None:
+    for cell in result["cells"]:
+        if "reason" in cell:
+            continue
+        assert 0 < cell["cores_busy"] < 4 * result["machine"]["cores"]
+        assert cell["samples_per_s_per_core"] == pytest.approx(cell["samples_per_s"] / cell["cores_busy"])
+        views = 0 if cell["stage"] == "decode" else 6
+        assert cell["views_per_s"] == pytest.approx(views * cell["samples_per_s"])
+        assert 0 <= cell["batch_ms_p50"] <= cell["batch_ms_p99"]
+        assert cell["batches"] >= 3 * cell["windows"] >= 3
+        assert (cell["gpu_share"] is not None) == (cell["stage"] == "step")
+        assert cell["gpu_share"] is None or cell["gpu_share"] < 1
+    ratios = {ratio["name"]: ratio["samples_per_s"] for ratio in result["ratios"]}
+    rates = {
+        c["loader"]: c["samples_per_s"] for c in result["cells"] if c["stage"] == "composites" and "reason" not in c
+    }
+    assert ratios["dali / torchvision"] == pytest.approx(rates["dali"] / rates["torchvision"])
+
+
+def test_a_mistake_is_one_line() -> None:
+    done = run("--quick", "--data", "no/such/folder")
+    assert done.returncode == 2 and "no/such/folder" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "machine", "expected"),
+    [
+        ("", {"gpus": 0, "cores": 2}, {"on_gpu": False, "ranks": 1, "batch_size": 64, "workers": 2}),
+        ("", {"gpus": 4, "cores": 64}, {"on_gpu": True, "ranks": 1, "batch_size": 256, "workers": 64}),
+        ("--gpus 4", {"gpus": 4, "cores": 64}, {"ranks": 4, "batch_size": 1024, "workers": 16}),
+        ("--gpus 0", {"gpus": 4, "cores": 64}, {"on_gpu": False, "backbone": "resnet18"}),
+        ("--gpus 2", {"gpus": 1, "cores": 2}, "--gpus 2: there are 1 here"),
+        ("--gpus 2 --batch-size 7", {"gpus": 2, "cores": 2}, "--batch-size 7: take a multiple of 2"),
+    ],
+)
+def test_settings_follow_the_machine(words: str, machine: dict, expected: dict | str) -> None:
+    options = arguments(words.split())
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            settings_of(options, machine)
+    else:
+        settings = vars(settings_of(options, machine))
+        assert {key: settings[key] for key in expected} == expected
+
+
+def test_two_ranks_share_the_batch_and_their_rates_add_up(photo_folder: Path) -> None:
+    images = open_images(photo_folder, 16)
+    settings = Settings(False, 2, 8, 16, 1, 0.2, 0.65, "test_resnet")
+    together = measure("synthetic", "step", images, settings)
+    assert isinstance(together, Measured), together
+    assert together.samples_per_s > 0 and together.gpu_share is not None
+
+
+def test_a_loader_that_fails_costs_its_own_cell_only(photo_folder: Path) -> None:
+    images = open_images(photo_folder, 16)
+    settings = Settings(False, 1, 4, 16, 1, 0.1, 0.65, "no_such_network")
+    cell = measure("synthetic", "step", images, settings)
+    assert isinstance(cell, Absent) and "no_such_network" in cell.reason
+
+
+def test_processes_report_results_exceptions_and_crashes() -> None:
+    fine, raised, crashed = in_processes([(os.getppid, ()), (int, ("x",)), (os.abort, ())], 60)
+    assert isinstance(fine, int)
+    assert raised.startswith("ValueError: invalid literal")
+    assert crashed == "ended by signal 6"
+    assert in_processes([(time.sleep, (60,))], 0.5) == ["no result within 0 s"]
+    with pytest.raises(UserError, match="invalid literal"):
+        alone(int, "x")
+
+
+def test_windows_count_samples_time_and_whole_bursts() -> None:
+    def bursts() -> Iterator[int]:
+        while True:
+            time.sleep(0.03)
+            yield from (10, 10, 10)
+
+    windows = time_windows(bursts(), 0.3, burst=3)
+    assert len(windows) == 3
+    for window in windows:
+        assert len(window.intervals) % 3 == 0 and sum(window.intervals) == pytest.approx(window.seconds)
+        assert window.samples == 10 * len(window.intervals)
+        assert 0.3 < window.rate / 1000 <= 1.01  # a sleep may take longer, never shorter
+    assert milliseconds(windows, 99) >= 30 > milliseconds(windows, 50)
+
+
+def test_a_slow_stream_gets_one_window() -> None:
+    def slow() -> Iterator[int]:
+        while True:
+            time.sleep(0.05)
+            yield 1
+
+    assert len(time_windows(slow(), 0.01)) == 1
+
+
+def test_cpu_time_is_that_of_all_descendants() -> None:
+    before, started = cpu_seconds(), time.perf_counter()
+    burn = "import time\nwhile time.process_time() < 0.4: pass"
+    subprocess.run(["sh", "-c", f"{sys.executable} -c '{burn}'; true"], check=True)
+    used = cpu_seconds() - before
+    assert 0.35 < used < (time.perf_counter() - started) * 2 + 0.2
+
+
+def test_percentiles_of_batches() -> None:
+    window = Window(4, 1.0, 1.0, (0.1, 0.2, 0.3, 0.4))
+    assert milliseconds([window], 50) == pytest.approx(300)
+    assert milliseconds([window], 99) == pytest.approx(400)
+
+
+def test_made_up_photographs_have_the_sizes_and_bytes_of_imagenet(tmp_path: Path) -> None:
+    pytest.importorskip("skimage")
+    folder = make_photographs(24, tmp_path / "a")
+    files = sorted(folder.glob("*/*.jpg"), key=lambda path: path.name)
+    assert len(files) == 24
+    for path, (width, height, kilobytes) in zip(files, IMAGENET, strict=False):
+        assert Image.open(path).size == (width, height)
+        assert path.stat().st_size == pytest.approx(1000 * kilobytes, rel=0.2)
+    again = make_photographs(24, tmp_path / "b")
+    assert all((again / path.relative_to(folder)).read_bytes() == path.read_bytes() for path in files)
+    table = np.array(IMAGENET)
+    assert 105 < table[:, 2].mean() < 120 and 180_000 < table[:, :2].prod(1).mean() < 200_000
+
+
+def test_reference_decoders_decode_the_pixels() -> None:
+    from references import pillow_decoder, turbo_decoder
+
+    noise = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(noise).resize((120, 80), Image.Resampling.BILINEAR).save(buffer, "JPEG", quality=95)
+    expected, _ = pillow_decoder()
+    decode, name = turbo_decoder()
+    assert np.asarray(expected(buffer.getvalue())).shape == (80, 120, 3)
+    assert decode(buffer.getvalue()) is not None and "libjpeg-turbo" in name
