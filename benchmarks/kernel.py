@@ -11,7 +11,6 @@ is threads a block x threads resident on a multiprocessor (more leave fewer regi
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common import Column, describe_machine, header, machine_line, row, write_json
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
 from loaders.kernels import cuda
 from loaders.kernels.cpu import CpuExecutor
@@ -34,7 +34,16 @@ from loaders.plan import ViewLayout, ViewPlan
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 INPUT_SETS = 4
 GRAPH_RUNS = 8
-HEADER = f"{'case':<20}{'views':>7}{'MB':>7}{'single ms':>11}{'graph ms':>10}{'worst':>8}{'GB/s':>7}{'host us':>9}"
+COLUMNS = {  # by the keys of ``time_case``
+    "case": Column("case", -19),
+    "views": Column("views", 6),
+    "megabytes": Column("MB", 6, ".0f"),
+    "single_ms": Column("single ms", 10, ".3f"),
+    "graph_ms": Column("graph ms", 9, ".3f"),
+    "graph_ms_worst": Column("worst", 7, ".3f"),
+    "gigabytes_per_second": Column("GB/s", 6, ".0f"),
+    "host_us": Column("host us", 8, ".1f"),
+}
 TYPICAL = {Op.HUE: 0.08, Op.GAUSSIAN_BLUR: 1.05, Op.BRIGHTNESS: 0.8, Op.COLOR: 0.8, Op.CONTRAST: 0.8, Op.SHARPNESS: 0.5}
 
 
@@ -217,7 +226,8 @@ def main() -> None:
     default = f"{cuda.BLOCK_THREADS}x{cuda.RESIDENT_THREADS}"
     rows: list[dict[str, Any]] = []
     prepared = cases(options)
-    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {options.size} px, {options.dtype}")
+    machine = describe_machine()
+    print(machine_line(machine), f"{options.size} px, {options.dtype}", sep="\n")
     if not options.once:
         print(f"copy {copy_rate():.0f} GB/s")
     for variant in options.variants.split(",") if options.variants else [default]:
@@ -225,23 +235,18 @@ def main() -> None:
         verify(options.size)
         kernel = cuda.load_kernel(0, cuda.configure(options.size, DTYPES[options.dtype].itemsize, True))
         print(f"\n{variant}: {kernel.resources()}, {kernel.resident_blocks} blocks resident")
-        print(HEADER)
+        print(header(list(COLUMNS.values())))
         for case in prepared if not rows else prepared[: len(options.batches)]:
             executor = CudaExecutor(case.layout, options.size, IMAGENET_MEAN, IMAGENET_STD, DTYPES[options.dtype])
             if options.once:
                 executor(*case.inputs[0])
                 continue
-            row = {"variant": variant, **time_case(case, executor, options.repeats)}
-            rows.append(row)
-            print(
-                f"{row['case']:<20}{row['views']:>7}{row['megabytes']:>7.0f}{row['single_ms']:>11.3f}"
-                f"{row['graph_ms']:>10.3f}{row['graph_ms_worst']:>8.3f}{row['gigabytes_per_second']:>7.0f}"
-                f"{row['host_us']:>9.1f}",
-                flush=True,
-            )
+            rows.append({"variant": variant, **time_case(case, executor, options.repeats)})
+            print(row(list(COLUMNS.values()), [rows[-1][key] for key in COLUMNS]), flush=True)
     torch.cuda.synchronize()
     if options.json:
-        options.json.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "rows": rows}, indent=1) + "\n")
+        settings = {"size": options.size, "dtype": options.dtype}
+        write_json(options.json, {"benchmark": "kernel", "machine": machine, "settings": settings, "rows": rows})
 
 
 if __name__ == "__main__":
