@@ -37,6 +37,8 @@ STAGES_OF: dict[Contender, tuple[Stage, ...]] = {
     "pillow": STAGES[:1],
 }
 
+_BASELINE_BATCH = 64
+
 # Batches for the stages that do not train may be dropped; for these a batch is delivered whole.
 Sized = tuple[int, Batch | None]
 
@@ -167,7 +169,9 @@ def _torchvision(request: Request) -> Source:
     dataset = Views(request.long_dataset().paths, request.stage, request.size)
     sample_bytes = views_of(request.stage) * request.size**2 * 3 * 4
     on_gpu = request.device.type == "cuda"
-    loader = data_loader(dataset, request.batch_size, request.workers, on_gpu, sample_bytes)
+    # Batch size does not matter to its rate, but to how long a round of all workers takes: half a minute at 256.
+    batch_size = request.batch_size if request.stage == "step" else min(request.batch_size, _BASELINE_BATCH)
+    loader = data_loader(dataset, batch_size, request.workers, on_gpu, sample_bytes)
 
     def batches() -> Generator[Sized]:
         for _ in itertools.count():

@@ -9,11 +9,13 @@ Loaders (rows)
   torch, dali, ffcv  this project's: every image decoded once, six views by one program (numba on CPUs, CUDA on GPUs)
   synthetic          the same without files: noise crops, so the views' cost alone
   dali-auto-aug      DALI's own operators: colour twist, blur, and RandAugment from nvidia.dali.auto_aug for composites
-  torchvision        the common baseline: v2 transforms on Pillow images in a plain DataLoader
+  torchvision        the common baseline: v2 transforms on Pillow images in a plain DataLoader (in batches of at most
+                     64 where it does not train: the rate is the same)
   libjpeg-turbo, pillow   decoding from memory alone, one process a core
 Stages (columns): decode; + crops (three, resized to --size, flipped); + contrastive views (jitter, grey, blur on two of
 them); + composites (1, 2 and 3 operations on the third: six views, normalised, as the trainer takes them); + training
-step (MoCo + CoCor: ResNet-50 in bfloat16 on a GPU, ResNet-18 in float32 on a CPU, where it is left out unless asked).
+step (MoCo + CoCor: ResNet-50 in bfloat16 on a GPU; on a CPU, where it is left out unless asked, ResNet-18 in float32
+and one thread, next to the loader's).
 
 How each figure is taken, and what would make it wrong
 - Every cell runs in new processes, one a GPU (one without). Images are read once before, so files come from the page
@@ -28,7 +30,8 @@ How each figure is taken, and what would make it wrong
   loader's), both in one process, the former before and after. It holds kernels that compete for the GPU, Python that
   delays launches, and waiting for data: where samples/s without training are lower than with, it is mostly waiting.
 - p50, p99: milliseconds from one finished batch to the next; with fewer than 100 batches p99 is the longest. Worker
-  processes deliver in bursts: p50 near 0 and a long p99 are their nature.
+  processes deliver in bursts, and so does DALI where it decodes several batches at once: a p50 near 0 and a long p99
+  are their nature.
 - reserved, card: GiB reserved by torch at the peak, and used on the card at the end by everything (CUDA's own context,
   DALI's pools, other programs).
 - On several GPUs rates and cores add up, and the worst of the ranks' latencies and memory is shown.
