@@ -25,6 +25,7 @@ SMALL = {
     "backbone": "test_resnet",
     "image_size": 32,
     "batch_size": 8,
+    "labelled_batch_size": 4,
     "queue_size": 20,
     "key_bn_splits": 2,
     "projector_dim": 16,
