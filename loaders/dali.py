@@ -25,7 +25,8 @@ from loaders.dali_faults import Recovery
 from loaders.dali_graph import build_pipeline, load_dali
 from loaders.dali_input import Feed, Request
 from loaders.dataset import ImageDataset, OnError
-from loaders.delivery import Delivery, Job
+from loaders.delivery import Delivery
+from loaders.jobs import Job
 from loaders.order import BatchOrder
 from loaders.plan import ViewPlan
 from loaders.stored import StoredDataset
@@ -41,7 +42,7 @@ class DaliLoader:
 
     ``workers`` is the number of DALI's threads (default: one a core); ``hw_decoder_load`` the share of the JPEGs that
     go to the GPU's hardware decoder. ``on_error``: an image that cannot be decoded is named in a :class:`UserError`, or
-    skipped (see :class:`loaders.delivery.Delivery`). UserError as well if DALI or the GPU is missing.
+    skipped (see :mod:`loaders.jobs`). UserError as well if DALI or the GPU is missing.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class DaliLoader:
         self._pipeline = None
 
     def _requests_of(self, epoch: int, start_step: int) -> Generator[Request, None, None]:
-        jobs = self._delivery.jobs(epoch, start_step)
+        jobs = self._delivery.jobs.epoch(epoch, start_step)
         while together := list(islice(jobs, self._steps_at_once)):
             yield self._feed.request(together, self._pool)
 

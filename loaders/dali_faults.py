@@ -71,7 +71,7 @@ class Recovery:
         index = self._at_dali(requests).tolist()
         for i, fault in zip(index, pool.map(fault_of, index), strict=True):
             if fault is not None:
-                self._delivery.skip(i, fault)
+                self._delivery.jobs.skip(i, fault)
                 found = True
         return found
 

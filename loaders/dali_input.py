@@ -19,8 +19,9 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
-from loaders.delivery import Delivery, Job
+from loaders.delivery import Delivery
 from loaders.errors import UnusableImage, UserError
+from loaders.jobs import Job
 from loaders.names import printable
 from loaders.stored import StoredDataset
 from loaders.torch import resized_crop
@@ -90,7 +91,7 @@ class Feed:
         used are skipped or raised, as the delivery says."""
         dataset, size = self._delivery.dataset, self._delivery.plan.size
         while True:
-            jobs = [self._delivery.renewed(job) for job in jobs]
+            jobs = [self._delivery.jobs.renewed(job) for job in jobs]
             index = np.concatenate([job.planned.index for job in jobs])
             boxes = np.concatenate([job.planned.boxes for job in jobs])
             places = np.arange(len(index)) if on_host else np.flatnonzero(self.on_host[index])
@@ -99,7 +100,7 @@ class Feed:
             if not faults:
                 break
             for place, fault in faults.items():
-                self._delivery.skip(int(index[place]), fault)
+                self._delivery.jobs.skip(int(index[place]), fault)
         boxes = boxes.astype(np.float32)
         crops = {place: item for place, item in found.items() if isinstance(item, bytes)}
         boxes[list(crops)] = [(0, c * size, size, size) for c in range(boxes.shape[1])]
@@ -117,7 +118,7 @@ class Feed:
 
     def renewed(self, request: Request, pool: ThreadPoolExecutor) -> Request:
         """``request`` without images that have turned out unusable since it was made."""
-        jobs = [self._delivery.renewed(job) for job in request.jobs]
+        jobs = [self._delivery.jobs.renewed(job) for job in request.jobs]
         same = all(new is old for new, old in zip(jobs, request.jobs, strict=True))
         return request if same else self.request(jobs, pool, request.on_host)
 

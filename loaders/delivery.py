@@ -1,62 +1,40 @@
-"""What all loaders share: from the plan to jobs, and from a job's crops to a :class:`Batch`.
+"""What all loaders share: jobs from the plan, and the way from a job's crops to a :class:`Batch`.
 
-    BatchOrder + ViewPlan -> Job (which images, boxes, programs) -> loader: crops -> executor: views -> Batch
+    Jobs -> Job (which images, boxes, programs) -> loader: crops -> executor: views -> Batch
 
 On the CPU all of it happens in a background thread. On a GPU the background thread prepares jobs (and whatever crops
 are made on the host) in pinned memory; the executor is launched by the consumer, on its current stream.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from threading import Lock
 from typing import TypeVar
 from weakref import WeakSet
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
 from loaders.dataset import ImageDataset, OnError
-from loaders.errors import UnusableImage, UserError
+from loaders.errors import UserError
+from loaders.jobs import Job, Jobs
 from loaders.kernels import make_executor
-from loaders.kernels.lower import lower
-from loaders.names import available_cores, printable
-from loaders.order import MOST_STAND_INS, BatchOrder
-from loaders.plan import PlannedBatch, ViewPlan
+from loaders.names import available_cores
+from loaders.order import BatchOrder
+from loaders.plan import ViewPlan
 from loaders.prefetch import Prefetch
 from loaders.recycle import Recycler
 
 Item = TypeVar("Item")
-Faults = Mapping[int, UserError]  # what is wrong with the samples of a batch, by their places in it
-
-
-@dataclass(frozen=True)
-class Job:
-    """A planned batch of B samples as the executor takes it: C crops, T views of up to P ops, L composites.
-
-    ``epoch`` and ``step`` say which batch.
-    ``tensors``: flips (B, C) uint8, codes (B, T, P) uint8, params (B, T, P, 8) int32, composition (L, B, 14) uint8,
-    label (B,) int64, index (B,) int64.
-    """
-
-    epoch: int
-    step: int
-    planned: PlannedBatch
-    tensors: dict[str, Tensor]
 
 
 class Delivery:
-    """Makes jobs and finishes batches for one loader. Arguments as for the loaders.
+    """Makes jobs (``jobs``) and finishes batches for one loader. Arguments as for the loaders.
 
     ``decoding`` says that the loader keeps ``workers`` threads or processes busy itself: views cost the CPU about a
     sixth of what decoding and resizing cost, so the executor then gets a quarter as many threads.
-
-    ``on_error`` "skip" is about images that turn out unusable while the loader runs. The place of such a sample is
-    taken by another one (:meth:`loaders.order.BatchOrder.stand_ins`) with its own image, label, index and views, those
-    that the plan draws for it in this epoch. So a batch is a function of the plan and of which images are unusable.
     """
 
     def __init__(
@@ -73,14 +51,12 @@ class Delivery:
         on_error: OnError = "stop",
         decoding: bool = True,
     ) -> None:
-        if order.length != len(dataset):
-            raise ValueError(f"the order covers {order.length} samples, the data set has {len(dataset)}")
         self.dataset, self.plan, self.order, self.dtype = dataset, plan, order, dtype
-        self.on_error = on_error
         self.device = usable_device(device)
         self.workers = available_cores() if workers is None else workers
         threads = max(1, self.workers // 4 if decoding else self.workers)
         self._executor = make_executor(self.device, dtype, plan.layout, plan.size, mean, std, threads)
+        self.jobs = Jobs(dataset, plan, order, on_error, pinned=self.on_gpu)
         self._memory = Recycler()
         self._active: WeakSet[Prefetch | Generator] = WeakSet()
         self._lock = Lock()
@@ -88,79 +64,6 @@ class Delivery:
     @property
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
-
-    def jobs(self, epoch: int, start_step: int) -> Generator[Job, None, None]:
-        """The jobs of an epoch from ``start_step`` on, in pinned memory if they go to a GPU."""
-        self._try_again()
-        for step in range(start_step, self.order.steps):
-            yield self._job(epoch, step, *self._samples(epoch, step))
-
-    def renewed(self, job: Job) -> Job:
-        """``job`` without the samples that have turned out unusable since it was made."""
-        index, passes = self._samples(job.epoch, job.step)
-        return job if np.array_equal(index, job.planned.index) else self._job(job.epoch, job.step, index, passes)
-
-    def mend(self, job: Job, faults: Faults, decode: Callable[[Job, list[int]], Faults]) -> Job:
-        """``job`` with others in the places where ``faults`` say what is wrong. Raises what cannot be skipped.
-
-        ``decode(job, places)`` makes the crops of these places anew and tells what is wrong now.
-        """
-        while faults:
-            for place, fault in faults.items():
-                if not isinstance(fault, UnusableImage):
-                    raise fault
-                self.skip(int(job.planned.index[place]), fault)
-            before, job = job, self.renewed(job)
-            changed = np.flatnonzero(job.planned.index != before.planned.index).tolist()
-            faults = decode(job, sorted({*changed, *faults}))
-        return job
-
-    def skip(self, index: int, fault: UnusableImage) -> None:
-        """Go on without sample ``index``, whose image cannot be used. Raises ``fault`` if that is not wanted."""
-        if self.on_error == "stop":
-            raise fault
-        self.dataset.incidents.skip(self.dataset.names[index], str(fault))
-
-    def _unusable(self) -> frozenset[str]:
-        return self.dataset.incidents.unusable if self.on_error == "skip" else frozenset()
-
-    def _samples(self, epoch: int, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The samples of a step and their passes, with stand-ins for unusable ones."""
-        index, passes = self.order.indices(epoch, step), self.order.passes(epoch, step)
-        unusable = self._unusable()
-        if unusable:
-            index, passes = index.copy(), passes.copy()
-            names = self.dataset.names
-            for place in [place for place, i in enumerate(index) if names[i] in unusable]:
-                others = self.order.stand_ins(epoch, step, place)
-                found = next((other for other in others if names[other[0]] not in unusable), None)
-                if found is None:
-                    raise UserError(
-                        f"{printable(self.dataset.root)}: {printable(names[index[place]])} cannot be used, nor can any "
-                        f"of (up to) {MOST_STAND_INS} others in its place; is the disk with the data still there?"
-                    )
-                index[place], passes[place] = found
-        return index, passes
-
-    def _job(self, epoch: int, step: int, index: NDArray[np.int64], passes: NDArray[np.int64]) -> Job:
-        planned = self.plan.draw(passes, index, self.dataset.sizes[index])
-        arrays = {
-            "flips": planned.flips,
-            "codes": planned.codes,
-            "params": lower(planned.codes, planned.magnitudes, self.plan.size),
-            "composition": planned.composition,
-            "label": self.dataset.labels[index],
-            "index": planned.index.copy(),  # the order is read-only memory
-        }
-        return Job(epoch, step, planned, {name: self.stage(torch.from_numpy(array)) for name, array in arrays.items()})
-
-    def _try_again(self) -> None:
-        """A file that was out of reach for a while comes back with the next epoch."""
-        unusable = self._unusable()
-        for index in [i for i, name in enumerate(self.dataset.names) if name in unusable] if unusable else []:
-            with suppress(UnusableImage):
-                self.dataset.image(index).decode()
-                self.dataset.incidents.restore(self.dataset.names[index])
 
     def stage(self, tensor: Tensor) -> Tensor:
         """``tensor`` where a copy to the device can start without waiting."""

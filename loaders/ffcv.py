@@ -17,9 +17,10 @@ from torch import Tensor
 
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
 from loaders.dataset import ImageDataset, OnError
-from loaders.delivery import Delivery, Faults, Job
+from loaders.delivery import Delivery
 from loaders.errors import UserError
 from loaders.ffcv_import import load_ffcv
+from loaders.jobs import Faults, Job
 from loaders.names import printable
 from loaders.order import BatchOrder
 from loaders.plan import ViewPlan
@@ -30,7 +31,7 @@ class FfcvLoader:
     """Batches of ``dataset``, images of a ``.beton`` file, as ``plan`` and ``order`` say, on ``device``.
 
     ``workers`` threads decode (default: one a core). ``on_error``: a damaged image is named in a :class:`UserError`, or
-    skipped (see :class:`loaders.delivery.Delivery`). UserError as well if FFCV or the GPU is missing, or if the images
+    skipped (see :mod:`loaders.jobs`). UserError as well if FFCV or the GPU is missing, or if the images
     are not in a ``.beton`` file.
     """
 
@@ -89,11 +90,11 @@ class FfcvLoader:
                 stored = locate(self._dataset.file, self._dataset.rows[job.planned.index])
                 return pool.submit(job, stored, pending.crops, places).wait()
 
-            return delivery.mend(pending.job, pending.wait(), decode), pending.crops
+            return delivery.jobs.mend(pending.job, pending.wait(), decode), pending.crops
 
         with (
             closing(DecodePool(self._dataset.file, delivery.plan.size, max(1, delivery.workers))) as pool,
-            closing(delivery.jobs(epoch, start_step)) as jobs,
+            closing(delivery.jobs.epoch(epoch, start_step)) as jobs,
             closing(self._loader.batches(epoch, start_step, submit)) as batches,
         ):
             for batch in batches:

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loaders.beton import RAW
-from loaders.delivery import Job
 from loaders.errors import UnusableImage
+from loaders.jobs import Job
 from loaders.kernels.resize import resize_crops
 from loaders.stored import StoredFile
 

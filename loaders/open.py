@@ -53,7 +53,7 @@ def open_loader(
     Every name gives the same images, labels, boxes and programs; pixels differ by decoder and resize only (synthetic
     ones are noise). ``workers``: CPU threads, or processes for ``torch``; None means one a core. ``on_error``: what an
     image that breaks while the loader runs does, stop it with a UserError, or have its place taken by another sample
-    (:class:`loaders.delivery.Delivery`). UserError if what the loader needs is not installed.
+    (:mod:`loaders.jobs`). UserError if what the loader needs is not installed.
     """
     if name == "synthetic":
         from loaders.synthetic import SyntheticLoader

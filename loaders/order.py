@@ -86,7 +86,7 @@ class BatchOrder:
         """
         everyone = len(self.global_batch(epoch, step))
         place += self.rank * everyone // self.world_size
-        for distance in range(min(self.length, MOST_STAND_INS)):
+        for distance in range(min(2 * self.length, MOST_STAND_INS)):  # two passes, as one may begin in its middle
             yield self._sample(epoch, (step + 1) * self.batch_size + place + distance)
 
     def _sample(self, epoch: int, place: int) -> tuple[int, int]:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
 from loaders.dataset import ImageDataset
-from loaders.delivery import Delivery, Job
+from loaders.delivery import Delivery
+from loaders.jobs import Job
 from loaders.order import BatchOrder
 from loaders.plan import ViewPlan
 
@@ -69,7 +70,7 @@ class SyntheticLoader:
         self._delivery.close()
 
     def _pairs(self, epoch: int, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
-        for job in self._delivery.jobs(epoch, start_step):
+        for job in self._delivery.jobs.epoch(epoch, start_step):
             yield job, self._crops[: len(job.planned.index)]
 
     def _repeat(self, epoch: int, start_step: int) -> Generator[Batch, None, None]:
@@ -77,7 +78,7 @@ class SyntheticLoader:
         for step in range(start_step, order.steps):
             index = order.indices(epoch, step)
             if len(index) not in self._finished:
-                job = next(self._delivery.jobs(epoch, step))
+                job = next(self._delivery.jobs.epoch(epoch, step))
                 self._finished[len(index)] = self._delivery.finish(job, self._crops[: len(index)])
             label, place = torch.from_numpy(dataset.labels[index]), torch.from_numpy(index.copy())
             yield replace(self._finished[len(index)], label=label.to(device), index=place.to(device))

@@ -20,8 +20,9 @@ from torch.utils.data import DataLoader, Dataset
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
 from loaders.dataset import ImageDataset, OnError
 from loaders.decode import EncodedImage
-from loaders.delivery import Delivery, Faults, Job
+from loaders.delivery import Delivery
 from loaders.errors import UserError
+from loaders.jobs import Faults, Job
 from loaders.order import BatchOrder
 from loaders.plan import ViewPlan
 
@@ -34,7 +35,7 @@ class TorchLoader:
     """Batches of ``dataset`` as ``plan`` and ``order`` say, on ``device``.
 
     ``workers`` processes decode (default: one a core; 0 decodes in the background thread). ``on_error``: an image that
-    cannot be decoded is named in a :class:`UserError`, or skipped (see :class:`loaders.delivery.Delivery`).
+    cannot be decoded is named in a :class:`UserError`, or skipped (see :mod:`loaders.jobs`).
     """
 
     def __init__(
@@ -83,13 +84,13 @@ class TorchLoader:
         try:
             for collated, faults in loader:  # in the sampler's order
                 crops = torch.as_tensor(collated)
-                job = self._delivery.mend(pending.popleft(), faults, partial(self._decode, crops))
+                job = self._delivery.jobs.mend(pending.popleft(), faults, partial(self._decode, crops))
                 yield job, self._delivery.stage(crops)
         except (RuntimeError, OSError) as fault:
             raise _explain(fault) from fault
 
     def _planned_samples(self, epoch: int, start_step: int, pending: deque[Job]) -> Iterator[list[_Sample]]:
-        for job in self._delivery.jobs(epoch, start_step):
+        for job in self._delivery.jobs.epoch(epoch, start_step):
             pending.append(job)
             yield self._samples(job, range(len(job.planned.index)))
 

@@ -41,6 +41,25 @@ def test_without_shuffling_samples_come_in_their_own_order() -> None:
     assert np.array_equal(seen(BatchOrder(7, 3, shuffle=False, drop_last=False), 5), np.arange(7))
 
 
+@pytest.mark.parametrize("kind", ["epochs", "cycles"])
+def test_stand_ins_come_from_the_next_batch_on_and_are_the_same_for_any_number_of_ranks(kind: str) -> None:
+    def order(rank: int, world_size: int) -> BatchOrder:
+        if kind == "epochs":
+            return BatchOrder(22, 4, seed=1, rank=rank, world_size=world_size)
+        return CyclicOrder(22, 4, steps=7, seed=1, rank=rank, world_size=world_size)
+
+    alone = order(0, 1)
+    for step in range(3):
+        found = [list(alone.stand_ins(1, step, place)) for place in range(4)]
+        assert [first for first, *_ in found] == [
+            (int(index), int(number))
+            for index, number in zip(alone.indices(1, step + 1), alone.passes(1, step + 1), strict=True)
+        ]
+        assert all(sorted({sample for sample, _ in others}) == list(range(22)) for others in found)
+        shared = [list(order(rank, 2).stand_ins(1, step, place)) for rank in range(2) for place in range(2)]
+        assert shared == found
+
+
 def test_fewer_images_than_a_batch_and_uneven_ranks_are_refused_with_the_flag_named() -> None:
     with pytest.raises(UserError, match="--batch-size"):
         BatchOrder(5, 8)

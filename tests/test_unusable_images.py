@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from test_train import flags
 
 import loaders.dali_input
+from cocor.train import main
 from loaders.batch import Batch, Loader
 from loaders.dataset import ImageDataset, open_folder
 from loaders.errors import UserError
@@ -243,6 +245,26 @@ class TestSkip:
         part = images.subset(range(12, 18))
         assert 2 not in seen(list(make("torch", part, batch_size=2).epoch(0)))
         assert len([record for record in caplog.records if "skipped" in record.getMessage()]) == 1
+
+
+@pytest.mark.parametrize("name", NAMES[:2])
+def test_a_run_goes_on_or_stops_as_it_is_told(
+    photo_copy: Path, tmp_path: Path, name: LoaderName, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An image that looks right from both ends, so that opening the data set does not find it."""
+    victim = photo_copy / "coffee" / "5.png"
+    content = victim.read_bytes()
+    middle = len(content) // 2
+    victim.write_bytes(content[:middle] + bytes(200) + content[middle + 200 :])
+    options = {"data": photo_copy, "loader": name, "output": tmp_path / "run"}
+    assert main(flags(**options, on_error="skip")) == 0
+    (line,) = [line for line in (tmp_path / "run" / "log.txt").read_text().splitlines() if "coffee/5.png" in line]
+    assert "WARNING" in line and "another image takes its place (1 so far)" in line
+    capsys.readouterr()
+    options |= {"output": tmp_path / "other"}
+    assert main(flags(**options)) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("cocor-train: error: ") and "coffee/5.png: truncated or damaged image" in last
 
 
 class TestTooLarge:
