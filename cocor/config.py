@@ -224,9 +224,9 @@ def check_ranks(config: Config, ranks: int) -> None:
         size = getattr(config, key)
         if size % ranks:
             raise UserError(f"{key}: {size} is no multiple of the {ranks} ranks; try {-(-size // ranks) * ranks}")
+        if size and size // ranks < 2:
+            raise UserError(f"{key}: {size} on {ranks} ranks is {size // ranks} each; BatchNorm needs 2")
     local = config.batch_size // ranks
-    if local < 2:
-        raise UserError(f"batch_size: {config.batch_size} on {ranks} ranks is {local} each; BatchNorm needs 2")
     groups = key_bn_groups(config, ranks)
     if config.method == "moco" and (local % groups or local // groups < 2):
         fitting = max(n for n in range(1, groups + 1) if local % n == 0 and local // n >= 2)
@@ -243,10 +243,11 @@ def key_bn_groups(config: Config, ranks: int) -> int:
 
 
 def labelled_batch_size(config: Config, ranks: int) -> int:
-    """Labelled images a step over all ranks: as asked, or a quarter of the batch, made a multiple of the ranks."""
+    """Labelled images a step over all ranks: as asked, or a quarter of the batch, made a multiple of the ranks; at
+    least 2 a rank, for BatchNorm."""
     if config.labelled_batch_size:
         return config.labelled_batch_size
-    return max(1, config.batch_size // 4 // ranks) * ranks
+    return max(2, config.batch_size // 4 // ranks) * ranks
 
 
 def _plain(value: Any) -> Any:

@@ -9,6 +9,8 @@ mean and passes the gradient to its own share, and :func:`reduce_gradients` comp
 
 import os
 import re
+import time
+import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -84,10 +86,43 @@ def init(use_gpu: bool) -> World:
         if "MASTER_ADDR" not in os.environ:
             _find_master()
         identity: dict[str, Any] = {"device_id": device} if use_gpu else {}
+        store, _, _ = next(dist.rendezvous("env://", timeout=_TIMEOUT))
         dist.init_process_group(
-            "nccl" if use_gpu else "gloo", rank=here.rank, world_size=here.size, timeout=_TIMEOUT, **identity
+            "nccl" if use_gpu else "gloo",
+            store=dist.PrefixStore(_attempt(store, here), store),
+            rank=here.rank,
+            world_size=here.size,
+            timeout=_TIMEOUT,
+            **identity,
         )
     return World(here.rank, here.local_rank, here.size, device)
+
+
+def _attempt(store: dist.Store, here: Place) -> str:
+    """A name that the ranks of this start, and of no earlier one, have in common.
+
+    When torchrun restarts ranks it may keep its store, with the addresses of the dead ranks in it (PyTorch issue
+    135712), and how often it has restarted is not the same on all machines. So the main rank makes a name up and the
+    others report to it; a name that a rank of the same number has answered to before is an old one.
+    """
+    leader = "cocor/leader"
+    if here.rank == 0:
+        name = uuid.uuid4().hex
+        store.set(leader, name)
+        store.wait([f"cocor/{name}/{rank}" for rank in range(1, here.size)], _TIMEOUT)
+        store.set(f"cocor/{name}/complete", "")
+        return name
+    refused, patience = "", time.monotonic() + _TIMEOUT.total_seconds()
+    while time.monotonic() < patience:
+        name = store.get(leader).decode()
+        if name != refused and store.add(f"cocor/{name}/{here.rank}", 1) == 1:
+            while store.get(leader).decode() == name and time.monotonic() < patience:
+                if store.check([f"cocor/{name}/complete"]):
+                    return name
+                time.sleep(0.02)
+        refused = name
+        time.sleep(0.02)
+    raise TimeoutError(f"rank {here.rank} waited {_TIMEOUT} for the other ranks to start")
 
 
 def shutdown() -> None:

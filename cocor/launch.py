@@ -240,5 +240,6 @@ def _fail(message: str, code: int) -> int:
         content = {"message": rank + message, "code": code, "time": time.time(), "timestamp": int(time.time())}
         Path(report).write_text(json.dumps(content))
     else:
-        print(message, file=sys.stderr)
+        with suppress(OSError):
+            print(message, file=sys.stderr)
     return code

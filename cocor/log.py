@@ -64,7 +64,8 @@ class _Console(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if not (getattr(record, "in_bar", False) and sys.stderr.isatty()):
             text = self.format(record).encode("utf-8", "backslashreplace").decode()  # odd file names
-            tqdm.write(text, file=sys.stderr)
+            with suppress(OSError):  # a file on a full disk, a closed terminal
+                tqdm.write(text, file=sys.stderr)
 
 
 class _File(logging.FileHandler):
