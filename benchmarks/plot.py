@@ -21,11 +21,13 @@ def plot_cells(cells: Sequence[Measured | Absent], title: str, path: Path) -> No
     figure = Figure(figsize=(10, 1.5 + 0.7 * len(loaders)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for number, stage in enumerate(STAGES):
+    stages = [stage for stage in STAGES if any(stage == there for _, there in rates)]
+    height = 0.8 / max(1, len(stages))
+    for number, stage in enumerate(stages):
         places = [i for i, loader in enumerate(loaders) if (loader, stage) in rates]
+        offset = (number - (len(stages) - 1) / 2) * height
         values = [rates[loaders[i], stage] for i in places]
-        offset = (number - (len(STAGES) - 1) / 2) * 0.16
-        bars = axes.barh([i + offset for i in places], values, 0.15, label=TITLES[stage])
+        bars = axes.barh([i + offset for i in places], values, 0.9 * height, label=TITLES[stage])
         axes.bar_label(bars, [f"{value:,.0f}" for value in values], padding=2, fontsize=6)
     axes.set_yticks(range(len(loaders)), loaders)
     axes.invert_yaxis()
