@@ -4,7 +4,6 @@ import resource
 import sys
 import time
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
 import torch
 import yaml
@@ -12,20 +11,16 @@ from torch import Tensor
 
 from cocor.distributed import barrier
 from cocor.log import duration
+from cocor.run import Run
 from loaders.batch import Batch
-
-if TYPE_CHECKING:
-    from cocor.train import Run
 
 STEPS = 2
 
 
-def report(run: "Run") -> None:
+def report(run: Run) -> None:
     """Make two steps of ``run`` and print shapes, memory, estimated time and the resolved configuration on stdout."""
-    from cocor.train import pairs
-
     seconds = []
-    batches = pairs(run, 0, 0)
+    batches = run.pairs(0, 0)
     batch = None
     for number, (batch, labelled) in zip(range(STEPS), batches, strict=False):
         begin = time.perf_counter()
@@ -53,7 +48,7 @@ def _shapes(batch: Batch) -> list[str]:
     return lines
 
 
-def _model(run: "Run") -> list[str]:
+def _model(run: Run) -> list[str]:
     method = run.step.method
     trained = sum(p.numel() for p in run.step.parameters)
     backbone = sum(p.numel() for p in method.backbone.parameters())

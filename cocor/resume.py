@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
@@ -19,16 +19,14 @@ from cocor.config import key_bn_groups, labelled_batch_size
 from cocor.data import uses_labels
 from cocor.distributed import barrier
 from cocor.export import export_backbone
+from cocor.run import Run
 from loaders.errors import UserError
-
-if TYPE_CHECKING:
-    from cocor.train import Run
 
 _LAYOUT = {"ranks": 0, "images a rank": 0}  # what is no part of the method
 _log = logging.getLogger(__name__)
 
 
-def save(run: "Run", *, must: bool) -> None:
+def save(run: Run, *, must: bool) -> None:
     """Write a checkpoint and the backbone, on the main rank; the others wait. A full disk is a warning unless the
     checkpoint ``must`` be written: the next one may find more room.
 
@@ -49,7 +47,7 @@ def save(run: "Run", *, must: bool) -> None:
     barrier()
 
 
-def _write(run: "Run") -> None:
+def _write(run: Run) -> None:
     config, per_epoch = run.config, run.loader.steps_per_epoch
     state = {
         "step": run.done,
@@ -66,7 +64,7 @@ def _write(run: "Run") -> None:
     export_backbone(run.step.method.backbone, config.output / "backbone.safetensors", about)
 
 
-def restore(run: "Run") -> Path | None:
+def restore(run: Run) -> Path | None:
     """Go on from the checkpoint that ``--resume`` means, if it means one; returns its path.
 
     Raises:
@@ -92,7 +90,7 @@ def restore(run: "Run") -> Path | None:
     return path
 
 
-def geometry(run: "Run") -> dict[str, int]:
+def geometry(run: Run) -> dict[str, int]:
     """How batches are laid out over the ranks: all but the first two is part of what a step means."""
     config, ranks = run.config, run.world.size
     layout = {"ranks": ranks, "images a rank": config.batch_size // ranks}
@@ -107,7 +105,7 @@ def geometry(run: "Run") -> dict[str, int]:
     return layout
 
 
-def _compare_ranks(run: "Run", path: Path, state: Mapping[str, Any]) -> None:
+def _compare_ranks(run: Run, path: Path, state: Mapping[str, Any]) -> None:
     """Refuse ranks on which a step would mean something else, unless ``--force-ranks``."""
     now = geometry(run)
     saved = state.get("geometry", now)
@@ -127,7 +125,7 @@ def _show(layout: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {what}" for what, count in layout.items())
 
 
-def _agree(run: "Run", step: int) -> None:
+def _agree(run: Run, step: int) -> None:
     """All ranks must have found the same checkpoint, which file systems of several machines may delay."""
     last, first = run.votes.now(step, -step)
     if last != -first:

@@ -1,6 +1,6 @@
 """``cocor-train``: pre-train an image encoder.
 
-    main -> launch.run -> on every rank: train -> build -> [restore] -> fit
+    main -> launch.run -> on every rank: train -> build -> [restore] -> fit      (``build``: cocor.run)
 
 ``fit`` is the loop: take a batch and a labelled batch, make a step, now and then log, measure k-NN, save. A run's
 position is the number of finished steps; everything else follows from it and the configuration.
@@ -10,28 +10,24 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 
 from cocor import launch, resume, run_folder, stop
-from cocor.build import build_method, build_target
 from cocor.config import Config, load
-from cocor.data import Data, knn_loaders, labelled_loader, open_data, training_loader
-from cocor.distributed import Votes, World, barrier, gather
+from cocor.distributed import World, barrier, gather
 from cocor.dry_run import report
 from cocor.log import RunLog, duration, set_up_logging
-from cocor.online_knn import OnlineKnn
+from cocor.run import Run, build
 from cocor.run_lock import RunLock
 from cocor.skip import SkippingStep
-from cocor.step import Metrics, TrainingStep
+from cocor.step import Metrics
 from cocor.view_sheet import save_view_sheet
-from cocor.watch import Watch
-from loaders.batch import Batch, Loader
+from loaders.batch import Batch
 from loaders.errors import UserError
 
 _log = logging.getLogger("cocor.train")  # also where this module is __main__, as on launched ranks
@@ -41,33 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The console command; returns the exit code (2 for a user's mistake)."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     return launch.command("cocor-train", lambda: launch.run(load(arguments), arguments, train, "cocor.train"))
-
-
-@dataclass
-class Run:
-    """All parts of a training run on one rank."""
-
-    config: Config
-    world: World
-    data: Data
-    step: TrainingStep
-    loader: Loader
-    labelled: Loader | None
-    knn: OnlineKnn | None
-    watch: Watch
-    votes: Votes
-    done: int = 0  # finished steps
-    knn_is_due: bool = True  # at this very step
-    saved: float = field(default_factory=time.monotonic)  # when the last checkpoint was written
-
-    @property
-    def total(self) -> int:
-        return self.config.epochs * self.loader.steps_per_epoch
-
-    def close(self) -> None:
-        for part in (self.loader, self.labelled, self.knn):
-            if part is not None:
-                part.close()
 
 
 def train(config: Config, world: World) -> None:
@@ -102,34 +71,6 @@ def train(config: Config, world: World) -> None:
             fit(run, stack.enter_context(closing(log)))
         except torch.OutOfMemoryError as error:
             raise UserError(f"GPU out of memory: lower --batch-size, or use more GPUs ({error})") from None
-
-
-def build(config: Config, world: World) -> Run:
-    """Open the data and build networks and loaders. Ranks read the folder one after the other's index is cached."""
-    if not world.main:
-        barrier()
-    data = open_data(config)
-    if world.main:
-        barrier()
-    precision = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    if world.device.type == "cuda":
-        torch.backends.cudnn.benchmark = True
-        torch.set_float32_matmul_precision("high")
-    method = build_method(config, world)
-    loader = training_loader(config, data, world, precision)
-    labelled = labelled_loader(config, data, world, precision, loader.steps_per_epoch)
-    step = TrainingStep(
-        config,
-        method,
-        build_target(config, world),
-        len(data.train.classes) if labelled is not None else None,
-        steps_per_epoch=loader.steps_per_epoch,
-        precision=precision,
-    )
-    evaluation = knn_loaders(config, data, world, precision) if world.main else None
-    knn = OnlineKnn(config, *evaluation, precision) if evaluation is not None else None
-    watch = Watch(config, world, data.train.names)
-    return Run(config, world, data, step, loader, labelled, knn, watch, Votes(world.device))
 
 
 def describe(run: Run, checkpoint_read: Path | None) -> None:
@@ -176,7 +117,7 @@ def train_epoch(run: Run, make_step: Callable[[Batch, Batch | None, int], Metric
     config = run.config
     epoch, first = divmod(run.done, run.loader.steps_per_epoch)
     sheet = config.output / "views.png"
-    with closing(pairs(run, epoch, first)) as batches:
+    with closing(run.pairs(epoch, first)) as batches:
         for batch, labelled in log.timed(batches):
             if run.world.main and not sheet.exists():
                 save_view_sheet(batch, sheet)
@@ -231,18 +172,6 @@ def leave(run: Run, signum: int) -> NoReturn:
         _log.info(f"{signal.Signals(signum).name}: writing a checkpoint after step {run.done:,} of {run.total:,}")
     resume.save(run, must=True)
     raise stop.Stopped(signum, f"after step {run.done:,} of {run.total:,}")
-
-
-def pairs(run: Run, epoch: int, first: int) -> Generator[tuple[Batch, Batch | None], None, None]:
-    """Batches of an epoch from step ``first`` on, each with its labelled batch, if there is one."""
-    with ExitStack() as stack:
-        batches = stack.enter_context(closing(run.loader.epoch(epoch, first)))
-        if run.labelled is None:
-            for batch in batches:
-                yield batch, None
-        else:
-            labelled = stack.enter_context(closing(run.labelled.epoch(epoch, first)))
-            yield from zip(batches, labelled, strict=True)
 
 
 def measure_knn(run: Run, log: RunLog) -> None:

@@ -1,0 +1,83 @@
+"""All parts of a training run on one rank, and how they are put together."""
+
+import time
+from collections.abc import Generator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+
+import torch
+
+from cocor.build import build_method, build_target
+from cocor.config import Config
+from cocor.data import Data, knn_loaders, labelled_loader, open_data, training_loader
+from cocor.distributed import Votes, World, barrier
+from cocor.online_knn import OnlineKnn
+from cocor.step import TrainingStep
+from cocor.watch import Watch
+from loaders.batch import Batch, Loader
+
+
+@dataclass
+class Run:
+    """All parts of a training run on one rank."""
+
+    config: Config
+    world: World
+    data: Data
+    step: TrainingStep
+    loader: Loader
+    labelled: Loader | None
+    knn: OnlineKnn | None
+    watch: Watch
+    votes: Votes
+    done: int = 0  # finished steps
+    knn_is_due: bool = True  # at this very step
+    saved: float = field(default_factory=time.monotonic)  # when the last checkpoint was written
+
+    @property
+    def total(self) -> int:
+        return self.config.epochs * self.loader.steps_per_epoch
+
+    def close(self) -> None:
+        for part in (self.loader, self.labelled, self.knn):
+            if part is not None:
+                part.close()
+
+    def pairs(self, epoch: int, first: int) -> Generator[tuple[Batch, Batch | None], None, None]:
+        """Batches of an epoch from step ``first`` on, each with its labelled batch, if there is one."""
+        with ExitStack() as stack:
+            batches = stack.enter_context(closing(self.loader.epoch(epoch, first)))
+            if self.labelled is None:
+                for batch in batches:
+                    yield batch, None
+            else:
+                labelled = stack.enter_context(closing(self.labelled.epoch(epoch, first)))
+                yield from zip(batches, labelled, strict=True)
+
+
+def build(config: Config, world: World) -> Run:
+    """Open the data and build networks and loaders. Ranks read the folder one after the other's index is cached."""
+    if not world.main:
+        barrier()
+    data = open_data(config)
+    if world.main:
+        barrier()
+    precision = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    if world.device.type == "cuda":
+        torch.backends.cudnn.benchmark = True
+        torch.set_float32_matmul_precision("high")
+    method = build_method(config, world)
+    loader = training_loader(config, data, world, precision)
+    labelled = labelled_loader(config, data, world, precision, loader.steps_per_epoch)
+    step = TrainingStep(
+        config,
+        method,
+        build_target(config, world),
+        len(data.train.classes) if labelled is not None else None,
+        steps_per_epoch=loader.steps_per_epoch,
+        precision=precision,
+    )
+    evaluation = knn_loaders(config, data, world, precision) if world.main else None
+    knn = OnlineKnn(config, *evaluation, precision) if evaluation is not None else None
+    watch = Watch(config, world, data.train.names)
+    return Run(config, world, data, step, loader, labelled, knn, watch, Votes(world.device))
