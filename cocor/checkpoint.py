@@ -24,6 +24,7 @@ from torch import Tensor
 import cocor
 from cocor import atomic
 from cocor.config import FREE_TO_CHANGE, Config
+from loaders.decode import describe as describe_fault
 from loaders.errors import UserError
 
 FOLDER = "checkpoints"
@@ -77,6 +78,8 @@ def load(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint")
     try:
+        if is_compressed(path):
+            raise UserError(f"{path} is no checkpoint of cocor: it is compressed")
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()  # torch itself does not look at the checksums
         if broken is not None:
@@ -85,10 +88,18 @@ def load(path: Path) -> dict[str, Any]:
     except UserError:
         raise
     except Exception as error:  # a broken file can fail anywhere in zip, pickle or torch
-        raise UserError(f"{path} is damaged or no checkpoint: {str(error).splitlines()[0][:200]}") from None
+        raise UserError(f"{path} is damaged or no checkpoint: {describe_fault(error)[:200]}") from None
     if not isinstance(state, dict) or not isinstance(state.get("step"), int):
         raise UserError(f"{path} is no checkpoint of cocor: it has no step")
     return state
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether a zip holds compressed parts, which torch never writes: a small file could then fill all memory."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist())
 
 
 def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:

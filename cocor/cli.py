@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import difflib
 import math
+import reprlib
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,15 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 import yaml
 
 from loaders.errors import UserError
+
+_shortened = reprlib.Repr()  # a few lines of YAML can make a list that would fill all memory when written out
+_shortened.maxlevel, _shortened.maxlist, _shortened.maxdict, _shortened.maxstring, _shortened.maxother = (
+    2,
+    9,
+    9,
+    200,
+    200,
+)
 
 _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
@@ -52,11 +62,11 @@ def convert(key: str, value: Any, kind: Any) -> Any:
             return _sequence(key, value, get_args(kind))
         return _SCALARS[kind](value)
     except ValueError as error:
-        raise UserError(f"{key}: {value!r} is not {error}") from None
+        raise UserError(f"{key}: {_shortened.repr(value)} is not {error}") from None
 
 
 def _boolean(value: Any) -> bool:
-    word = str(value).lower()
+    word = str(value).lower() if isinstance(value, str | int) else ""
     if word not in _WORDS:
         raise ValueError("true or false")
     return _WORDS[word]
@@ -96,7 +106,8 @@ def _path(value: Any) -> Path:
 
 def _choice(value: Any, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
-        raise ValueError(f"one of {', '.join(allowed)}{nearest(str(value), allowed)}")
+        hint = nearest(value, allowed) if isinstance(value, str) else ""
+        raise ValueError(f"one of {', '.join(allowed)}{hint}")
     return str(value)
 
 

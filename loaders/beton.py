@@ -51,6 +51,7 @@ INT_FIELD, IMAGE_FIELD = 1, 2  # type_id
 JPEG, RAW = 0, 1  # mode
 FIELD_NAMES = ("image", "label")
 LARGEST_SIDE = 65535
+MOST_CLASSES = 1 << 20
 POINTER = struct.Struct("<16sQQ")  # in the image field's arguments: marker, offset and length of the record
 MARKER = b"cocor-prep\0\0\0\0\0\0"
 
@@ -124,7 +125,7 @@ def open_beton(path: str | os.PathLike[str]) -> Beton:
         raise UserError(f"{printable(path)}: an empty file, not FFCV data; run cocor-prep convert again") from None
     try:
         return _parse(place, data)
-    except (ValueError, IndexError, struct.error, KeyError) as fault:
+    except (ValueError, IndexError, OverflowError, struct.error) as fault:
         raise _broken(place, "its parts do not fit the file's length") from fault
 
 
@@ -147,8 +148,10 @@ def _parse(path: Path, data: mmap.mmap) -> Beton:
     table = np.frombuffer(data, SAMPLE, count, HEADER.itemsize + fields.nbytes)
     allocations = np.frombuffer(data, ALLOCATION, count, int(header["alloc_table_ptr"]))
     allocations = allocations[np.argsort(allocations["sample_id"], kind="stable")]
-    ends = allocations["ptr"] + allocations["size"]
-    if not np.array_equal(allocations["ptr"], table["data_ptr"]) or int(ends.max(initial=0)) > len(data):
+    starts, sizes = allocations["ptr"], allocations["size"]
+    inside = (starts <= len(data)) & (sizes <= len(data) - np.minimum(starts, len(data)))  # sums could wrap around
+    complete = np.array_equal(allocations["sample_id"], np.arange(count))
+    if not complete or not np.array_equal(starts, table["data_ptr"]) or not inside.all():
         raise _broken(path, "the table of images is damaged")
     marker, offset, length = POINTER.unpack(fields["arguments"][0].tobytes()[: POINTER.size])
     record = Record.from_bytes(data[offset : offset + length], path) if marker == MARKER else None
@@ -160,7 +163,10 @@ def _parse(path: Path, data: mmap.mmap) -> Beton:
         )
         if stated != (hashlib.sha256(table.tobytes()).hexdigest(), int(header["page_size"]), fields.tobytes()):
             raise _broken(path, "header and index differ")
-    return Beton(path, int(header["page_size"]), table, allocations["size"].astype(np.int64), record, data)
+    most = len(record.classes) if record is not None else MOST_CLASSES
+    if count and not -1 <= table["label"].min() <= table["label"].max() < most:
+        raise _broken(path, f"its labels are not within -1 to {most - 1:,}")
+    return Beton(path, int(header["page_size"]), table, sizes.astype(np.int64), record, data)
 
 
 def field_descriptors(record_at: tuple[int, int]) -> np.ndarray:

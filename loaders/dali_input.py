@@ -37,7 +37,7 @@ _one_decode = Lock()
 class MemoryFile:
     """Content in a nameless file, closed with its last reference. ``name`` is what a message is to call it."""
 
-    def __init__(self, content: bytes, name: str) -> None:
+    def __init__(self, content: NDArray[np.uint8], name: str) -> None:
         try:
             self._handle = os.memfd_create("cocor-image")
         except OSError as fault:
@@ -46,7 +46,7 @@ class MemoryFile:
                 "raise the limit (ulimit -n 8192) or lower --batch-size"
             ) from fault
         with os.fdopen(os.dup(self._handle), "wb") as file:
-            file.write(content)
+            file.write(content.data)
 
     @property
     def path(self) -> str:
@@ -90,31 +90,30 @@ class Feed:
         """Jobs as DALI takes them, all of their images decoded ``on_host`` or as few as possible. Images that cannot be
         used are skipped or raised, as the delivery says."""
         dataset, size = self._delivery.dataset, self._delivery.plan.size
+        stored = isinstance(dataset, StoredDataset)
         while True:
             jobs = [self._delivery.jobs.renewed(job) for job in jobs]
             index = np.concatenate([job.planned.index for job in jobs])
             boxes = np.concatenate([job.planned.boxes for job in jobs])
-            places = np.arange(len(index)) if on_host else np.flatnonzero(self.on_host[index])
-            found = dict(zip(places.tolist(), pool.map(self._crops, index[places], boxes[places]), strict=True))
+            host = np.full(len(index), on_host) | self.on_host[index]
+            places = np.arange(len(index)) if stored else np.flatnonzero(host)
+            found = dict(
+                zip(places.tolist(), pool.map(self._content, index[places], boxes[places], host[places]), strict=True)
+            )
             faults = {place: item for place, item in found.items() if isinstance(item, UnusableImage)}
             if not faults:
                 break
             for place, fault in faults.items():
                 self._delivery.jobs.skip(int(index[place]), fault)
+        contents = {place: item for place, item in found.items() if not isinstance(item, UnusableImage)}
         boxes = boxes.astype(np.float32)
-        crops = {place: item for place, item in found.items() if isinstance(item, bytes)}
-        boxes[list(crops)] = [(0, c * size, size, size) for c in range(boxes.shape[1])]
-        if isinstance(dataset, StoredDataset):
-            files = [
-                np.frombuffer(crops[place], np.uint8) if place in crops else dataset.encoded(i)
-                for place, i in enumerate(index.tolist())
-            ]
-            return Request(jobs, files, boxes, on_host, ())
-        kept = {place: MemoryFile(content, dataset.names[index[place]]) for place, content in crops.items()}
+        boxes[host] = [(0, c * size, size, size) for c in range(boxes.shape[1])]
+        if stored:
+            return Request(jobs, list(contents.values()), boxes, on_host, ())
+        kept = {place: MemoryFile(content, dataset.names[index[place]]) for place, content in contents.items()}
         paths = [kept[place].path if place in kept else dataset.paths[i] for place, i in enumerate(index)]
-        return Request(
-            jobs, [np.frombuffer(os.fsencode(path), np.uint8) for path in paths], boxes, on_host, list(kept.values())
-        )
+        files = [np.frombuffer(os.fsencode(path), np.uint8) for path in paths]
+        return Request(jobs, files, boxes, on_host, list(kept.values()))
 
     def renewed(self, request: Request, pool: ThreadPoolExecutor) -> Request:
         """``request`` without images that have turned out unusable since it was made."""
@@ -122,16 +121,18 @@ class Feed:
         same = all(new is old for new, old in zip(jobs, request.jobs, strict=True))
         return request if same else self.request(jobs, pool, request.on_host)
 
-    def _crops(self, index: int, boxes: NDArray[np.int32]) -> bytes | UnusableImage:
-        """The crops of an image side by side, as a PPM file."""
-        size = self._delivery.plan.size
-        with _one_decode if self.pixels[index] > HOST_PIXELS else nullcontext():
-            try:
-                image = self._delivery.dataset.image(int(index)).decode()
-            except UnusableImage as fault:
-                return fault
-            crops = np.concatenate([resized_crop(image, box, size) for box in boxes], axis=1)
-        return b"P6 %d %d 255\n" % (crops.shape[1], size) + crops.tobytes()
+    def _content(self, index: int, boxes: NDArray[np.int32], host: bool) -> NDArray[np.uint8] | UnusableImage:
+        """The bytes of an image file that DALI is to decode: the stored one, or a PPM of the crops, side by side."""
+        dataset, size = self._delivery.dataset, self._delivery.plan.size
+        try:
+            if isinstance(dataset, StoredDataset) and not host:
+                return dataset.encoded(int(index))
+            with _one_decode if self.pixels[index] > HOST_PIXELS else nullcontext():
+                image = dataset.image(int(index)).decode()
+                crops = np.concatenate([resized_crop(image, box, size) for box in boxes], axis=1)
+        except UnusableImage as fault:
+            return fault
+        return np.frombuffer(b"P6 %d %d 255\n" % (crops.shape[1], size) + crops.tobytes(), np.uint8)
 
     def _tell(self, huge: NDArray[np.int64]) -> None:
         """Name the huge images, once."""

@@ -1,6 +1,6 @@
 """The one rule from image bytes to upright RGB pixels. Every loader's pixels are held against it.
 
-- The first frame of any format that Pillow reads; never more than :data:`MAX_PIXELS`.
+- The first frame of any of :data:`FORMATS`; never more than :data:`MAX_PIXELS`, nor than two gigabytes of memory.
 - Turned upright by the EXIF (or XMP) orientation found in the file's header.
 - 16-bit grey is scaled to 8 bits, not clipped. CMYK and YCCK become RGB the way Pillow converts them.
 - Alpha, and a palette's or PNG's transparent colour, is composited on white.
@@ -13,6 +13,7 @@ import errno
 import os
 import stat
 from dataclasses import dataclass
+from functools import cache
 from typing import BinaryIO, Protocol
 
 import numpy as np
@@ -22,7 +23,16 @@ from loaders.errors import UnusableImage, UserError
 from loaders.names import printable
 
 MAX_PIXELS = 178_000_000
-"""A larger image is refused as a decompression bomb (Pillow's own hard limit is 178,956,970)."""
+"""A larger image is refused as a decompression bomb (Pillow's own hard limit is 178,956,970). Half as many where the
+decoder takes twice the memory for each: WebP, JPEG 2000, CMYK."""
+
+FORMATS = (
+    *("JPEG", "MPO", "PNG", "WEBP", "AVIF", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "TGA", "ICO", "PCX", "SGI"),
+)
+"""What Pillow may read a file as. It knows more; an EPS file, for one, is a program, which Ghostscript would run."""
+
+_BAND_PIXELS = 1 << 20  # conversions of colours work on so many at a time, so as not to hold a large image three times
+_EIGHT_BITS = ((np.arange(1 << 16) * 255 + 32767) // 65535).astype(np.uint8)  # of 16
 
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -137,18 +147,27 @@ def read_header(file: BinaryIO) -> Header:
 
 def _open(file: BinaryIO) -> Image.Image:
     try:
-        image = Image.open(file)
+        image = Image.open(file, formats=_formats())
     except UnidentifiedImageError:
-        raise ImageFault("not an image that Pillow knows") from None
+        raise ImageFault("not an image of any known kind") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as fault:
         raise ImageFault(_first_line(fault)) from None
     except Exception as fault:  # as in decode_file
         raise ImageFault(f"truncated or damaged header ({_first_line(fault)})") from fault
-    if image.width * image.height > MAX_PIXELS:
-        raise ImageFault(f"{image.width} x {image.height} pixels are more than the limit of {MAX_PIXELS:,}")
+    heavy = image.format in ("WEBP", "JPEG2000") or image.mode == "CMYK"
+    limit = MAX_PIXELS // 2 if heavy else MAX_PIXELS
+    if image.width * image.height > limit:
+        raise ImageFault(f"{image.width} x {image.height} pixels are more than the limit of {limit:,}")
     if image.width < 1 or image.height < 1:
         raise ImageFault("an image without pixels")
     return image
+
+
+@cache
+def _formats() -> list[str]:
+    """Those of FORMATS that this Pillow was built for."""
+    Image.init()
+    return [name for name in FORMATS if name in Image.OPEN]
 
 
 def _orientation(image: Image.Image) -> int:
@@ -181,21 +200,33 @@ def _has_xmp_orientation(image: Image.Image) -> bool:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I"):
-        return _scale_16_bits(np.asarray(image))
     if image.mode == "F":
         raise ImageFault("floating-point pixels have no defined range; convert the file to 8 or 16 bits")
+    if image.mode == "RGB" and not image.has_transparency_data:
+        return image
+    width, height = image.size
+    rows = max(1, _BAND_PIXELS // width)
+    if rows >= height:
+        return _band_to_rgb(image)
+    rgb = Image.new("RGB", image.size)
+    for top in range(0, height, rows):
+        rgb.paste(_band_to_rgb(image.crop((0, top, width, min(top + rows, height)))), (0, top))
+    return rgb
+
+
+def _band_to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):
+        return _scale_16_bits(np.asarray(image))
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image if image.mode == "RGB" else image.convert("RGB")
+    return image.convert("RGB")
 
 
 def _scale_16_bits(grey: np.ndarray) -> Image.Image:
-    values = grey.astype(np.int64)
-    if values.min() < 0 or values.max() > 65535:
+    if grey.min() < 0 or grey.max() > 65535:
         raise ImageFault("32-bit pixels have no defined range; convert the file to 8 or 16 bits")
-    return Image.fromarray(((values * 255 + 32767) // 65535).astype(np.uint8)).convert("RGB")
+    return Image.fromarray(_EIGHT_BITS[grey]).convert("RGB")
 
 
 def describe(fault: Exception) -> str:

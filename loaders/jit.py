@@ -9,6 +9,7 @@ running old code. So the cache folder is named by a digest of all the sources th
 
 import hashlib
 import os
+import stat
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -36,16 +37,24 @@ def _cache_folder() -> str:
     """Beside the sources, or in the temporary folder for read-only installations; NUMBA_CACHE_DIR comes first."""
     beside = Path(__file__).parent / "__pycache__"
     chosen = os.environ.get("NUMBA_CACHE_DIR")
-    for parent in [Path(chosen)] if chosen else [beside, Path(tempfile.gettempdir(), f"cocor-{os.getuid()}")]:
+    shared = Path(tempfile.gettempdir(), f"cocor-{os.getuid()}")
+    for parent in [Path(chosen)] if chosen else [beside, shared]:
         folder = parent / f"numba-{_digest()}"
         try:
+            if parent == shared:
+                parent.mkdir(mode=0o700, exist_ok=True)
             folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK) and (parent != shared or _is_ours_alone(parent)):
+                return str(folder)
         except OSError:
             continue
-        # cached code is executed: in a shared temporary folder take none that somebody else has laid there
-        if os.access(folder, os.W_OK) and (chosen or parent == beside or parent.stat().st_uid == os.getuid()):
-            return str(folder)
     return ""
+
+
+def _is_ours_alone(folder: Path) -> bool:
+    """Whether nobody else can have laid anything in a folder: cached code is executed."""
+    status = folder.lstat()  # a link may lead anywhere
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def _digest() -> str:

@@ -13,6 +13,11 @@ def printable(name: str | os.PathLike[str]) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def stays_inside(name: str) -> bool:
+    """Whether a relative name with "/" between folders leads to a place inside the folder it is relative to."""
+    return not name.startswith("/") and "\0" not in name and ".." not in name.split("/")
+
+
 def available_cores() -> int:
     """The cores that this process may run on, which a container or ``taskset`` may have limited."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

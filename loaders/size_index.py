@@ -10,6 +10,7 @@ import hashlib
 import os
 import tempfile
 import threading
+import zipfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,13 +20,13 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from loaders.decode import Header, ImageFault, decode_file, describe, read_header
+from loaders.decode import MAX_PIXELS, Header, ImageFault, decode_file, describe, read_header
 from loaders.folder import Listing
 from loaders.progress import track
 
 CACHE_NAME = ".cocor-index.npz"
 
-_VERSION = b"1"  # of the format and of the rules in loaders.decode
+_VERSION = b"2"  # of the format and of the rules in loaders.decode
 _CHUNK = 128
 _TAIL = 1024
 _ENDS = (b"\xff\xd9", b"IEND")
@@ -110,6 +111,9 @@ def _user_cache(root: Path) -> Path:
 
 def _read(place: Path, key: str, count: int) -> SizeIndex | None:
     try:
+        with zipfile.ZipFile(place) as archive:
+            if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):  # it may be a bomb
+                return None
         with np.load(place, allow_pickle=False) as stored:
             if str(stored["key"]) != key:
                 return None
@@ -117,7 +121,18 @@ def _read(place: Path, key: str, count: int) -> SizeIndex | None:
             index = SizeIndex(stored["sizes"], stored["plain"], faults)
     except Exception:  # missing, truncated, foreign: numpy and zipfile raise many kinds, and all mean "scan again"
         return None
-    return index if index.sizes.shape == (count, 2) and index.plain.shape == (count,) else None
+    return index if _makes_sense(index, count) else None
+
+
+def _makes_sense(index: SizeIndex, count: int) -> bool:
+    """Whether a cache that may be anybody's holds what a scan could have found."""
+    sizes, plain, faults = index.sizes, index.plain, index.faults
+    if (sizes.dtype, sizes.shape, plain.dtype, plain.shape) != (np.int32, (count, 2), np.bool_, (count,)):
+        return False
+    if not all(isinstance(i, int) and 0 <= i < count and isinstance(why, str) for i, why in faults.items()):
+        return False
+    usable = np.delete(sizes, list(faults), axis=0).astype(np.int64)
+    return bool((usable > 0).all() and (usable.prod(axis=1) <= MAX_PIXELS).all())
 
 
 def _write(place: Path, key: str, index: SizeIndex, make_folder: bool = False) -> bool:

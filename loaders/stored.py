@@ -17,8 +17,9 @@ from PIL import Image
 
 from loaders.beton import JPEG, RAW, Beton, open_beton
 from loaders.dataset import ImageDataset, number_classes
-from loaders.decode import ImageFault, decode_file, describe
+from loaders.decode import MAX_PIXELS, ImageFault, decode_file, describe
 from loaders.errors import UnusableImage, UserError
+from loaders.jpeg import stated_size
 from loaders.labels import read_labels
 from loaders.names import printable
 
@@ -117,13 +118,20 @@ class StoredDataset(ImageDataset):
         return StoredImage(self.file.path, int(self.rows[index]))
 
     def encoded(self, index: int) -> npt.NDArray[np.uint8]:
-        """An image file that holds image ``index``: the stored JPEG, not copied, or a PPM file of raw pixels."""
+        """An image file that holds image ``index``: the stored JPEG, not copied, or a PPM file of raw pixels.
+
+        Raises :class:`UnusableImage` if the stored bytes are damaged, or state another size than the file's table.
+        """
         row = int(self.rows[index])
         data = self.file.read(row)
+        height, width = self.sizes[index].tolist()
         if self.file.is_raw(row):
-            height, width = self.sizes[index].tolist()
             return np.frombuffer(b"P6 %d %d 255\n" % (width, height) + data, np.uint8)
-        return np.frombuffer(data, np.uint8)
+        encoded = np.frombuffer(data, np.uint8)
+        stated = stated_size(encoded)
+        if stated != (height, width):  # a decoder that trusts it could fill all memory
+            raise self.file.damaged(row, f"{stated[1]} x {stated[0]} pixels instead of {width} x {height}")
+        return encoded
 
 
 def open_stored(
@@ -173,6 +181,7 @@ def _refuse_impossible(beton: Beton) -> None:
     modes, sizes = beton.table["mode"], beton.sizes.astype(np.int64)
     raw = modes == RAW
     possible = (raw | (modes == JPEG)) & (sizes.min(axis=1, initial=1 << 16) > 0) & (beton.sizes_in_bytes > 0)
+    possible &= sizes[:, 0] * sizes[:, 1] <= MAX_PIXELS
     possible &= ~raw | (beton.sizes_in_bytes == 3 * sizes[:, 0] * sizes[:, 1])
     if not possible.all():
         row = int(np.argmin(possible))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from prep_cases import corner_image, jpeg_bytes, write_all
 from skimage import data
 from tqdm import tqdm
 
@@ -73,3 +74,12 @@ def photo_beton(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def photo_copy(photo_folder: Path, tmp_path: Path) -> Path:
     """A copy of ``photo_folder`` that the test may change."""
     return Path(shutil.copytree(photo_folder, tmp_path / "photos", ignore=shutil.ignore_patterns(".*")))
+
+
+@pytest.fixture(scope="session")
+def corner_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six small, plain JPEGs in two class folders. Read only, do not change."""
+    root = tmp_path_factory.mktemp("small") / "images"
+    write_all(root / "a", {f"{i}.jpg": jpeg_bytes(corner_image((40 + i, 30))) for i in range(3)})
+    write_all(root / "b", {f"{i}.jpg": jpeg_bytes(corner_image((40 + i, 30))) for i in range(3)})
+    return root

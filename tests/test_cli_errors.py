@@ -57,7 +57,7 @@ class TestData:
         (photo_copy / "coffee" / "notes.txt").write_text("taken in 2019")
         (photo_copy / "coffee" / ".hidden.txt").write_text("no sample")
         line = refused(data=photo_copy)
-        assert line.startswith(f"{photo_copy}/coffee/notes.txt: not an image that Pillow knows; remove it")
+        assert line.startswith(f"{photo_copy}/coffee/notes.txt: not an image of any known kind; remove it")
 
     @pytest.mark.parametrize("how", ["truncated", "garbage", "empty"])
     def test_a_broken_image(self, refused: Refused, photo_copy: Path, how: str) -> None:

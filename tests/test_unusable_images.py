@@ -28,8 +28,9 @@ from loaders.stored import StoredDataset, open_stored
 
 PLAN = ViewPlan(size=32, seed=3)
 NAMES: list[LoaderName] = ["torch", "dali"]
+FORMS = [("torch", "folder"), ("dali", "folder"), ("torch", "beton"), ("dali", "beton")]
 if find_spec("ffcv"):
-    NAMES.append("ffcv")
+    FORMS.append(("ffcv", "beton"))
 VICTIM = 14  # of the photographs: coffee/2.jpg
 
 
@@ -79,8 +80,8 @@ def spoil(path: Path, kind: str) -> None:
         path.write_bytes({"half": whole[: len(whole) // 2], "rubbish": b"rubbish", "empty": b""}[kind])
 
 
-def opened(name: LoaderName, folder: Path, beton: Path) -> ImageDataset:
-    return open_stored(beton) if name == "ffcv" else open_folder(folder, quiet=True)
+def opened(form: str, folder: Path, beton: Path) -> ImageDataset:
+    return open_stored(beton) if form == "beton" else open_folder(folder, quiet=True)
 
 
 def damage(images: ImageDataset, index: int) -> None:
@@ -100,22 +101,23 @@ def beton_copy(photo_beton: Path, tmp_path: Path) -> Path:
 
 
 class TestSkip:
-    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.parametrize(("name", "form"), FORMS)
     def test_another_sample_takes_the_place_with_all_that_is_its_own(
         self,
         make: Callable[..., Loader],
         photo_copy: Path,
         beton_copy: Path,
         name: LoaderName,
+        form: str,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        images = opened(name, photo_copy, beton_copy)
+        images = opened(form, photo_copy, beton_copy)
         whole = list(make(name, images).epoch(0))
         expected = samples(whole)
         victims = [VICTIM, 3, 21]
         for victim in victims:
             damage(images, victim)
-        images = open_stored(beton_copy) if name == "ffcv" else images
+        images = open_stored(beton_copy) if form == "beton" else images
         loader = make(name, images)
         for turn in range(2):  # the second time they are known
             mended = list(loader.epoch(0))
@@ -129,7 +131,7 @@ class TestSkip:
         assert len(lines) == 3 and lines[-1].endswith("skipped: another image takes its place (3 so far)")
         assert all(sum(images.names[victim] in line for line in lines) == 1 for victim in victims)
 
-    @pytest.mark.parametrize("name", NAMES[:2])
+    @pytest.mark.parametrize("name", NAMES)
     @pytest.mark.parametrize("kind", ["gone", "half", "rubbish", "empty", "folder", "pipe"])
     def test_whatever_has_become_of_the_file(
         self, make: Callable[..., Loader], photo_copy: Path, name: LoaderName, kind: str
@@ -164,7 +166,7 @@ class TestSkip:
             assert all(torch.equal(*pair) for pair in zip(samples(batches)[VICTIM], reference[VICTIM], strict=True))
         assert sum("coffee/2.jpg: DALI cannot decode it" in r.getMessage() for r in caplog.records) == 1
 
-    @pytest.mark.parametrize("name", NAMES[:2])
+    @pytest.mark.parametrize("name", NAMES)
     def test_files_that_vanish_in_mid_epoch(
         self, make: Callable[..., Loader], photo_copy: Path, name: LoaderName
     ) -> None:
@@ -194,13 +196,13 @@ class TestSkip:
         ]
         assert [[i for part in parts for i in part] for parts in zip(*ranks, strict=True)] == expected
 
-    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.parametrize(("name", "form"), FORMS)
     def test_small_sets_and_batches_of_one(
-        self, make: Callable[..., Loader], photo_copy: Path, beton_copy: Path, name: LoaderName
+        self, make: Callable[..., Loader], photo_copy: Path, beton_copy: Path, name: LoaderName, form: str
     ) -> None:
-        images = opened(name, photo_copy, beton_copy)
+        images = opened(form, photo_copy, beton_copy)
         damage(images, VICTIM)
-        images = (open_stored(beton_copy) if name == "ffcv" else images).subset([VICTIM, 3, 7])
+        images = (open_stored(beton_copy) if form == "beton" else images).subset([VICTIM, 3, 7])
         order = CyclicOrder(3, 5, steps=3, seed=1)
         for batch in make(name, images, order=order).epoch(0):
             assert len(batch.index) == 5 and 0 not in batch.index
@@ -208,7 +210,7 @@ class TestSkip:
         last = [batch.index.tolist() for batch in make(name, images, batch_size=1, shuffle=False).epoch(0)]
         assert last == [[1], [1], [2]]
 
-    @pytest.mark.parametrize("name", NAMES[:2])
+    @pytest.mark.parametrize("name", NAMES)
     def test_an_image_that_comes_back_is_used_in_the_next_epoch(
         self, make: Callable[..., Loader], photo_copy: Path, name: LoaderName
     ) -> None:
@@ -219,7 +221,7 @@ class TestSkip:
         (photo_copy / "away").rename(photo_copy / "coffee")
         assert sorted(seen(list(loader.epoch(1)))) == list(range(24))
 
-    @pytest.mark.parametrize("name", NAMES[:2])
+    @pytest.mark.parametrize("name", NAMES)
     def test_a_disk_that_is_gone_ends_it(self, make: Callable[..., Loader], photo_copy: Path, name: LoaderName) -> None:
         images = open_folder(photo_copy, quiet=True)
         photo_copy.rename(photo_copy.with_name("elsewhere"))
@@ -247,7 +249,7 @@ class TestSkip:
         assert len([record for record in caplog.records if "skipped" in record.getMessage()]) == 1
 
 
-@pytest.mark.parametrize("name", NAMES[:2])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_run_goes_on_or_stops_as_it_is_told(
     photo_copy: Path, tmp_path: Path, name: LoaderName, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from cocor.checkpoint import is_compressed
 from loaders.errors import UserError
 
 Which = Literal["online", "ema"]
@@ -73,6 +74,8 @@ def _read_pickle(path: Path) -> Any:
     harmless: list[Any] = [argparse.Namespace, np.dtype, *{type(np.dtype(kind)) for kind in "fdilq?"}]
     harmless += [(np.float64(0).__reduce__()[0], f"numpy.{part}.multiarray.scalar") for part in ("core", "_core")]
     try:
+        if is_compressed(path):
+            raise ValueError("it is compressed, which torch's files never are")
         with torch.serialization.safe_globals(harmless):
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a broken file can fail anywhere in zip, pickle or torch

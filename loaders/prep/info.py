@@ -39,7 +39,11 @@ def describe_source(source: Source) -> list[tuple[str, str]]:
         lines.append(("unusable", f"{len(source.faults):,}, such as {printable(name)}: {reason}"))
     lines.append(("names digest", names_digest(source.names, source.labels, source.classes)))
     record = _record(source.path)
-    return lines + (_describe_record(record) if record else [])
+    try:
+        facts = _describe_record(record) if record else []
+    except (KeyError, TypeError, ValueError, AttributeError):  # JSON, but not what cocor-prep writes
+        facts = [("prepared", "by something else than cocor-prep: its facts are not understood")]
+    return lines + [(heading, printable(text)) for heading, text in facts]
 
 
 def contact_sheet(source: Source, output: Path, force: bool = False) -> int:

@@ -9,6 +9,7 @@ from loaders.decode import ImageFault
 
 LARGEST_FILE = 1 << 28
 """Bytes. A larger file is not read: no photograph needs it, and workers must not run out of memory."""
+_LARGEST_GROUP = 1 << 31
 
 
 class Locator(Protocol):
@@ -73,7 +74,12 @@ class ParquetBytes:
     row: int  # in the group
 
     def read(self) -> bytes:
-        value = _row_group(self.path, self.column, self.group)[self.row].as_py()
+        try:
+            value = _row_group(self.path, self.column, self.group)[self.row].as_py()
+        except (ImageFault, MemoryError):
+            raise
+        except Exception as fault:  # pyarrow raises many kinds on damaged files
+            raise ImageFault(f"damaged parquet data ({str(fault).partition(chr(10))[0]})") from fault
         data = value.get("bytes") if isinstance(value, dict) else value
         if not data:
             raise ImageFault("no image bytes in this row")
@@ -86,6 +92,13 @@ def _row_group(path: str, column: str, group: int) -> Any:
     import pyarrow.parquet as parquet
 
     with parquet.ParquetFile(path) as file:
+        about = file.metadata.row_group(group)
+        parts = [about.column(i) for i in range(about.num_columns)]
+        length = sum(part.total_uncompressed_size for part in parts if part.path_in_schema.startswith(column))
+        if length > _LARGEST_GROUP:
+            raise ImageFault(
+                f"{length:,} bytes of images in one row group are more than the limit of {_LARGEST_GROUP:,}"
+            )
         return file.read_row_group(group, columns=[column]).column(column).combine_chunks()
 
 

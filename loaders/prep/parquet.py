@@ -37,19 +37,18 @@ def open_parquet(path: Path, shards: list[Path]) -> Source:
         with file:
             if image is None:
                 image, label = _columns(shard, file.schema_arrow)
-                notes = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))
+                notes = _notes(shard, file.schema_arrow)
             elif image not in file.schema_arrow.names or (label and label not in file.schema_arrow.names):
                 raise UserError(f"{printable(shard)}: lacks the columns of {printable(shards[0])}; convert them apart")
             for group in range(file.num_row_groups):
                 count = file.metadata.row_group(group).num_rows
                 if label:
-                    labels += file.read_row_group(group, columns=[label]).column(label).to_pylist()
+                    labels += _read_labels(shard, file, group, label)
                 names += [f"{shard.stem}_{len(names) + row:08d}" for row in range(count)]
                 places += [(number, group, row) for row in range(count)]
     if not names:
         raise UserError(f"{printable(path)}: holds no rows; check the path")
-    known = notes.get("info", {}).get("features", {}).get(label, {}).get("names")
-    found = _label_names(path, labels, known) if label else [None] * len(names)
+    found = _label_names(path, labels, _known_names(shards[0], notes, label)) if label else [None] * len(names)
     column = str(image)
 
     def locate(index: int) -> ParquetBytes:
@@ -57,6 +56,32 @@ def open_parquet(path: Path, shards: list[Path]) -> Source:
         return ParquetBytes(str(shards[shard].absolute()), column, group, row)
 
     return make_source(path, "parquet", names, found, [], locate)
+
+
+def _notes(shard: Path, schema: Any) -> Any:
+    """The hub's notes, JSON in the file's metadata."""
+    try:
+        return json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    except (ValueError, RecursionError) as fault:
+        raise UserError(f"{printable(shard)}: its 'huggingface' metadata is not JSON ({fault})") from fault
+
+
+def _known_names(shard: Path, notes: Any, label: str) -> list[str] | None:
+    """The class names in the notes, if there are any."""
+    for key in ("info", "features", label, "names"):
+        notes = notes.get(key) if isinstance(notes, dict) else None
+    if notes is not None and not (isinstance(notes, list) and all(isinstance(name, str) for name in notes)):
+        raise UserError(f"{printable(shard)}: the class names in its 'huggingface' metadata are no list of names")
+    return notes
+
+
+def _read_labels(shard: Path, file: Any, group: int, label: str) -> list[Any]:
+    try:
+        values: list[Any] = file.read_row_group(group, columns=[label]).column(label).to_pylist()
+    except Exception as fault:  # as above
+        reason = str(fault).partition("\n")[0]
+        raise UserError(f"{printable(shard)}: its column {printable(label)} cannot be read ({reason})") from fault
+    return values
 
 
 def _columns(shard: Path, schema: Any) -> tuple[str, str | None]:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loaders.errors import UserError
-from loaders.names import printable
+from loaders.names import printable, stays_inside
 
 MAGIC = b"cocor-prep 1\n"
 FOLDER_RECORD = ".cocor-prep"
@@ -55,10 +55,19 @@ class Record:
 
     @classmethod
     def from_bytes(cls, block: bytes, where: str | os.PathLike[str]) -> "Record":
-        """Read a block. Raises :class:`UserError` naming ``where`` if it is incomplete or changed."""
+        """Read a block. Raises :class:`UserError` naming ``where`` if it is incomplete, changed or makes no sense."""
         body, digest = block[:-_DIGEST], block[-_DIGEST:]
-        if not body.startswith(MAGIC) or hashlib.sha256(body).digest() != digest:
-            raise UserError(f"{printable(where)}: the index of prepared data is damaged; run cocor-prep convert again")
+        try:
+            if not body.startswith(MAGIC) or hashlib.sha256(body).digest() != digest:
+                raise ValueError("not as it was written")
+            return cls._parse(body)._checked()
+        except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError) as fault:
+            raise UserError(
+                f"{printable(where)}: the index of prepared data is damaged; run cocor-prep convert again"
+            ) from fault
+
+    @classmethod
+    def _parse(cls, body: bytes) -> "Record":
         end = body.index(b"\n", len(MAGIC)) + 1
         header = json.loads(body[len(MAGIC) : end])
         count, names_end = header["images"], end + header["name_bytes"]
@@ -67,6 +76,18 @@ class Record:
         sizes = np.frombuffer(body, "<i4", 2 * count, names_end + 8 * count).reshape(count, 2)
         crcs = np.frombuffer(body, "<u4", count, names_end + 16 * count)
         return cls(names, labels, header["classes"], sizes, crcs, header["facts"])
+
+    def _checked(self) -> "Record":
+        """The record itself; ValueError if a stranger's could lead its reader astray."""
+        if not all(isinstance(name, str) for name in self.classes) or not isinstance(self.facts, dict):
+            raise ValueError("classes or facts of the wrong type")
+        for name in self.classes:
+            os.fsencode(name)  # a ValueError for characters that no file name and no terminal takes
+        if len(self.names) != len(self.labels) or not all(map(stays_inside, self.names)):
+            raise ValueError("names that are too few or that would leave a folder")
+        if len(self) and not -1 <= self.labels.min() <= self.labels.max() < len(self.classes):
+            raise ValueError("labels without a class")
+        return self
 
 
 def read_folder_record(folder: Path) -> Record | None:

@@ -18,7 +18,7 @@ from loaders.beton import RAW, is_beton, open_beton
 from loaders.dataset import open_folder
 from loaders.errors import UserError
 from loaders.folder import is_hidden
-from loaders.names import printable
+from loaders.names import printable, stays_inside
 from loaders.prep.locator import FileBytes, Locator, RawPixels, Stretch
 from loaders.prep.record import FOLDER_RECORD
 from loaders.size_index import CACHE_NAME
@@ -161,6 +161,9 @@ def make_source(
     for label in {*label_of, *classes} - {None}:
         if not label or is_hidden(label) or set(label) & set("/\0\n"):
             raise UserError(f"{printable(path)}: {label!r} cannot name a class folder; rename that class")
+    astray = next((name for name in names if not stays_inside(name)), None)
+    if astray is not None:
+        raise UserError(f"{printable(path)}: {printable(astray)} would leave the target folder; rename that image")
     known = sorted({label for label in label_of if label is not None}.union(classes))
     places = {name: i for i, name in enumerate(known)}
     labels = np.array([-1 if label is None else places[label] for label in label_of], np.int64)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from loaders.decode import describe
 from loaders.errors import UserError
 from loaders.folder import is_hidden
 from loaders.labels import read_labels
@@ -23,6 +24,7 @@ from loaders.prep.sources import Source, make_source, pad_numbers
 _IMAGES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".img"})
 _CLASS_KEYS = ("label", "cls", "class", "class_id", "target")
 _LARGEST_TEXT = 1 << 20
+_UNREADABLE = (tarfile.TarError, EOFError, ValueError, OverflowError, MemoryError)
 
 
 @dataclass
@@ -57,7 +59,7 @@ def _members(shard: Path) -> Iterator[tuple[str, Stretch, str]]:
     """(name, place, fault) of the visible members; tars within the tar are opened and name a folder."""
     try:
         with tarfile.open(shard, "r:") as tar:
-            for member in tar:
+            for member in _forwards(tar):
                 if member.isdir() or any(is_hidden(part) for part in member.name.split("/") if part not in (".", "..")):
                     continue
                 name = member.name.removeprefix("./")
@@ -67,11 +69,19 @@ def _members(shard: Path) -> Iterator[tuple[str, Stretch, str]]:
                     yield from _inner(shard, name, place)
                 else:
                     yield name, place, fault
-    except (tarfile.TarError, EOFError, ValueError) as fault:
+    except _UNREADABLE as fault:
         raise UserError(
-            f"{printable(shard)}: not a readable, uncompressed tar ({fault}); fetch or unpack it again"
+            f"{printable(shard)}: not a readable, uncompressed tar ({describe(fault)}); fetch or unpack it again"
         ) from fault
     _check_complete(shard)
+
+
+def _forwards(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """The members of a tar. A negative size would lead tarfile back to what it has read, again and again."""
+    for member in tar:
+        if member.size < 0 or tar.offset <= member.offset:
+            raise ValueError("a member of negative size")
+        yield member
 
 
 def _check_complete(shard: Path) -> None:
@@ -88,13 +98,15 @@ def _inner(shard: Path, name: str, place: Stretch) -> Iterator[tuple[str, Stretc
         file.seek(place.offset)
         try:
             with tarfile.open(fileobj=file, mode="r:") as tar:
-                for member in tar:
+                for member in _forwards(tar):
                     if member.isdir() or is_hidden(PurePosixPath(member.name).name):
                         continue
                     inner = Stretch(place.path, member.offset_data, member.size)  # from the outer file's start
                     yield f"{folder}/{member.name.removeprefix('./')}", inner, _fault(member)
-        except (tarfile.TarError, EOFError, ValueError) as fault:
-            raise UserError(f"{printable(shard)}: {printable(name)} in it is not a readable tar ({fault})") from fault
+        except _UNREADABLE as fault:
+            raise UserError(
+                f"{printable(shard)}: {printable(name)} in it is not a readable tar ({describe(fault)})"
+            ) from fault
 
 
 def _fault(member: tarfile.TarInfo) -> str:
