@@ -85,7 +85,8 @@ def restore(run: Run) -> Path | None:
     try:
         run.step.load_state_dict(state["training"])
     except (KeyError, ValueError, RuntimeError) as error:
-        raise UserError(f"--resume {path}: does not fit this run: {str(error).strip().splitlines()[-1]}") from None
+        last_line = str(error).strip().splitlines()[-1].strip()
+        raise UserError(f"--resume {path}: does not fit this run: {last_line}") from None
     run.done, run.knn_is_due = state["step"], state.get("knn_is_due", False)
     return path
 

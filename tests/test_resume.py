@@ -1,0 +1,276 @@
+"""Where a run may go on, and where not: other ranks, other images, damaged files, a folder in use, half a start."""
+
+import json
+import multiprocessing
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_train import STEPS, assert_same_bits, environment, final_state, flags, flat, interrupted, metrics, run
+from torch import Tensor
+
+from cocor import atomic, checkpoint, distributed, launch, run_folder, run_lock
+from cocor.config import Config, load
+from cocor.distributed import Place
+from cocor.run_lock import RunLock
+from cocor.train import main
+from loaders.errors import UserError
+
+EVERY_STEP = {"checkpoint_every_minutes": 1e-9}
+PLAIN = {"consistency": "none", "loader": "torch"}
+
+
+@pytest.fixture(scope="module")
+def without_norm(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two epochs of a network without BatchNorm on one rank. Read only, do not change."""
+    folder = tmp_path_factory.mktemp("runs") / "one"
+    options = {"data": photo_folder, "backbone": "test_nfnet", "loader": "dali", "log_samples": True}
+    assert main(flags(**options, **EVERY_STEP, output=folder)) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two epochs of plain MoCo. Read only, do not change."""
+    folder = tmp_path_factory.mktemp("runs") / "plain"
+    assert main(flags(data=photo_folder, output=folder, **PLAIN, **EVERY_STEP)) == 0
+    return folder
+
+
+def change(folder: Path, step: int, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Edit the checkpoint of ``step``, which becomes the newest."""
+    for path in (folder / "checkpoints").iterdir():
+        if int(path.stem.removeprefix("step_")) > step:
+            path.unlink()
+    state = checkpoint.load(folder / "checkpoints" / f"step_{step:07d}.pt")
+    edit(state)
+    checkpoint.save(folder / "checkpoints", state, keep=100)
+
+
+class TestOtherRanks:
+    def test_without_batch_norm_two_ranks_go_on_with_the_run_of_one(
+        self, without_norm: Path, photo_folder: Path, tmp_path: Path
+    ) -> None:
+        folder = tmp_path / "run"
+        interrupted(without_norm, folder, step=2)
+        options = {"data": photo_folder, "backbone": "test_nfnet", "loader": "dali", "log_samples": True}
+        two = run(*flags(**options, output=folder, cpu_ranks=2), "--resume")
+        assert two.returncode == 0, two.stderr
+        assert "other ranks, the same batches and steps: 1 ranks, 8 images a rank" in two.stderr
+        left, right = flat(final_state(without_norm)), flat(final_state(folder))
+        for name, value in left.items():
+            if isinstance(value, Tensor):
+                torch.testing.assert_close(right[name], value, rtol=1e-3, atol=1e-5, msg=name)
+        for one, other in zip(metrics(without_norm, "samples"), metrics(folder, "samples"), strict=True):
+            assert (one["step"], one["index"]) == (other["step"], other["index"])
+        for one, other in zip(metrics(without_norm, "train"), metrics(folder, "train"), strict=True):
+            assert one["lr"] == other["lr"] and other["loss"] == pytest.approx(one["loss"], rel=1e-3)
+
+    def test_where_batch_norm_would_see_other_batches_they_are_refused_or_asked_for(
+        self, plain: Path, photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = Path(shutil.copytree(plain, tmp_path / "run"))
+        ranks = {"ranks": 2, "images a rank": 4, "images to a BatchNorm": 4, "BatchNorm groups of keys": 2}
+        change(folder, 2, lambda state: state.update(geometry=ranks))  # as two ranks would have saved it
+        arguments = [*flags(data=photo_folder, output=folder, **PLAIN), "--resume"]
+        assert main(arguments) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert "2 ranks, 4 images a rank, 4 images to a BatchNorm, 2 BatchNorm groups of keys in the checkpoint" in line
+        assert "1 ranks, 8 images a rank, 8 images to a BatchNorm" in line and "--force-ranks" in line
+        assert main([*arguments, "--force-ranks"]) == 0
+        assert "as asked (--force-ranks)" in (folder / "log.txt").read_text() + capsys.readouterr().err
+        assert "force_ranks" not in (folder / "config.yaml").read_text()
+
+
+class TestOtherImages:
+    def test_they_are_refused_or_asked_for(
+        self, plain: Path, photo_copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = Path(shutil.copytree(plain, tmp_path / "run"))
+        (folder / "checkpoints" / "step_0000006.pt").unlink()
+        (photo_copy / "coffee" / "0.jpg").rename(photo_copy / "coffee" / "new.jpg")
+        arguments = [*flags(data=photo_copy, output=folder, **PLAIN), "--resume"]
+        assert main(arguments) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert "data: other images" in line and "--force-data goes on with them" in line
+        assert main([*arguments, "--force-data"]) == 0
+        assert "other images than in the checkpoint" in capsys.readouterr().err
+        assert [row["step"] for row in metrics(folder, "train")] == list(range(1, 2 * STEPS + 1))
+
+
+class TestCheckpoints:
+    def test_a_truncated_newest_one_is_named_and_the_one_before_used(
+        self, plain: Path, photo_folder: Path, tmp_path: Path
+    ) -> None:
+        folder = Path(shutil.copytree(plain, tmp_path / "run"))
+        newest = folder / "checkpoints" / "step_0000006.pt"
+        newest.write_bytes(newest.read_bytes()[:-100])
+        assert main([*flags(data=photo_folder, output=folder, **PLAIN), "--resume"]) == 0
+        assert f"going on from {folder}/checkpoints/step_0000005.pt" in (folder / "log.txt").read_text()
+        assert_same_bits(final_state(folder), final_state(plain))
+
+    def test_one_that_does_not_fit_is_named(
+        self, plain: Path, photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = Path(shutil.copytree(plain, tmp_path / "run"))
+        change(folder, 3, lambda state: state["training"]["method"].update(queue=torch.zeros(3, 3)))
+        assert main([*flags(data=photo_folder, output=folder, **PLAIN), "--resume"]) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert "does not fit this run: size mismatch for queue" in line
+
+    def test_milestones_stay(self, photo_folder: Path, tmp_path: Path) -> None:
+        options = {"epochs": 3, "keep_checkpoints": 1, "keep_every_epochs": 2, "checkpoint_every_epochs": 3}
+        assert main(flags(data=photo_folder, output=tmp_path / "run", **PLAIN, **options)) == 0
+        found = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+        assert found == [f"step_{2 * STEPS:07d}.pt", f"step_{3 * STEPS:07d}.pt"]
+
+
+class TestTheSameCommandAgain:
+    def test_whatever_a_killed_start_left_it_begins(self, photo_folder: Path, tmp_path: Path) -> None:
+        folder = tmp_path / "run"
+        (folder / "checkpoints").mkdir(parents=True)
+        (folder / f".config.yaml.123{atomic.TEMPORARY}").write_text("ep")
+        (folder / "log.txt").touch()
+        arguments = [*flags(data=photo_folder, output=folder, **PLAIN, epochs=1), "--resume"]
+        assert main(arguments) == 0
+        assert not list(folder.glob(".*"))
+        before = (folder / "metrics.jsonl").read_text()
+        assert main(arguments) == 0 and (folder / "metrics.jsonl").read_text() == before
+
+    def test_without_a_checkpoint_nothing_is_doubled(self, photo_folder: Path, tmp_path: Path) -> None:
+        folder = tmp_path / "run"
+        arguments = [*flags(data=photo_folder, val_data=photo_folder, output=folder, **PLAIN, epochs=1), "--resume"]
+        assert main(arguments) == 0
+        (folder / "checkpoints" / f"step_{STEPS:07d}.pt").unlink()
+        assert main(arguments) == 0
+        assert [row["step"] for row in metrics(folder, "knn")] == [0, STEPS]
+        assert [row["step"] for row in metrics(folder, "train")] == list(range(1, STEPS + 1))
+
+    def test_a_measurement_that_a_signal_cut_off_is_made_then(
+        self, plain: Path, photo_folder: Path, tmp_path: Path
+    ) -> None:
+        folder = Path(shutil.copytree(plain, tmp_path / "run"))
+        change(folder, STEPS, lambda state: state.update(knn_is_due=True))
+        assert main([*flags(data=photo_folder, val_data=photo_folder, output=folder, **PLAIN), "--resume"]) == 0
+        assert [row["step"] for row in metrics(folder, "knn")] == [STEPS, 2 * STEPS]
+
+    def test_a_restarted_rank_resumes_whatever_the_flags_say(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def going_on(*arguments: str) -> tuple[str | None, bool]:
+            config = launch._going_on(load(["--output", str(tmp_path), "--gpus", "0", *arguments]))
+            return config.resume, config.overwrite
+
+        (tmp_path / "config.yaml").touch()
+        assert going_on("--overwrite") == (None, True)
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        assert going_on() == going_on("--overwrite") == going_on("--resume") == ("auto", False)
+        assert going_on("--resume", "elsewhere.pt") == ("elsewhere.pt", True)  # which has not been saved here yet
+        (tmp_path / "checkpoints").mkdir()
+        (tmp_path / "checkpoints" / "step_0000001.pt").touch()
+        assert going_on("--resume", "elsewhere.pt") == ("auto", False)
+        monkeypatch.setenv("COCOR_STARTED", "1e12")  # later than what is there: it was to be overwritten
+        assert going_on("--overwrite") == (None, True)
+        (tmp_path / "config.yaml").unlink()
+        assert going_on() == (None, False)
+
+
+_HOLD = """
+import sys, time
+from pathlib import Path
+from cocor.run_lock import RunLock
+lock = RunLock(Path(sys.argv[1]))
+lock.take(make=True)
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+class TestFolderInUse:
+    @pytest.fixture
+    def holder(self, tmp_path: Path) -> Any:
+        """Another process that writes to the run's folder."""
+        command = [sys.executable, "-c", _HOLD, str(tmp_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as process:
+            assert process.stdout is not None and process.stdout.readline() == "held\n"
+            yield process
+            process.kill()
+
+    def test_a_second_process_is_refused(
+        self, holder: "subprocess.Popen[str]", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(run_lock, "_PATIENCE", 0.3)
+        with pytest.raises(UserError, match=f"{tmp_path} is written to by another process"):
+            RunLock(tmp_path).take(make=False)
+
+    def test_one_that_is_dying_is_waited_for(self, holder: "subprocess.Popen[str]", tmp_path: Path) -> None:
+        threading.Timer(0.5, holder.kill).start()
+        lock = RunLock(tmp_path)
+        lock.take(make=False)
+        assert holder.wait() != 0
+        lock.take(make=True)  # holds it already
+        lock.release()
+
+    def test_a_data_worker_does_not_keep_it(self, tmp_path: Path) -> None:
+        lock = RunLock(tmp_path)
+        lock.take(make=True)
+        worker = multiprocessing.get_context("fork").Process(target=threading.Event().wait, args=(30,))
+        worker.start()
+        lock.release()
+        other = RunLock(tmp_path)
+        other.take(make=True)
+        other.release()
+        worker.kill()
+        worker.join()
+
+    def test_there_is_none_before_there_is_a_folder(self, tmp_path: Path) -> None:
+        lock = RunLock(tmp_path / "new")
+        lock.take(make=False)
+        assert not list(tmp_path.iterdir())
+        config = Config(data=tmp_path / "images", output=tmp_path / "new")
+        run_folder.prepare(config, tmp_path / "images", lock)
+        assert lock._holds(tmp_path / "new" / "log.txt")
+        lock.release()
+
+
+def test_restarted_ranks_do_not_meet_the_dead_in_the_launchers_store() -> None:
+    """torchrun keeps its store, in which a name of the last start stands."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def clients() -> list[dist.Store]:
+        return [dist.TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=30)) for _ in range(3)]
+
+    names: set[str] = set()
+    for late in (0, 2, 1):  # whichever rank comes last, the main one included
+        found: dict[int, str] = {}
+
+        def meet(rank: int, client: dist.Store, found: dict[int, str] = found) -> None:
+            found[rank] = distributed._attempt(client, Place(rank, 3, rank, 3))
+
+        threads = [threading.Thread(target=meet, args=pair) for pair in enumerate(clients())]
+        for rank, thread in enumerate(threads):
+            if rank != late:
+                thread.start()
+        threads[late].join(0.3) if threads[late].ident else threading.Event().wait(0.3)
+        assert not found
+        threads[late].start()
+        for thread in threads:
+            thread.join(30)
+        assert len(set(found.values())) == 1 and found.keys() == {0, 1, 2}
+        assert found[0] not in names
+        names.add(found[0])
+
+
+def test_the_log_of_samples_is_json_of_whole_batches(without_norm: Path) -> None:
+    rows = [json.loads(line) for line in (without_norm / "metrics.jsonl").read_text().splitlines()]
+    for epoch in (0, 1):
+        seen = [index for row in rows if row["kind"] == "samples" and row["epoch"] == epoch for index in row["index"]]
+        assert sorted(seen) == list(range(24))

@@ -1,0 +1,176 @@
+"""Signals: a run that is asked to stop saves where it is and says so with its exit code; asked twice, it leaves."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from test_train import ROOT, assert_same_bits, environment, flags, metrics
+
+from cocor import checkpoint, stop
+from cocor.train import main
+
+EPOCHS = 6
+OPTIONS = {"loader": "torch", "consistency": "none", "epochs": EPOCHS, "checkpoint_every_epochs": 100, "log_samples": 1}
+
+
+def when(condition: Callable[[], bool], act: Callable[[], None]) -> threading.Thread:
+    """Do ``act`` in a thread as soon as ``condition`` holds."""
+
+    def wait() -> None:
+        deadline = time.monotonic() + 60
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.002)
+        act()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def lines(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return path.read_text().count('"samples"') if path.exists() else 0
+
+
+def final(folder: Path) -> dict:
+    found = checkpoint.newest(folder / "checkpoints")
+    assert found is not None and found[1]["step"] == 3 * EPOCHS
+    return found[1]["training"]
+
+
+def test_a_signal_stops_a_run_that_goes_on_later_as_if_nothing_had_been(photo_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    arguments = flags(data=photo_folder, val_data=photo_folder, output=folder, **OPTIONS)
+    for number, code in ((signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)):
+        done = lines(folder)
+        when(lambda done=done: lines(folder) > done + 1, lambda number=number: os.kill(os.getpid(), number))  # type: ignore[misc]
+        assert main([*arguments, "--resume"]) == code
+        found = checkpoint.newest(folder / "checkpoints")
+        assert found is not None and found[1]["step"] == lines(folder) < 3 * EPOCHS
+        assert number.name in (folder / "log.txt").read_text()
+    assert main([*arguments, "--resume"]) == 0
+    assert main(flags(data=photo_folder, val_data=photo_folder, output=tmp_path / "whole", **OPTIONS)) == 0
+    assert_same_bits(final(folder), final(tmp_path / "whole"))
+    for kind in ("samples", "knn"):
+        rows, expected = metrics(folder, kind), metrics(tmp_path / "whole", kind)
+        for row in (*rows, *expected):
+            del row["time_s"]
+        assert rows == expected
+
+
+class TestSignals:
+    def test_before_training_they_end_the_process_at_once(self) -> None:
+        with pytest.raises(stop.Stopped, match="SIGTERM before training began") as caught, stop.obeyed():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        assert caught.value.code == 75 and stop.requested() == 0
+
+    def test_during_training_they_are_noted_and_an_echo_of_one_is_no_second(self) -> None:
+        before = signal.getsignal(signal.SIGTERM)
+        with stop.obeyed(), stop.deferred():
+            for number in (signal.SIGUSR1, signal.SIGTERM):  # a scheduler's to the launcher and to its ranks
+                os.kill(os.getpid(), number)
+            assert stop.requested() == signal.SIGUSR1
+        assert signal.getsignal(signal.SIGTERM) is before
+
+    def test_ignored_ones_stay_ignored(self) -> None:
+        """As under nohup, whose processes outlive their terminal."""
+        before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        try:
+            with stop.obeyed(), stop.deferred():
+                os.kill(os.getpid(), signal.SIGHUP)
+                assert stop.requested() == 0
+        finally:
+            signal.signal(signal.SIGHUP, before)
+
+    def test_a_second_one_ends_the_process_at_once(self) -> None:
+        program = (
+            "import os, signal, time\nfrom cocor import stop\n"
+            "with stop.obeyed(), stop.deferred():\n"
+            "    os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.7)\n"
+            "    os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)\n"
+        )
+        begin = time.monotonic()
+        process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+        assert process.returncode == 128 + signal.SIGTERM and process.stderr == "left at once, as asked twice\n"
+        assert time.monotonic() - begin < 20
+
+
+def ranks_of(launcher: int, folder: Path) -> list[int]:
+    """The ranks that the process ``launcher`` has started."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == launcher and f"--output={folder}\0".encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return sorted(found)
+
+
+def wait_for(condition: Callable[[], object], process: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_ranks_start_again_after_a_death_and_stop_together(photo_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    options = OPTIONS | {"epochs": 2000, "checkpoint_every_minutes": 1e-9, "cpu_ranks": 2, "max_restarts": 1}
+    command = [sys.executable, "-m", "cocor.train", *flags(data=photo_folder, output=folder, **options)]
+    with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as process:
+        wait_for(lambda: lines(folder) > 2, process)
+        first, second = ranks_of(process.pid, folder)
+        os.kill(second, signal.SIGKILL)
+        wait_for(lambda: len(new := ranks_of(process.pid, folder)) == 2 and not {first, second} & {*new}, process)
+        wait_for(lambda: "going on from" in (folder / "log.txt").read_text(), process)
+        before = lines(folder)
+        wait_for(lambda: lines(folder) > before, process)
+        os.kill(ranks_of(process.pid, folder)[1], signal.SIGUSR1)  # one rank only
+        error = process.stderr.read() if process.stderr else ""
+    assert process.returncode == 75
+    assert "rank 1 was ended by SIGKILL" in error and "starting all ranks again (1 of 1)" in error
+    assert "stopped by SIGUSR1 after step" in error.splitlines()[-1]
+    steps = [line["step"] for line in metrics(folder, "samples")]
+    assert steps == list(range(1, len(steps) + 1))
+    found = checkpoint.newest(folder / "checkpoints")
+    assert found is not None and found[1]["step"] == steps[-1]
+
+
+def test_no_rank_outlives_its_launcher(photo_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    options = OPTIONS | {"epochs": 2000, "cpu_ranks": 2}
+    command = [sys.executable, "-m", "cocor.train", *flags(data=photo_folder, output=folder, **options)]
+    with subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL, text=True) as process:
+        wait_for(lambda: len(ranks_of(process.pid, folder)) == 2, process)
+        ranks = ranks_of(process.pid, folder)
+        process.kill()
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_torchrun_restarts_a_killed_rank_and_it_goes_on(photo_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    options = OPTIONS | {"epochs": 4, "checkpoint_every_minutes": 1e-9}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    command = [*launcher, "-m", "cocor.train", *flags(data=photo_folder, output=folder, **options)]
+    with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as process:
+        wait_for(lambda: lines(folder) > 1, process)
+        os.kill(ranks_of(process.pid, folder)[1], signal.SIGKILL)
+        error = process.communicate(timeout=120)[1]
+    assert process.returncode == 0, error
+    assert "going on from" in (folder / "log.txt").read_text()
+    rows = metrics(folder, "samples")
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    for epoch in range(4):
+        assert sorted(i for row in rows if row["epoch"] == epoch for i in row["index"]) == list(range(24))
