@@ -36,7 +36,7 @@ class Config:
     label_fraction: float = option(0.01, "share of the labels shown to the MMNN if there is no --label-split", high=1)
     loader: Loader = option("dali", "who reads and decodes")
     synthetic_images: int = option(51200, "images in an epoch of --loader synthetic", low=1)
-    on_error: Literal["stop", "skip"] = option("stop", "at files that cannot be read, now or later; skip: others take their place")
+    on_error: Literal["stop", "skip"] = option("stop", "at files that cannot be read; skip: others take their place")
     output: Path = option(Path("runs/moco"), "folder of the run")
     overwrite: bool = option(False, "empty the output folder first")
     resume: str | None = option(None, "checkpoint to go on from; bare or `auto`: the newest in --output", bare="auto")
