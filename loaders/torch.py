@@ -7,6 +7,7 @@ the image, resize every box with Pillow's antialiased bilinear filter, and send 
 import errno
 import gc
 import shutil
+import signal
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from functools import partial
@@ -27,6 +28,7 @@ from loaders.order import BatchOrder
 from loaders.plan import ViewPlan
 
 _AHEAD = 2  # batches that each worker prepares
+_WORKER_GRACE = 30  # seconds
 _Sample = tuple[EncodedImage, np.ndarray]  # and its boxes (C, 4)
 _Collated = tuple[Tensor | np.ndarray, dict[int, UserError]]  # crops uint8 (B, C, S, S, 3), what is wrong by place
 
@@ -79,6 +81,7 @@ class TorchLoader:
             batch_sampler=self._planned_samples(epoch, start_step, pending),
             collate_fn=self._collate,
             num_workers=workers,
+            worker_init_fn=_leave_signals_to_the_parent,
             prefetch_factor=_AHEAD if workers else None,
         )
         try:
@@ -105,6 +108,15 @@ class TorchLoader:
             if isinstance(item, np.ndarray):
                 crops[place] = torch.from_numpy(item)
         return {place: item for place, item in found.items() if isinstance(item, UserError)}
+
+
+def _leave_signals_to_the_parent(number: int) -> None:
+    """In a worker: schedulers and terminals signal whole groups of processes, but what the parent still does may need
+    the worker's data. SIGTERM, which may be the parent's own, ends it half a minute later."""
+    for ignored in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, lambda signum, frame: signal.alarm(_WORKER_GRACE) and None)
 
 
 class _Crops(Dataset):

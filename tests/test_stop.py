@@ -174,3 +174,19 @@ def test_torchrun_restarts_a_killed_rank_and_it_goes_on(photo_folder: Path, tmp_
     assert [row["step"] for row in rows] == list(range(1, 13))
     for epoch in range(4):
         assert sorted(i for row in rows if row["epoch"] == epoch for i in row["index"]) == list(range(24))
+
+
+def test_a_signal_to_the_whole_group_does_not_take_the_data_away(photo_folder: Path, tmp_path: Path) -> None:
+    """As scancel and Ctrl-C send it: data workers get it as well."""
+    folder = tmp_path / "run"
+    options = OPTIONS | {"epochs": 2000, "workers": 2}
+    command = [sys.executable, "-m", "cocor.train", *flags(data=photo_folder, output=folder, **options)]
+    with subprocess.Popen(
+        command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        wait_for(lambda: lines(folder) > 2, process)
+        os.killpg(process.pid, signal.SIGTERM)
+        error = process.communicate(timeout=60)[1]
+    assert process.returncode == 75, error
+    found = checkpoint.newest(folder / "checkpoints")
+    assert found is not None and found[1]["step"] == lines(folder)
