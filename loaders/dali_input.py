@@ -27,7 +27,7 @@ from loaders.stored import StoredDataset
 from loaders.torch import resized_crop
 
 HOST_PIXELS = 50_000_000
-"""A larger image is decoded on the host, GPU or not: the decoder on the GPU would need a gigabyte for it at once."""
+"""A larger image is decoded on the host, GPU or not: the GPU's decoder would need hundreds of megabytes for it."""
 
 _SHOWN = 5  # names in a message
 _log = logging.getLogger(__name__)
