@@ -89,7 +89,7 @@ class TorchLoader:
                 crops = torch.as_tensor(collated)
                 job = self._delivery.jobs.mend(pending.popleft(), faults, partial(self._decode, crops))
                 yield job, self._delivery.stage(crops)
-        except (RuntimeError, OSError) as fault:
+        except (RuntimeError, OSError, EOFError) as fault:
             raise _explain(fault) from fault
 
     def _planned_samples(self, epoch: int, start_step: int, pending: deque[Job]) -> Iterator[list[_Sample]]:
@@ -165,10 +165,11 @@ def _fits_shared_memory(needed: int) -> bool:
         return True  # a system without /dev/shm shares memory in another way
 
 
-def _explain(fault: RuntimeError | OSError) -> Exception:
+def _explain(fault: RuntimeError | OSError | EOFError) -> Exception:
     if isinstance(fault, OSError) and fault.errno == errno.EMFILE:
         return UserError("too many open files: raise the limit (ulimit -n 4096) or lower --workers")
-    if "DataLoader worker" in str(fault) and ("killed" in str(fault) or "exited" in str(fault)):
+    died = "DataLoader worker" in str(fault) and ("killed" in str(fault) or "exited" in str(fault))
+    if died or isinstance(fault, EOFError | ConnectionError):  # also in the middle of a message
         return UserError(
             "a data worker was killed, most often for lack of memory or of shared memory (/dev/shm): "
             "lower --workers or --batch-size"

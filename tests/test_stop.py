@@ -1,5 +1,6 @@
 """Signals: a run that is asked to stop saves where it is and says so with its exit code; asked twice, it leaves."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,11 @@ from test_train import ROOT, assert_same_bits, environment, flags, metrics
 
 from cocor import checkpoint, stop
 from cocor.train import main
+from loaders.dataset import open_folder
+from loaders.errors import UserError
+from loaders.order import BatchOrder
+from loaders.plan import ViewPlan
+from loaders.torch import TorchLoader
 
 EPOCHS = 6
 OPTIONS = {"loader": "torch", "consistency": "none", "epochs": EPOCHS, "checkpoint_every_epochs": 100, "log_samples": 1}
@@ -176,17 +183,25 @@ def test_torchrun_restarts_a_killed_rank_and_it_goes_on(photo_folder: Path, tmp_
         assert sorted(i for row in rows if row["epoch"] == epoch for i in row["index"]) == list(range(24))
 
 
-def test_a_signal_to_the_whole_group_does_not_take_the_data_away(photo_folder: Path, tmp_path: Path) -> None:
-    """As scancel and Ctrl-C send it: data workers get it as well."""
-    folder = tmp_path / "run"
-    options = OPTIONS | {"epochs": 2000, "workers": 2}
-    command = [sys.executable, "-m", "cocor.train", *flags(data=photo_folder, output=folder, **options)]
-    with subprocess.Popen(
-        command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
-        wait_for(lambda: lines(folder) > 2, process)
-        os.killpg(process.pid, signal.SIGTERM)
-        error = process.communicate(timeout=60)[1]
-    assert process.returncode == 75, error
-    found = checkpoint.newest(folder / "checkpoints")
-    assert found is not None and found[1]["step"] == lines(folder)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_to_the_whole_group_does_not_take_the_data_away(photo_folder: Path, number: signal.Signals) -> None:
+    """As scancel and Ctrl-C send it: data workers get it as well, and what the parent still does may need them."""
+    dataset = open_folder(photo_folder)
+    plan, order = ViewPlan(16, 0, (), "shared", lengths=()), BatchOrder(len(dataset), 2)
+    with closing(TorchLoader(dataset, plan, order=order, workers=1)) as loader, closing(loader.epoch(0)) as batches:  # type: ignore[type-var]
+        next(batches)
+        for worker in multiprocessing.active_children():
+            assert worker.pid is not None
+            os.kill(worker.pid, number)
+        assert len(list(batches)) == 11
+
+
+def test_a_data_worker_that_dies_is_named(photo_folder: Path) -> None:
+    dataset = open_folder(photo_folder)
+    plan, order = ViewPlan(16, 0, (), "shared", lengths=()), BatchOrder(len(dataset), 2)
+    with closing(TorchLoader(dataset, plan, order=order, workers=1)) as loader, closing(loader.epoch(0)) as batches:  # type: ignore[type-var]
+        next(batches)
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        with pytest.raises(UserError, match=r"a data worker was killed.*lower --workers or --batch-size"):
+            list(batches)
