@@ -12,7 +12,7 @@ from stages import STAGES, TITLES
 def plot_cells(cells: Sequence[Measured | Absent], title: str, path: Path) -> None:
     """Draw samples a second into ``path``. UserError without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("--plot needs matplotlib: pip install 'cocor[plot]'")
+        raise UserError("--plot needs matplotlib: pip install matplotlib")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from cocor.config import Config
 from cocor.eval.knn import KnnResult, knn_accuracy
 from loaders.batch import Loader
+from loaders.errors import UserError
 
 
 class OnlineKnn:
@@ -25,6 +26,8 @@ class OnlineKnn:
             bank, bank_labels = self._features(backbone, self.bank, interrupted)
         if interrupted():
             return None
+        if not (torch.isfinite(queries).all() and torch.isfinite(bank).all()):
+            raise UserError("the encoder's features are no numbers any more: lower --lr, or raise --warmup-epochs")
         return knn_accuracy(
             queries, query_labels, bank, bank_labels, k=self.config.knn_k, temperature=self.config.knn_temperature
         )

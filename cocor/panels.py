@@ -1,6 +1,6 @@
 """Pictures in one style: small panels with a light grid, written whole or not at all.
 
-matplotlib is an extra (``pip install 'cocor[plot]'``) and loads only when something is drawn.
+matplotlib is an extra (``pip install matplotlib``) and loads only when something is drawn.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ def panels(path: Path, count: int, columns: int | None = None, width: float = WI
     try:
         import matplotlib
     except ImportError:
-        raise UserError("pictures need matplotlib: pip install 'cocor[plot]'") from None
+        raise UserError("pictures need matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

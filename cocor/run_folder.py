@@ -6,6 +6,8 @@ runs/NAME/  config.yaml  log.txt  metrics.jsonl  checkpoints/  backbone.safetens
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 from cocor import atomic, checkpoint
@@ -15,19 +17,26 @@ from loaders.errors import UserError
 from loaders.names import printable
 
 CONFIG = "config.yaml"
+_MARK = "# cocor "  # begins the line of versions in a run's config.yaml
+_OF_A_RUN = frozenset(
+    {CONFIG, "log.txt", "metrics.jsonl", checkpoint.FOLDER, "backbone.safetensors", "views.png", "faults.jsonl"}
+)
 
 
-def prepare(config: Config, data: Path, lock: RunLock) -> None:
+def prepare(config: Config, images: Sequence[Path], lock: RunLock) -> None:
     """Make the output folder of a new run, or accept that of a run to resume; save the configuration in it. ``lock``
     is held afterwards.
 
     UserError if something else is there: a run is only replaced with ``--overwrite``, nothing that is no run ever is,
-    and images in ``data`` and the run stay apart.
+    and the folders of ``images`` and the run stay apart.
     """
     folder = config.output
-    _refuse_overlap(folder, data)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        _accept(config, is_run=(folder / CONFIG).is_file() or not any(map(_kept, folder.iterdir())))
+    for place in images:
+        _refuse_overlap(folder, place)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--output {folder} is a file; choose another --output")
+    if folder.exists() and any(folder.iterdir()):
+        _accept(config, is_run=_is_run(folder) or not any(map(_kept, folder.iterdir())))
     try:
         (folder / checkpoint.FOLDER).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -36,6 +45,15 @@ def prepare(config: Config, data: Path, lock: RunLock) -> None:
     for leftover in folder.glob(f".*{atomic.TEMPORARY}"):  # of killed runs
         leftover.unlink(missing_ok=True)
     _save_config(config)
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether the folder's config.yaml was written by a run; other programs have files of that name as well."""
+    try:
+        with (folder / CONFIG).open(encoding="utf-8", errors="replace") as file:
+            return any(line.startswith(_MARK) for line in islice(file, 4))
+    except OSError:
+        return False
 
 
 def _kept(entry: Path) -> bool:
@@ -61,13 +79,17 @@ def _accept(config: Config, is_run: bool) -> None:
         raise UserError(f"--output {folder} is in use; pass --resume, --overwrite, or another --output")
 
 
-def _refuse_overlap(folder: Path, data: Path) -> None:
-    output, images = folder.resolve(), data.resolve()
-    if output.is_relative_to(images) or images.is_relative_to(output):
-        raise UserError(f"--output {folder} and the images in {data} overlap; choose another --output")
+def _refuse_overlap(folder: Path, images: Path) -> None:
+    output, place = folder.resolve(), images.resolve()
+    if output.is_relative_to(place) or place.is_relative_to(output):
+        raise UserError(f"--output {folder} and the images in {images} overlap; choose another --output")
 
 
 def _empty(folder: Path) -> None:
+    """Remove a run. UserError, with nothing removed, if the folder holds anything that no run writes."""
+    strange = [entry.name for entry in folder.iterdir() if entry.name not in _OF_A_RUN and entry.name[0] != "."]
+    if strange:
+        raise UserError(f"--output {folder} holds {printable(strange[0])}, which is of no run; choose another --output")
     try:
         for entry in folder.iterdir():
             if entry.is_dir() and not entry.is_symlink():

@@ -29,7 +29,9 @@ from cocor.step import Metrics
 from cocor.view_sheet import save_view_sheet
 from loaders.batch import Batch
 from loaders.errors import UserError
+from loaders.names import printable
 
+_SHOWN = 12  # names of skipped files in the log
 _log = logging.getLogger("cocor.train")  # also where this module is __main__, as on launched ranks
 
 
@@ -54,7 +56,8 @@ def train(config: Config, world: World) -> None:
         barrier()
         checkpoint_read = resume.restore(run)  # before anything is written
         if world.main:
-            run_folder.prepare(config, run.data.train.root, lock)
+            sets = (run.data.train, run.data.held_out)
+            run_folder.prepare(config, [data.root for data in sets if data is not None], lock)
         barrier()
         set_up_logging(world, config.output / "log.txt")
         describe(run, checkpoint_read)
@@ -86,8 +89,12 @@ def describe(run: Run, checkpoint_read: Path | None) -> None:
     labels = "" if data.labelled is None else f", {len(data.labelled):,} of them with labels for the MMNN"
     classes = f"in {len(data.train.classes):,} classes" if data.train.classes else "without labels"
     _log.info(f"{len(data.train):,} images {classes}{labels}")
-    for name, reason in data.train.skipped:
-        _log.warning(f"skipped {name}: {reason}")
+    for images in (data.train, data.held_out):
+        skipped = () if images is None else images.skipped
+        for name, reason in skipped[:_SHOWN]:
+            _log.warning(f"skipped {printable(name)}: {reason}")
+        if len(skipped) > _SHOWN:
+            _log.warning(f"skipped {len(skipped) - _SHOWN:,} more such files")
     if run.world.main and run.knn is None and config.knn_every:
         _log.info("no held-out images with labels: k-NN is not measured (see --val-data)")
 
@@ -149,6 +156,7 @@ def finish_epoch(run: Run, log: RunLog) -> None:
         return last or bool(every and epochs % every == 0)
 
     run.knn_is_due = turn(config.knn_every)
+    run.watch.look(run.step.learning_rate)  # a run that has diverged has nothing to measure
     leave_if_asked(run)
     if run.knn_is_due:
         # Measured before saving: a run that stops in between and resumes neither doubles nor misses a measurement.

@@ -180,7 +180,7 @@ def _labels(listing: Listing, path: str | os.PathLike[str] | None) -> tuple[dict
 def _refuse(root: Path, faults: dict[str, str]) -> None:
     name = min(faults)
     others = f" (and {len(faults) - 1:,} more such files)" if len(faults) > 1 else ""
-    raise UserError(f"{printable(root / name)}: {faults[name]}{others}; remove it, or choose to skip unusable files")
+    raise UserError(f"{printable(root / name)}: {faults[name]}{others}; remove it, or pass --on-error skip")
 
 
 def number_classes(

@@ -270,7 +270,7 @@ def test_missing_pyarrow_is_one_line_with_the_command(
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
     assert main(["scan", str(tmp_path / "x.parquet")]) == 2
-    assert "pip install 'cocor[parquet]'" in capsys.readouterr().err
+    assert "pip install pyarrow" in capsys.readouterr().err
 
 
 def test_names_that_would_collide_are_refused(tmp_path: Path) -> None:
@@ -288,3 +288,12 @@ def test_strange_sources_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
             assert main(command) == 2
             error = capsys.readouterr().err
             assert error.count("\n") == 1 and name in error
+
+
+def test_a_label_file_beside_a_source_that_has_labels_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_all(tmp_path / "set", files())
+    assert main(["convert", str(tmp_path / "set"), str(tmp_path / "set.beton")]) == 0
+    assert main(["convert", str(tmp_path / "set.beton"), str(tmp_path / "b.beton"), "--labels", "no.txt"]) == 2
+    assert "--labels no.txt" in capsys.readouterr().err and not (tmp_path / "b.beton").exists()

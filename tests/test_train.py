@@ -249,6 +249,34 @@ class TestOutput:
         assert str(precious) in line and "choose another --output" in line
         assert [path.name for path in precious.iterdir()] == ["thesis.tex"]
 
+    def test_overwrite_spares_folders_that_only_look_like_a_run(
+        self, files: Path, photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        short = {"data": photo_folder, "epochs": 1, "loader": "torch", "consistency": "none"}
+        other = tmp_path / "project"
+        other.mkdir()
+        (other / "config.yaml").write_text("name: of another program")
+        (other / "thesis.tex").write_text("years of work")
+        assert "holds something, but no run" in self.refused(capsys, *flags(**short, output=other), "--overwrite")
+        (files / "thesis.tex").write_text("years of work")
+        assert "thesis.tex" in self.refused(capsys, *flags(**short, output=files), "--overwrite")
+        assert (files / "checkpoints").is_dir() and (other / "thesis.tex").exists()
+        assert "is a file" in self.refused(capsys, *flags(**short, output=files / "thesis.tex"))
+
+    def test_a_run_stays_out_of_the_held_out_images(
+        self, photo_folder: Path, photo_copy: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        short = {"data": photo_folder, "epochs": 1, "loader": "torch", "consistency": "none", "knn_every": 1}
+        line = self.refused(capsys, *flags(**short, val_data=photo_copy, output=photo_copy / "run"))
+        assert "overlap" in line and not (photo_copy / "run").exists()
+
+    def test_a_diverged_run_ends_in_one_line(
+        self, photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        short = {"data": photo_folder, "epochs": 1, "loader": "torch", "consistency": "none", "lr": 1e25}
+        assert main(flags(**short, val_data=photo_folder, knn_every=1, output=tmp_path / "run")) == 2
+        assert "--lr" in capsys.readouterr().err.splitlines()[-1]
+
     def test_a_mistake_leaves_no_folder_behind(
         self, unbroken: Path, photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

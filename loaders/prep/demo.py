@@ -117,7 +117,7 @@ def photograph_folder() -> Path:
     """The folder of scikit-image's photographs, found without importing the package."""
     spec = importlib.util.find_spec("skimage")
     if spec is None or not spec.submodule_search_locations:
-        raise UserError("the demo data needs scikit-image: pip install 'cocor[demo]'")
+        raise UserError("the demo data needs scikit-image: pip install scikit-image")
     return Path(spec.submodule_search_locations[0]) / "data"
 
 

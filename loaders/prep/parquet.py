@@ -22,7 +22,7 @@ def open_parquet(path: Path, shards: list[Path]) -> Source:
     try:
         import pyarrow.parquet as parquet
     except ImportError as fault:
-        raise UserError(f"{printable(path)}: reading parquet needs pyarrow: pip install 'cocor[parquet]'") from fault
+        raise UserError(f"{printable(path)}: reading parquet needs pyarrow: pip install pyarrow") from fault
     names: list[str] = []
     labels: list[Any] = []
     places: list[tuple[int, int, int]] = []  # shard, group, row

@@ -85,6 +85,7 @@ def open_source(
     if not place.exists():
         raise UserError(f"{printable(place)}: no such file or folder; check the path")
     if is_beton(place):
+        _refuse_labels(place, labels)
         return _from_beton(place)
     if place.is_dir():
         shards = shards_in(place)
@@ -95,12 +96,18 @@ def open_source(
     if shards[0].suffix == ".parquet":
         from loaders.prep.parquet import open_parquet
 
+        _refuse_labels(place, labels)
         return open_parquet(place, shards)
     if shards[0].suffix == ".tar":
         from loaders.prep.tars import open_tars
 
         return open_tars(place, shards, labels)
     raise UserError(f"{printable(place)}: give a folder, .tar, .parquet or .beton; unpack a compressed tar first")
+
+
+def _refuse_labels(path: Path, labels: str | Path | None) -> None:
+    if labels is not None:
+        raise UserError(f"--labels {printable(labels)}: {printable(path)} has its own labels; leave the flag out")
 
 
 def shards_in(folder: Path) -> list[Path]:
