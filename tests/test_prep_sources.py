@@ -293,7 +293,9 @@ def test_strange_sources_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_label_file_beside_a_source_that_has_labels_is_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_all(tmp_path / "set", files())
+    for name, data in files().items():
+        (tmp_path / "set" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "set" / name).write_bytes(data)
     assert main(["convert", str(tmp_path / "set"), str(tmp_path / "set.beton")]) == 0
     assert main(["convert", str(tmp_path / "set.beton"), str(tmp_path / "b.beton"), "--labels", "no.txt"]) == 2
     assert "--labels no.txt" in capsys.readouterr().err and not (tmp_path / "b.beton").exists()
