@@ -6,6 +6,7 @@ the image, resize every box with Pillow's antialiased bilinear filter, and send 
 
 import errno
 import gc
+import resource
 import shutil
 import signal
 from collections import deque
@@ -29,6 +30,7 @@ from loaders.plan import ViewPlan
 
 _AHEAD = 2  # batches that each worker prepares
 _WORKER_GRACE = 30  # seconds
+_FEW_FILES = 256
 _Sample = tuple[EncodedImage, np.ndarray]  # and its boxes (C, 4)
 _Collated = tuple[Tensor | np.ndarray, dict[int, UserError]]  # crops uint8 (B, C, S, S, 3), what is wrong by place
 
@@ -170,6 +172,9 @@ def _explain(fault: RuntimeError | OSError | EOFError) -> Exception:
         return UserError("too many open files: raise the limit (ulimit -n 4096) or lower --workers")
     died = "DataLoader worker" in str(fault) and ("killed" in str(fault) or "exited" in str(fault))
     if died or isinstance(fault, EOFError | ConnectionError):  # also in the middle of a message
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if files < _FEW_FILES:
+            return UserError(f"a data worker died, most likely at the limit of {files} open files: ulimit -n 4096")
         return UserError(
             "a data worker was killed, most often for lack of memory or of shared memory (/dev/shm): "
             "lower --workers or --batch-size"

@@ -205,3 +205,13 @@ def test_a_data_worker_that_dies_is_named(photo_folder: Path) -> None:
             worker.kill()
         with pytest.raises(UserError, match=r"a data worker was killed.*lower --workers or --batch-size"):
             list(batches)
+
+
+def test_a_small_limit_of_open_files_is_named(photo_folder: Path, tmp_path: Path) -> None:
+    options = OPTIONS | {"workers": 8}
+    command = [sys.executable, "-m", "cocor.train", *flags(data=photo_folder, output=tmp_path / "run", **options)]
+    shell = ["bash", "-c", 'ulimit -n 24; exec "$@"', "bash", *command]
+    done = subprocess.run(shell, env=environment(), capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("cocor-train: error: ") and "open files" in last and "ulimit -n 4096" in last
