@@ -11,6 +11,7 @@ from cocor.build import build_method, build_target
 from cocor.config import Config
 from cocor.data import Data, knn_loaders, labelled_loader, open_data, training_loader
 from cocor.distributed import Votes, World, barrier
+from cocor.launch import usable_cpus
 from cocor.online_knn import OnlineKnn
 from cocor.step import TrainingStep
 from cocor.watch import Watch
@@ -66,6 +67,10 @@ def build(config: Config, world: World) -> Run:
     if world.device.type == "cuda":
         torch.backends.cudnn.benchmark = True
         torch.set_float32_matmul_precision("high")
+    else:
+        # The threads of an operation wait for each other without sleeping: one that has to share its core with the
+        # loader holds up all others. A small network on two cores is many times faster on one of them.
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), usable_cpus() - 1)))
     method = build_method(config, world)
     loader = training_loader(config, data, world, precision)
     labelled = labelled_loader(config, data, world, precision, loader.steps_per_epoch)
