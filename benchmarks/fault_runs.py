@@ -22,6 +22,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+import cocor.loop  # noqa: F401 - the forked runs need it
 from cocor import checkpoint
 from cocor.train import main
 

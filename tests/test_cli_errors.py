@@ -116,7 +116,8 @@ class TestOptions:
 class TestMachine:
     def test_more_gpus_than_there_are(self, refused: Refused, photo_folder: Path) -> None:
         have = torch.cuda.device_count()
-        line = refused(data=photo_folder, gpus=have + 4, batch_size=8 * (have + 4), queue_size=999)
+        sizes = {"batch_size": 8 * (have + 4), "labelled_batch_size": 2 * (have + 4), "queue_size": 999}
+        line = refused(data=photo_folder, gpus=have + 4, **sizes)
         assert line.startswith(f"--gpus {have + 4}: asked for {have + 4}, have {have}; use --gpus ")
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

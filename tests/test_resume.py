@@ -236,7 +236,7 @@ class TestFolderInUse:
         lock.take(make=False)
         assert not list(tmp_path.iterdir())
         config = Config(data=tmp_path / "images", output=tmp_path / "new")
-        run_folder.prepare(config, tmp_path / "images", lock)
+        run_folder.prepare(config, [tmp_path / "images"], lock)
         assert lock._holds(tmp_path / "new" / "log.txt")
         lock.release()
 

@@ -1,0 +1,191 @@
+"""Training on one rank: build all parts, go on from a checkpoint if there is one, then the loop.
+
+    train -> build (cocor.run) -> restore (cocor.resume) -> fit: train_epoch, finish_epoch, ...
+
+``fit`` is the loop: take a batch and a labelled batch, make a step, now and then log, measure k-NN, save. A run's
+position is the number of finished steps; everything else follows from it and the configuration.
+"""
+
+import logging
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from cocor import resume, run_folder, stop
+from cocor.config import Config
+from cocor.distributed import World, barrier, gather
+from cocor.dry_run import report
+from cocor.log import RunLog, duration, set_up_logging
+from cocor.run import Run, build
+from cocor.run_lock import RunLock
+from cocor.skip import SkippingStep
+from cocor.step import Metrics
+from cocor.view_sheet import save_view_sheet
+from loaders.batch import Batch
+from loaders.errors import UserError
+from loaders.names import printable
+
+_SHOWN = 12  # names of skipped files in the log
+_log = logging.getLogger(__name__)
+
+
+def train(config: Config, world: World) -> None:
+    """Train on this rank as ``config`` says. UserError for whatever the user can mend."""
+    set_up_logging(world)
+    with ExitStack() as stack:
+        run = stack.enter_context(closing(build(config, world)))
+        if config.dry_run:
+            report(run)
+            return
+        lock = RunLock(config.output)
+        stack.callback(lock.release)
+        if world.main:
+            lock.take(make=False)
+        barrier()
+        checkpoint_read = resume.restore(run)  # before anything is written
+        if world.main:
+            sets = (run.data.train, run.data.held_out)
+            run_folder.prepare(config, [data.root for data in sets if data is not None], lock)
+        barrier()
+        set_up_logging(world, config.output / "log.txt")
+        describe(run, checkpoint_read)
+        log = RunLog(
+            config.output,
+            world,
+            batch_size=config.batch_size,
+            total_steps=run.total,
+            log_every=config.log_every,
+            start_step=run.done,
+            again=("knn",) if run.knn_is_due else (),
+        )
+        try:
+            fit(run, stack.enter_context(closing(log)))
+        except torch.OutOfMemoryError as error:
+            raise UserError(f"GPU out of memory: lower --batch-size, or use more GPUs ({error})") from None
+
+
+def describe(run: Run, checkpoint_read: Path | None) -> None:
+    """Say what is about to happen."""
+    config, data = run.config, run.data
+    if checkpoint_read is not None:
+        _log.info(f"going on from {checkpoint_read}: {run.done:,} of {run.total:,} steps done")
+    elif config.resume is not None:
+        _log.info(f"no checkpoint in {config.output} yet: starting anew")
+    kind = config.method if config.consistency == "none" else f"{config.method} + CoCor ({config.mmnn} targets)"
+    place = f"{run.world.size} x {run.world.device.type}, {config.precision}"
+    _log.info(f"{kind}, {config.backbone}, {place}, {config.batch_size // run.world.size} images a step and rank")
+    labels = "" if data.labelled is None else f", {len(data.labelled):,} of them with labels for the MMNN"
+    classes = f"in {len(data.train.classes):,} classes" if data.train.classes else "without labels"
+    _log.info(f"{len(data.train):,} images {classes}{labels}")
+    for images in (data.train, data.held_out):
+        skipped = () if images is None else images.skipped
+        for name, reason in skipped[:_SHOWN]:
+            _log.warning(f"skipped {printable(name)}: {reason}")
+        if len(skipped) > _SHOWN:
+            _log.warning(f"skipped {len(skipped) - _SHOWN:,} more such files")
+    if run.world.main and run.knn is None and config.knn_every:
+        _log.info("no held-out images with labels: k-NN is not measured (see --val-data)")
+
+
+def fit(run: Run, log: RunLog) -> None:
+    """Train from ``run.done`` to the end; leave checkpoints, k-NN measurements and the exported backbone.
+
+    Raises:
+        Stopped: a signal asked for it; a checkpoint of this position is written.
+    """
+    started = time.monotonic()
+    make_step = SkippingStep(run.step) if run.config.on_nan == "skip" else run.step
+    with stop.deferred():
+        if run.knn_is_due:
+            measure_knn(run, log)
+            leave_if_asked(run)
+            if run.done == run.total:
+                resume.save(run, must=True)
+        while run.done < run.total:
+            train_epoch(run, make_step, log)
+            finish_epoch(run, log)
+    _log.info(f"done in {duration(time.monotonic() - started)}: {run.config.output}")
+
+
+def train_epoch(run: Run, make_step: Callable[[Batch, Batch | None, int], Metrics], log: RunLog) -> None:
+    """The rest of an epoch, with checkpoints when they are due."""
+    config = run.config
+    epoch, first = divmod(run.done, run.loader.steps_per_epoch)
+    sheet = config.output / "views.png"
+    with closing(run.pairs(epoch, first)) as batches:
+        for batch, labelled in log.timed(batches):
+            if run.world.main and not sheet.exists():
+                save_view_sheet(batch, sheet)
+            metrics = make_step(batch, labelled, run.done)
+            run.done += 1
+            run.knn_is_due = False
+            run.watch(run.done, metrics, batch, labelled, run.step.learning_rate)
+            log.step(run.done, epoch, run.step.learning_rate, metrics)
+            if config.log_samples:
+                log.event("samples", run.done, epoch, {"index": gather(batch.index)})
+            if run.done % run.loader.steps_per_epoch == 0:
+                return  # what is due now is due after the epoch
+            seconds = 60 * config.checkpoint_every_minutes
+            due = run.world.main and seconds > 0 and time.monotonic() - run.saved >= seconds
+            signum, due_anywhere = run.votes(stop.requested(), due)
+            if signum:
+                leave(run, signum)
+            if due_anywhere:
+                resume.save(run, must=False)
+                run.votes.forget()  # in some of these a checkpoint was due still
+
+
+def finish_epoch(run: Run, log: RunLog) -> None:
+    """After an epoch's last step: k-NN and a checkpoint, if it is their turn."""
+    config, last = run.config, run.done == run.total
+    epochs = run.done // run.loader.steps_per_epoch
+
+    def turn(every: int) -> bool:
+        return last or bool(every and epochs % every == 0)
+
+    run.knn_is_due = turn(config.knn_every)
+    run.watch.look(run.step.learning_rate)  # a run that has diverged has nothing to measure
+    leave_if_asked(run)
+    if run.knn_is_due:
+        # Measured before saving: a run that stops in between and resumes neither doubles nor misses a measurement.
+        measure_knn(run, log)
+        if run.knn_is_due or not last:
+            leave_if_asked(run)
+    if turn(config.checkpoint_every_epochs) or turn(config.keep_every_epochs):
+        resume.save(run, must=last)
+
+
+def leave_if_asked(run: Run) -> None:
+    """Leave if a signal has reached any rank, which all ranks wait for here."""
+    (signum,) = run.votes.now(stop.requested())
+    if signum:
+        leave(run, signum)
+
+
+def leave(run: Run, signum: int) -> NoReturn:
+    """Write a checkpoint of this very step and stop."""
+    if run.world.main:
+        _log.info(f"{signal.Signals(signum).name}: writing a checkpoint after step {run.done:,} of {run.total:,}")
+    resume.save(run, must=True)
+    raise stop.Stopped(signum, f"after step {run.done:,} of {run.total:,}")
+
+
+def measure_knn(run: Run, log: RunLog) -> None:
+    """k-NN accuracy of the present backbone, on the main rank; the others wait. It stays due if a signal comes."""
+    finished = True
+    if run.knn is not None:
+        result = run.knn(run.step.method.backbone, interrupted=stop.requested)
+        finished = result is not None
+        if result is not None:
+            epoch = run.done // run.loader.steps_per_epoch
+            values = {"accuracy": result.accuracy, "k": result.k, "queries": result.queries, "bank": result.bank}
+            log.event("knn", run.done, epoch, values)
+            note = f" ({result.note})" if result.note else ""
+            _log.info(f"k-NN accuracy after {epoch} epochs: {result.accuracy:.1%}{note}")
+    (run.knn_is_due,) = map(bool, run.votes.now(not finished))
+
