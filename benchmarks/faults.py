@@ -144,7 +144,9 @@ class Rounds:
                 fault(run, lane, self._rng)
             except Broken as error:
                 raise Broken(f"{name}: {error}") from None
-        self.account.outcomes[name, "survived" if run.code or fault is kill_rank else "had ended by itself"] += 1
+        what = "survived" if run.code or fault is kill_rank else "had ended by itself"
+        self.account.outcomes[name, what] += 1
+        print(f"{time.time() - run.began:6.1f} s  {name}: {what}", file=sys.stderr, flush=True)
         self._note(run, lane)
 
     def _note(self, run: Start, lane: Lane) -> None:

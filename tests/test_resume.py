@@ -12,9 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 import torch.distributed as dist
-from test_train import STEPS, assert_same_bits, environment, final_state, flags, flat, interrupted, metrics, run
+from test_train import (
+    STEPS,
+    assert_same_bits,
+    command,
+    environment,
+    final_state,
+    flags,
+    flat,
+    interrupted,
+    metrics,
+    run,
+)
 from torch import Tensor
 
 from cocor import atomic, checkpoint, distributed, launch, run_folder, run_lock
@@ -131,6 +143,44 @@ class TestCheckpoints:
         assert main(flags(data=photo_folder, output=tmp_path / "run", **PLAIN, **options)) == 0
         found = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
         assert found == [f"step_{2 * STEPS:07d}.pt", f"step_{3 * STEPS:07d}.pt"]
+
+    def test_a_full_disk_costs_none_that_was_there_and_does_not_stop_training(
+        self, plain: Path, photo_folder: Path, tmp_path: Path
+    ) -> None:
+        """Here a limit on the size of files; benchmarks/faults.py fills a real disk."""
+        folder = tmp_path / "run"
+        interrupted(plain, folder, step=2)
+        before = {path: path.read_bytes() for path in (folder / "checkpoints").iterdir()}
+        arguments = [*flags(data=photo_folder, output=folder, **PLAIN, **EVERY_STEP), "--resume"]
+        shell = ["bash", "-c", 'ulimit -f 1000; exec "$@"', "bash", *command(*arguments)]  # KiB
+        done = subprocess.run(shell, env=environment(), capture_output=True, text=True, check=False, timeout=120)
+        errors = [line for line in done.stderr.splitlines() if "cannot write" in line]
+        assert done.returncode == 2 and "no checkpoint of step 3; training goes on, older ones are kept" in errors[0]
+        assert errors[-1].startswith("cocor-train: error: cannot write step_0000006.pt")
+        assert {path: path.read_bytes() for path in (folder / "checkpoints").iterdir()} == before
+        assert main(arguments) == 0
+        assert_same_bits(final_state(folder), final_state(plain))
+
+    def test_it_holds_everything_under_plain_names_for_any_program(self, photo_folder: Path, tmp_path: Path) -> None:
+        output = tmp_path / "run"
+        assert main(flags(data=photo_folder, output=output, loader="torch", epochs=1)) == 0
+        program = (
+            "import json, sys, torch; state = torch.load(sys.argv[1], weights_only=True); training = state['training'];"
+            "assert not any(name.startswith(('cocor', 'loaders')) for name in sys.modules);"
+            "json.dump([sorted(state), sorted(training), sorted(training['method']), "
+            "{name: len(part['state']) for name, part in training.items() if 'optimiser' in name}], sys.stdout)"
+        )
+        file = output / "checkpoints" / f"step_{STEPS:07d}.pt"
+        call = [sys.executable, "-c", program, str(file)]
+        done = subprocess.run(call, capture_output=True, text=True, cwd="/", check=False, timeout=120)
+        assert done.returncode == 0, done.stderr
+        top, parts, names, moments = json.loads(done.stdout)
+        assert {"step", "epoch", "config", "versions", "dataset", "geometry", "training"} <= set(top)
+        assert {"method", "optimiser", "mmnn", "mmnn_optimiser", "classifier", "classifier_optimiser"} == set(parts)
+        assert {"queue", "pointer", "head.0.weight", "key_head.0.weight"} <= set(names)
+        bare = timm.create_model("test_resnet", num_classes=0).state_dict()
+        assert {f"{encoder}.{name}" for encoder in ("backbone", "key_backbone") for name in bare} <= set(names)
+        assert min(moments.values()) > 0
 
 
 class TestTheSameCommandAgain:
@@ -274,3 +324,22 @@ def test_the_log_of_samples_is_json_of_whole_batches(without_norm: Path) -> None
     for epoch in (0, 1):
         seen = [index for row in rows if row["kind"] == "samples" and row["epoch"] == epoch for index in row["index"]]
         assert sorted(seen) == list(range(24))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loader", ["dali", "torch"])
+def test_on_a_gpu_it_goes_on_within_the_noise_between_two_runs(photo_folder: Path, tmp_path: Path, loader: str) -> None:
+    options = {"data": photo_folder, "gpus": 1, "loader": loader, "log_samples": True}
+    for name in ("one", "two"):
+        assert main(flags(**options, **EVERY_STEP, output=tmp_path / name)) == 0
+    interrupted(tmp_path / "one", tmp_path / "three", step=2)
+    assert main([*flags(**options, output=tmp_path / "three"), "--resume"]) == 0
+    states = [flat(final_state(tmp_path / name)) for name in ("one", "two", "three")]
+    noise = change = 0.0
+    for key, value in states[0].items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            noise = max(noise, float((states[1][key] - value).abs().max()))
+            change = max(change, float((states[2][key] - value).abs().max()))
+    assert change <= 3 * noise + 1e-6
+    one, three = (metrics(tmp_path / name, "samples") for name in ("one", "three"))
+    assert [row["index"] for row in one] == [row["index"] for row in three]
