@@ -35,7 +35,7 @@ def kill_rank(run: Start, lane: Lane, rng: random.Random) -> None:
 
 def kill_worker(run: Start, lane: Lane, rng: random.Random) -> None:
     """A data worker of the DataLoader: the run says so and ends."""
-    workers = [process.pid for process in runs.processes_of(run, lane) if process.parent == run.pid]
+    workers = [process.pid for process in runs.processes_of(run, lane) if process.worker]
     if workers:
         os.kill(rng.choice(workers), signal.SIGKILL)
     # A worker that has just done its last work is not missed.

@@ -206,8 +206,8 @@ def lost_and_repeated(seen: dict[int, list[int]]) -> tuple[int, int]:
 @dataclass(frozen=True)
 class Process:
     pid: int
-    parent: int
     rank: bool  # started by a launcher, not forked
+    worker: bool  # of a data loader
 
 
 def processes_of(run: Start, lane: Lane) -> list[Process]:
@@ -216,10 +216,11 @@ def processes_of(run: Start, lane: Lane) -> list[Process]:
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             state, parent, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-            named = needle in (entry / "cmdline").read_bytes()
+            command = (entry / "cmdline").read_bytes()
         except OSError:  # gone in the meantime
             continue
+        named, child = needle in command, int(parent) == run.pid
         if state not in "ZX" and (named or int(session) == run.pid):
-            pid = int(entry.name)
-            found.append(Process(pid, int(parent), named and pid != run.pid and int(parent) == run.pid))
+            worker = child and not named and b"resource_tracker" not in command
+            found.append(Process(int(entry.name), child and named, worker))
     return sorted(found, key=lambda process: process.pid)

@@ -215,3 +215,16 @@ def test_a_small_limit_of_open_files_is_named(photo_folder: Path, tmp_path: Path
     assert done.returncode == 2
     last = done.stderr.splitlines()[-1]
     assert last.startswith("cocor-train: error: ") and "open files" in last and "ulimit -n 4096" in last
+
+
+def test_a_small_shared_memory_is_done_without(photo_folder: Path, tmp_path: Path) -> None:
+    """As in a container: batches take the slower way through a pipe."""
+    options = OPTIONS | {"workers": 2, "epochs": 1, "batch_size": 24, "queue_size": 24}
+    command = [sys.executable, "-m", "cocor.train", *flags(data=photo_folder, output=tmp_path / "run", **options)]
+    inside = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"'
+    possible = subprocess.run(["unshare", "-m", "bash", "-c", inside, "bash", "true"], capture_output=True, check=False)
+    if possible.returncode:
+        pytest.skip("needs the right to mount")
+    shell = ["unshare", "-m", "bash", "-c", inside, "bash", *command]
+    done = subprocess.run(shell, env=environment(), capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
