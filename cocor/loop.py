@@ -188,4 +188,3 @@ def measure_knn(run: Run, log: RunLog) -> None:
             note = f" ({result.note})" if result.note else ""
             _log.info(f"k-NN accuracy after {epoch} epochs: {result.accuracy:.1%}{note}")
     (run.knn_is_due,) = map(bool, run.votes.now(not finished))
-

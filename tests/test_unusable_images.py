@@ -332,3 +332,31 @@ except UserError as mistake:
                 r"mistake: DALI ran out of memory on this machine; .* \d+.jpg \(2200 x 1800 pixels\): .*--batch-size",
                 lines[-1],
             ), done
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    def test_dali_goes_on_with_another_sample(self, make: Callable[..., Loader], photo_copy: Path) -> None:
+        images = open_folder(photo_copy, quiet=True)
+        spoil(photo_copy / "coffee" / "2.jpg", "rubbish")
+        spoil(photo_copy / "rocket" / "1.jpg", "gone")
+        expected = list(make("torch", images).epoch(0))
+        order = BatchOrder(24, 8, seed=3)
+        loader = open_loader("dali", images, PLAN, order, device="cuda", workers=2, on_error="skip")
+        for _ in range(2):
+            shown = list(loader.epoch(0))
+            assert indices(shown) == indices(expected)
+            for left, right in zip(expected, shown, strict=True):
+                assert torch.equal(left.label, right.label.cpu())
+                assert float((left.original - right.original.cpu()).abs().mean()) < 0.05
+        loader.close()
+
+    def test_huge_images_are_pillows_to_the_bit(
+        self, make: Callable[..., Loader], photo_folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        images = open_folder(photo_folder, quiet=True)
+        monkeypatch.setattr(loaders.dali_input, "HOST_PIXELS", 0)
+        loader = open_loader("dali", images, PLAN, BatchOrder(24, 8, seed=3), device="cuda", workers=2)
+        for left, right in zip(make("torch", images).epoch(0), loader.epoch(0), strict=True):
+            assert torch.equal(left.original, right.original.cpu())
+        loader.close()
