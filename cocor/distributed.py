@@ -11,7 +11,6 @@ import os
 import re
 import time
 import uuid
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,7 +25,6 @@ from loaders.errors import UserError
 # Long enough for one rank to write a checkpoint to slow storage while the others wait.
 _TIMEOUT = timedelta(minutes=10)
 _BUCKET_BYTES = 64 * 2**20
-_VOTES_UNDER_WAY = 4  # steps that the host may run ahead of the GPU
 
 # Renamed in PyTorch 2.14, which warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -155,7 +153,8 @@ def _first_host(nodes: str) -> str:
     return "".join(part or "" for part in head.groups())
 
 
-def _ranks() -> int:
+def ranks() -> int:
+    """How many ranks there are."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -177,16 +176,16 @@ def mean_over_ranks(tensor: Tensor) -> Tensor:
     The gradient reaches the own share unchanged: a loss of means over equal shares of a global batch then has the
     global gradient once :func:`reduce_gradients` has averaged over ranks.
     """
-    return tensor if _ranks() == 1 else _Mean.apply(tensor)
+    return tensor if ranks() == 1 else _Mean.apply(tensor)
 
 
 @torch.no_grad()
 def gather(tensor: Tensor) -> Tensor:
     """All ranks' ``tensor`` (B, ...) in rank order as (ranks * B, ...), the order of the global batch; no gradient."""
-    if _ranks() == 1:
+    if ranks() == 1:
         return tensor.detach()
     tensor = tensor.detach().contiguous()
-    result = tensor.new_empty((_ranks() * tensor.shape[0], *tensor.shape[1:]))
+    result = tensor.new_empty((ranks() * tensor.shape[0], *tensor.shape[1:]))
     _all_gather(result, tensor)
     return result
 
@@ -195,12 +194,12 @@ def gather(tensor: Tensor) -> Tensor:
 def reduce_gradients(gradients: Sequence[Tensor]) -> None:
     """Replace each tensor by its mean over ranks, in place. Every rank passes tensors of the same shapes in the same
     order; they travel in few large messages."""
-    if _ranks() == 1:
+    if ranks() == 1:
         return
     for bucket in _buckets(gradients):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         dist.all_reduce(flat)
-        flat.div_(_ranks())
+        flat.div_(ranks())
         parts = flat.split([gradient.numel() for gradient in bucket])
         torch._foreach_copy_(bucket, [part.view_as(old) for part, old in zip(parts, bucket, strict=True)])
 
@@ -222,7 +221,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 @torch.no_grad()
 def broadcast_parameters(module: nn.Module) -> None:
     """Give every rank the main rank's parameters and buffers."""
-    if _ranks() == 1:
+    if ranks() == 1:
         return
     for tensor in (*module.parameters(), *module.buffers()):
         whole = tensor.contiguous()
@@ -230,49 +229,7 @@ def broadcast_parameters(module: nn.Module) -> None:
         tensor.copy_(whole)
 
 
-class Votes:
-    """The largest of all ranks' numbers, asked in every step without making anybody wait.
-
-    Every rank calls this in the same steps. On the CPU the answer is about what was just cast. On GPUs, where it would
-    make the host wait for the device, it is about what was cast ``_VOTES_UNDER_WAY`` calls earlier, and zeros before.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._late = _VOTES_UNDER_WAY if device.type == "cuda" and _ranks() > 1 else 0
-        self._under_way: deque[tuple[Tensor, torch.cuda.Event]] = deque()
-
-    def __call__(self, *numbers: int) -> tuple[int, ...]:
-        """Cast ``numbers``, of the same count in each call; returns the largest of each over all ranks."""
-        if not self._late:
-            return self.now(*numbers)
-        votes = torch.tensor(numbers, dtype=torch.float32).pin_memory().to(self._device, non_blocking=True)
-        dist.all_reduce(votes, dist.ReduceOp.MAX)
-        here, done = torch.empty(len(numbers), pin_memory=True), torch.cuda.Event()
-        here.copy_(votes, non_blocking=True)
-        done.record()
-        self._under_way.append((here, done))
-        if len(self._under_way) <= self._late:
-            return (0,) * len(numbers)
-        here, done = self._under_way.popleft()
-        done.synchronize()
-        return tuple(int(number) for number in here.tolist())
-
-    def now(self, *numbers: int) -> tuple[int, ...]:
-        """The same about ``numbers``, waiting for it; drops what is under way."""
-        self.forget()
-        if _ranks() == 1:
-            return numbers
-        votes = torch.tensor(numbers, dtype=torch.float32, device=self._device)
-        dist.all_reduce(votes, dist.ReduceOp.MAX)
-        return tuple(int(number) for number in votes.tolist())
-
-    def forget(self) -> None:
-        """Drop what is under way; on all ranks at the same step."""
-        self._under_way.clear()
-
-
 def barrier() -> None:
     """Wait until all ranks are here."""
-    if _ranks() > 1:
+    if ranks() > 1:
         dist.barrier()

@@ -182,20 +182,20 @@ def _start(ranks: int, module_and_arguments: list[str]) -> None:
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # failures are reported here, once
     with tempfile.TemporaryDirectory(prefix="cocor-launch-") as folder:
-        settings = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            run_id="cocor",
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",  # any free port
-            local_addr="127.0.0.1",
-            max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-        )
-        forwarded = [number.name for number in stop.SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        settings.signals_to_handle = ",".join(forwarded)
         try:
+            settings = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=ranks,
+                run_id="cocor",
+                rdzv_backend="c10d",
+                rdzv_endpoint="127.0.0.1:0",  # any free port
+                local_addr="127.0.0.1",
+                max_restarts=0,
+                logs_specs=DefaultLogsSpecs(log_dir=folder),
+            )
+            forwarded = [number.name for number in stop.SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            settings.signals_to_handle = ",".join(forwarded)
             elastic_launch(settings, sys.executable)("-m", *module_and_arguments)
         except ChildFailedError as error:
             raise _first_failure(Path(folder), error) from None

@@ -24,6 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cocor import atomic
+from cocor.clock import Clock
 from cocor.distributed import World, mean_over_ranks
 
 Item = TypeVar("Item")
@@ -107,7 +108,7 @@ class RunLog:
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
         self._last_step = start_step
-        self._clock = _Clock(world.device)
+        self._clock = Clock(world.device)
         self._recent: deque[tuple[int, float]] = deque(maxlen=_RECENT)
         self._file = None
         self._size = 0
@@ -202,59 +203,6 @@ class RunLog:
         if self.world.main:
             line = f"epoch {epoch}  step {step}/{self.total_steps}  {state}  {wait}  {left}"
             _log.info(line, extra={"in_bar": True})
-
-
-class _Clock:
-    """Time spent iterating, and the part of it spent waiting for the next batch.
-
-    On a GPU, where the host runs ahead, the wait is the time in which the GPU had nothing but the loader's work to do,
-    measured by events around the fetch.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._seconds = self._waited = 0.0
-        self._since: float | None = None
-        self._fetches: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def timed(self, batches: Iterable[Item]) -> Iterator[Item]:
-        iterator = iter(batches)
-        self._since = time.perf_counter()
-        try:
-            while True:
-                try:
-                    item = self._fetch(iterator)
-                except StopIteration:
-                    return
-                yield item
-        finally:
-            self._seconds += time.perf_counter() - self._since
-            self._since = None
-            if hasattr(iterator, "close"):
-                iterator.close()
-
-    def _fetch(self, iterator: Iterator[Item]) -> Item:
-        if self.device.type != "cuda":
-            begin = time.perf_counter()
-            item = next(iterator)
-            self._waited += time.perf_counter() - begin
-            return item
-        idle, busy = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        idle.record()
-        item = next(iterator)
-        busy.record()
-        self._fetches.append((idle, busy))
-        return item
-
-    def read(self) -> tuple[float, float]:
-        """(seconds, seconds waited) since the last reading. The device must have caught up."""
-        now = time.perf_counter()
-        seconds, waited = self._seconds, self._waited
-        if self._since is not None:
-            seconds, self._since = seconds + now - self._since, now
-        waited += sum(idle.elapsed_time(busy) for idle, busy in self._fetches) / 1000
-        self._seconds, self._waited, self._fetches = 0.0, 0.0, []
-        return seconds, waited
 
 
 def duration(seconds: float) -> str:

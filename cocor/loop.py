@@ -148,6 +148,7 @@ def finish_epoch(run: Run, log: RunLog) -> None:
     def turn(every: int) -> bool:
         return last or bool(every and epochs % every == 0)
 
+    run.watch.look(run.step.learning_rate)  # before k-NN, which would only find that features are no numbers
     run.knn_is_due = turn(config.knn_every)
     run.watch.look(run.step.learning_rate)  # a run that has diverged has nothing to measure
     leave_if_asked(run)

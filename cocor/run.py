@@ -10,10 +10,11 @@ import torch
 from cocor.build import build_method, build_target
 from cocor.config import Config
 from cocor.data import Data, knn_loaders, labelled_loader, open_data, training_loader
-from cocor.distributed import Votes, World, barrier
+from cocor.distributed import World, barrier
 from cocor.launch import usable_cpus
 from cocor.online_knn import OnlineKnn
 from cocor.step import TrainingStep
+from cocor.votes import Votes
 from cocor.watch import Watch
 from loaders.batch import Batch, Loader
 

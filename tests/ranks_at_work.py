@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from cocor import distributed, launch
 from cocor.config import Config, load
 from cocor.distributed import World
+from cocor.votes import Votes
 from loaders.errors import UserError
 
 
@@ -46,7 +47,7 @@ def collectives(config: Config, world: World) -> None:
     distributed.broadcast_parameters(module)
     assert all((value == 1).all() for value in module.state_dict().values())
 
-    votes = distributed.Votes(world.device)
+    votes = Votes(world.device)
     answers = [votes(rank, 0, size - rank) for _ in range(6)]
     assert answers[-1] == (size - 1, 0, size) and votes.now(rank * 7, 1) == (7 * size - 7, 1)
     same_gradient(world)

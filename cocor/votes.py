@@ -1,0 +1,53 @@
+"""Questions that all ranks must answer alike in every step: has a signal come, is a checkpoint due?"""
+
+from collections import deque
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cocor.distributed import ranks
+
+_UNDER_WAY = 4  # steps that the host may run ahead of the GPU
+
+
+class Votes:
+    """The largest of all ranks' numbers, asked in every step without making anybody wait.
+
+    Every rank calls this in the same steps. On the CPU the answer is about what was just cast. On GPUs, where it would
+    make the host wait for the device, it is about what was cast ``_UNDER_WAY`` calls earlier, and zeros before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._late = _UNDER_WAY if device.type == "cuda" and ranks() > 1 else 0
+        self._under_way: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+
+    def __call__(self, *numbers: int) -> tuple[int, ...]:
+        """Cast ``numbers``, of the same count in each call; returns the largest of each over all ranks."""
+        if not self._late:
+            return self.now(*numbers)
+        votes = torch.tensor(numbers, dtype=torch.float32).pin_memory().to(self._device, non_blocking=True)
+        dist.all_reduce(votes, dist.ReduceOp.MAX)
+        here, done = torch.empty(len(numbers), pin_memory=True), torch.cuda.Event()
+        here.copy_(votes, non_blocking=True)
+        done.record()
+        self._under_way.append((here, done))
+        if len(self._under_way) <= self._late:
+            return (0,) * len(numbers)
+        here, done = self._under_way.popleft()
+        done.synchronize()
+        return tuple(int(number) for number in here.tolist())
+
+    def now(self, *numbers: int) -> tuple[int, ...]:
+        """The same about ``numbers``, waiting for it; drops what is under way."""
+        self.forget()
+        if ranks() == 1:
+            return numbers
+        votes = torch.tensor(numbers, dtype=torch.float32, device=self._device)
+        dist.all_reduce(votes, dist.ReduceOp.MAX)
+        return tuple(int(number) for number in votes.tolist())
+
+    def forget(self) -> None:
+        """Drop what is under way; on all ranks at the same step."""
+        self._under_way.clear()
