@@ -27,7 +27,7 @@ from cocor import checkpoint
 from cocor.train import main
 
 PATIENCE = 60.0  # seconds until a process counts as hanging
-IMAGES, BATCH, EPOCHS = 64, 8, 5
+IMAGES, BATCH, EPOCHS = 64, 8, 4
 STEPS = IMAGES // BATCH * EPOCHS
 COMMON = {
     "backbone": "test_resnet",
