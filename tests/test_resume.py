@@ -343,3 +343,17 @@ def test_on_a_gpu_it_goes_on_within_the_noise_between_two_runs(photo_folder: Pat
     assert change <= 3 * noise + 1e-6
     one, three = (metrics(tmp_path / name, "samples") for name in ("one", "three"))
     assert [row["index"] for row in one] == [row["index"] for row in three]
+
+
+@pytest.mark.parametrize("loader", ["synthetic", pytest.param("ffcv", marks=pytest.mark.ffcv)])
+def test_other_loaders_go_on_in_mid_epoch_as_well(photo_beton: Path, tmp_path: Path, loader: str) -> None:
+    """As DALI and PyTorch's do in test_train.py."""
+    if loader == "ffcv":
+        pytest.importorskip("ffcv", reason="needs the ffcv extra", exc_type=ImportError)
+    options = {"data": photo_beton, "loader": loader, "synthetic_images": 24, "log_samples": True}
+    assert main(flags(**options, **EVERY_STEP, output=tmp_path / "whole")) == 0
+    interrupted(tmp_path / "whole", tmp_path / "run", step=STEPS + 1)
+    assert main([*flags(**options, output=tmp_path / "run"), "--resume"]) == 0
+    assert_same_bits(final_state(tmp_path / "run"), final_state(tmp_path / "whole"))
+    rows, expected = metrics(tmp_path / "run", "samples"), metrics(tmp_path / "whole", "samples")
+    assert [row["index"] for row in rows] == [row["index"] for row in expected]
