@@ -161,6 +161,7 @@ class DaliLoader:
             batch_size=self._steps_at_once * self._delivery.order.local_batch_size,
             crops=self._delivery.plan.layout.crops,
             size=self._delivery.plan.size,
+            filter=self._delivery.plan.filter,
             threads=max(1, self._delivery.workers),
             device_id=self._delivery.device.index if on_gpu else None,
             ahead=_AHEAD,

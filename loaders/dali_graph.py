@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from loaders.errors import UserError
+from loaders.plan import Filter
 
 _INSTALL = "pip install nvidia-dali-cuda130, or choose another --loader"
 
@@ -35,6 +36,7 @@ def build_pipeline(
     batch_size: int,
     crops: int,
     size: int,
+    filter: Filter,
     threads: int,
     device_id: int | None,
     ahead: int,
@@ -70,7 +72,7 @@ def build_pipeline(
                 size=(size, size),
                 roi_start=begin,
                 roi_end=end,
-                interp_type=types.INTERP_LINEAR,
+                interp_type=types.INTERP_CUBIC if filter == "bicubic" else types.INTERP_LINEAR,
                 antialias=True,
             )
             for begin, end in zip(corners[::2], corners[1::2], strict=True)

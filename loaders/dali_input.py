@@ -123,16 +123,16 @@ class Feed:
 
     def _content(self, index: int, boxes: NDArray[np.int32], host: bool) -> NDArray[np.uint8] | UnusableImage:
         """The bytes of an image file that DALI is to decode: the stored one, or a PPM of the crops, side by side."""
-        dataset, size = self._delivery.dataset, self._delivery.plan.size
+        dataset, plan = self._delivery.dataset, self._delivery.plan
         try:
             if isinstance(dataset, StoredDataset) and not host:
                 return dataset.encoded(int(index))
             with _one_decode if self.pixels[index] > HOST_PIXELS else nullcontext():
                 image = dataset.image(int(index)).decode()
-                crops = np.concatenate([resized_crop(image, box, size) for box in boxes], axis=1)
+                crops = np.concatenate([resized_crop(image, box, plan.size, plan.filter) for box in boxes], axis=1)
         except UnusableImage as fault:
             return fault
-        return np.frombuffer(b"P6 %d %d 255\n" % (crops.shape[1], size) + crops.tobytes(), np.uint8)
+        return np.frombuffer(b"P6 %d %d 255\n" % (crops.shape[1], plan.size) + crops.tobytes(), np.uint8)
 
     def _tell(self, huge: NDArray[np.int64]) -> None:
         """Name the huge images, once."""

@@ -53,6 +53,8 @@ class FfcvLoader:
                 f"{printable(dataset.root)}: --loader ffcv reads .beton files; make one with: "
                 f"cocor-prep convert {printable(dataset.root)} NAME.beton"
             )
+        if plan.filter != "bilinear":
+            raise UserError(f"--loader ffcv resizes with a bilinear filter only, not {plan.filter}")
         load_ffcv()
         self._delivery = Delivery(dataset, plan, order, device, dtype, workers, mean, std, on_error=on_error)
         self._dataset = dataset

@@ -27,6 +27,7 @@ from loaders.ops import END, Op
 from loaders.philox import integer, uniform
 
 Original = Literal["none", "shared", "weak", "center"]
+Filter = Literal["bilinear", "bicubic"]
 
 _VIEW_STREAM = 1 << 16  # crops use streams 0, 1, 2, ...; programs use these
 _CROP_TRIES = 10
@@ -88,7 +89,8 @@ class PlannedBatch:
 
 @dataclass(frozen=True)
 class ViewPlan:
-    """Draws the views of a data set. ``lengths`` are the composite lengths; empty makes none."""
+    """Draws the views of a data set. ``lengths`` are the composite lengths; empty makes none. ``filter``: how loaders
+    resize crops, always antialiased; training is bilinear."""
 
     size: int = 224
     seed: int = 0
@@ -100,6 +102,7 @@ class ViewPlan:
     pool: ops.Pool = "all"
     magnitudes: ops.Magnitudes = "uniform"
     weak: Augmentation = field(default_factory=Augmentation)
+    filter: Filter = "bilinear"
 
     def __post_init__(self) -> None:
         if self.size < 1 or any(length < 1 for length in self.lengths):

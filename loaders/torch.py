@@ -1,7 +1,7 @@
 """The reference loader: PyTorch's DataLoader and Pillow. Slow, and obviously right.
 
 Worker processes get planned samples, that is a path (or a place in a ``.beton`` file) and its crop boxes. They decode
-the image, resize every box with Pillow's antialiased bilinear filter, and send back uint8 crops, or say what is wrong.
+the image, resize every box with Pillow's antialiased filter, and send back uint8 crops, or say what is wrong.
 """
 
 import errno
@@ -26,7 +26,7 @@ from loaders.delivery import Delivery
 from loaders.errors import UserError
 from loaders.jobs import Faults, Job
 from loaders.order import BatchOrder
-from loaders.plan import ViewPlan
+from loaders.plan import Filter, ViewPlan
 
 _AHEAD = 2  # batches that each worker prepares
 _WORKER_GRACE = 30  # seconds
@@ -56,7 +56,7 @@ class TorchLoader:
         on_error: OnError = "stop",
     ) -> None:
         self._delivery = Delivery(dataset, plan, order, device, dtype, workers, mean, std, on_error=on_error)
-        self._crops = _Crops(plan.size)
+        self._crops = _Crops(plan.size, plan.filter)
         batch_bytes = order.local_batch_size * plan.layout.crops * plan.size**2 * 3
         self._collate = _Collate(
             (plan.layout.crops, plan.size, plan.size, 3),
@@ -124,8 +124,8 @@ def _leave_signals_to_the_parent(number: int) -> None:
 class _Crops(Dataset):
     """Crops uint8 (C, S, S, 3) of a planned sample, or the error that it met: raising would lose the one-line text."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, size: int, filter: Filter) -> None:
+        self._size, self._filter = size, filter
 
     def __getitem__(self, sample: _Sample) -> np.ndarray | UserError:
         source, boxes = sample
@@ -133,7 +133,7 @@ class _Crops(Dataset):
             image = source.decode()
         except UserError as fault:
             return fault
-        return np.stack([resized_crop(image, box, self._size) for box in boxes])
+        return np.stack([resized_crop(image, box, self._size, self._filter) for box in boxes])
 
 
 class _Collate:
@@ -153,11 +153,11 @@ class _Collate:
         return (torch.from_numpy(batch) if self._shared else batch), faults
 
 
-def resized_crop(image: Image.Image, box: np.ndarray, size: int) -> np.ndarray:
-    """The box (top, left, height, width) of ``image``, resized to uint8 (size, size, 3): antialiased, bilinear."""
+def resized_crop(image: Image.Image, box: np.ndarray, size: int, filter: Filter = "bilinear") -> np.ndarray:
+    """The box (top, left, height, width) of ``image``, resized to uint8 (size, size, 3), antialiased."""
     top, left, height, width = (int(value) for value in box)
     corners = (left, top, left + width, top + height)
-    return np.asarray(image.resize((size, size), Image.Resampling.BILINEAR, box=corners))
+    return np.asarray(image.resize((size, size), Image.Resampling[filter.upper()], box=corners))
 
 
 def _fits_shared_memory(needed: int) -> bool:

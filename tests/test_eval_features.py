@@ -1,6 +1,8 @@
 """Features come out right, whole and the same again; making them changes nothing in the encoder."""
 
+from contextlib import closing
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,8 @@ from cocor.eval.features import Extraction, _rows_of_rank, features_of, summary
 from cocor.eval.weights import Encoder, digest, load_encoder
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
 from loaders.dataset import open_folder
+from loaders.open import open_loader
+from loaders.order import BatchOrder
 
 HOW = Extraction(size=64, batch_size=7, workers=0)
 
@@ -98,6 +102,31 @@ def test_constant_features_are_said(encoder: Encoder, tmp_path: Path, caplog: py
         Image.new("RGB", (40, 40), "grey").save(tmp_path / "a" / f"{i}.png")
     features_of(encoder, open_folder(tmp_path), HOW)
     assert "collapsed" in caplog.text
+
+
+def test_both_loaders_resize_with_the_filter_that_is_asked_for(photo_folder: Path) -> None:
+    """DALI's antialiased cubic is Pillow's; the two filters differ by more than the two decoders."""
+    dataset = open_folder(photo_folder).subset([0, 7, 20])
+    seen = {}
+    for name, filter in product(("torch", "dali"), ("bilinear", "bicubic")):
+        order = BatchOrder(3, 3, shuffle=False, drop_last=False)
+        with closing(open_loader(name, dataset, CropPlan(size=64, filter=filter), order, workers=0)) as loader:
+            seen[name, filter] = next(loader.epoch(0)).original.clone()
+    image = Image.open(dataset.paths[0]).convert("RGB")
+    side = min(image.size)
+    left, top = (image.width - side) // 2, (image.height - side) // 2
+    square = image.resize((64, 64), Image.Resampling.BICUBIC, box=(left, top, left + side, top + side))
+    pixels = v2.functional.to_dtype(v2.functional.to_image(square), torch.float32, scale=True)
+    torch.testing.assert_close(
+        seen["torch", "bicubic"][0], v2.functional.normalize(pixels, list(IMAGENET_MEAN), list(IMAGENET_STD))
+    )
+
+    def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+        return (one - other).abs().mean().item()
+
+    apart = distance(seen["torch", "bilinear"], seen["torch", "bicubic"])
+    for filter in ("bilinear", "bicubic"):
+        assert distance(seen["torch", filter], seen["dali", filter]) < 0.3 * apart
 
 
 @pytest.mark.gpu
