@@ -2,6 +2,7 @@
 
 import difflib
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -10,8 +11,12 @@ from torch import nn
 from cocor.config import Config, key_bn_groups
 from cocor.distributed import World, broadcast_parameters, gather
 from cocor.methods.base import Method
+from cocor.methods.byol import BYOL
+from cocor.methods.intl import INTL
 from cocor.methods.moco import MoCo
 from cocor.methods.simsiam import SimSiam
+from cocor.methods.supcon import SupCon
+from cocor.methods.sync_norm import synchronise_batch_norm
 from cocor.mmnn import MMNN, Constants
 from loaders.errors import UserError
 
@@ -43,26 +48,55 @@ def build_method(config: Config, world: World) -> Method:
     backbone = build_backbone(config.backbone, config.stem)
     if config.init is not None:
         load_backbone(backbone, config.init)
-    method: Method
+    method = _method(config, world, backbone)
+    if config.sync_bn and world.size > 1:
+        _synchronise(method, world.device)
+    method = method.to(world.device)
+    if world.device.type == "cuda":
+        method = method.to(memory_format=torch.channels_last)
+    broadcast_parameters(method)
+    return method
+
+
+def _method(config: Config, world: World, backbone: nn.Module) -> Method:
+    ranks: dict[str, Any] = {"gather": gather, "rank": world.rank, "world": world.size}
     if config.method == "moco":
-        method = MoCo(
+        return MoCo(
             backbone,
             dim=config.embedding_dim,
             queue=config.queue_size,
             temperature=config.temperature,
             momentum=config.key_momentum,
             key_bn_splits=key_bn_groups(config, world.size),
-            gather=gather,
-            rank=world.rank,
-            world=world.size,
+            **ranks,
         )
-    else:
-        method = SimSiam(backbone, dim=config.projector_dim, predictor_dim=config.predictor_dim)
-    method = method.to(world.device)
-    if world.device.type == "cuda":
-        method = method.to(memory_format=torch.channels_last)
-    broadcast_parameters(method)
-    return method
+    if config.method == "simsiam":
+        return SimSiam(backbone, dim=config.projector_dim, predictor_dim=config.predictor_dim)
+    if config.method == "supcon":
+        return SupCon(backbone, dim=config.embedding_dim, temperature=config.temperature, **ranks)
+    if config.method == "byol":
+        return BYOL(
+            backbone,
+            dim=config.embedding_dim,
+            hidden=config.projector_dim,
+            predictor_dim=config.predictor_dim,
+            momentum=config.key_momentum,
+        )
+    return INTL(
+        backbone,
+        dim=config.embedding_dim,
+        hidden=config.projector_dim,
+        iterations=config.whitening_iterations,
+        trace_weight=config.trace_weight,
+        **ranks,
+    )
+
+
+def _synchronise(method: Method, device: torch.device) -> None:
+    """Let BatchNorm see the batches of all ranks, but for MoCo's keys, whose groups are MoCo's own way."""
+    for name, part in method.named_children():
+        if not (isinstance(method, MoCo) and name.startswith("key_")):
+            setattr(method, name, synchronise_batch_norm(part, device))
 
 
 def build_target(config: Config, world: World) -> nn.Module | None:

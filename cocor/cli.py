@@ -206,7 +206,7 @@ def parser(
 
 
 def _add_flag(group: Any, field: dataclasses.Field[Any], kind: Any, note: str | None) -> None:
-    default = f" ({note})" if note else "" if field.default is None else f" (default: {_show(field.default)})"
+    default = f" ({note})" if note else "" if field.default is None else f" (default: {shown(field.default)})"
     words: dict[str, Any] = {
         "dest": field.name,
         "default": argparse.SUPPRESS,
@@ -271,9 +271,10 @@ def _metavar(kind: Any) -> str:
     return {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", bool: "BOOL"}[kind]
 
 
-def _show(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value as one would write it behind a flag."""
     if isinstance(value, tuple):
-        return ",".join(_show(part) for part in value)
+        return ",".join(shown(part) for part in value)
     if isinstance(value, bool) or value is None:
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)

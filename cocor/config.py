@@ -21,9 +21,10 @@ from cocor.cli import option
 from loaders.errors import UserError
 from loaders.ops import Magnitudes, Pool
 
-Method = Literal["moco", "simsiam"]
+Method = Literal["moco", "simsiam", "supcon", "byol", "intl"]
 Loader = Literal["dali", "torch", "synthetic", "ffcv"]
 Consistency = Literal["softplus", "abs", "none"]
+Execution = Literal["auto", "eager", "compiled", "graph", "fused"]
 
 
 @dataclass(frozen=True)
@@ -53,21 +54,27 @@ class Config:
     batch_size: int = option(256, "images a step, over all GPUs", low=2)
     labelled_batch_size: int = option(0, "labelled images a step, over all GPUs; 0: a quarter of the batch", low=0)
     lr: float = option(0.03, "learning rate at this batch size, never rescaled; cosine to 0", low=0)
-    momentum: float = option(0.9, "momentum of SGD", low=0, high=1)
+    final_lr: float = option(0.0, "learning rate at the end, as a share of --lr", low=0, high=1)
+    optimiser: Literal["sgd", "lars"] = option("sgd", "of encoder and heads")
+    momentum: float = option(0.9, "its momentum", low=0, high=1)
     weight_decay: float = option(1e-4, "weight decay of the encoder and heads", low=0)
+    decay_biases: bool = option(True, "weight decay, and LARS, also for biases and normalisation")
     warmup_epochs: int = option(0, "epochs of linear warm-up", low=0)
+    sync_bn: bool = option(False, "BatchNorm over the batches of all GPUs")
     fix_predictor_lr: bool = option(True, "SimSiam: keep the predictor's learning rate constant")
 
-    # MoCo
-    queue_size: int = option(65536, "keys in the queue", low=1)
-    temperature: float = option(0.2, "temperature of InfoNCE", low=1e-3)
-    key_momentum: float = option(0.999, "momentum of the key encoder", low=0, high=1)
-    key_bn_splits: int = option(8, "groups of the batch, over all GPUs, that the keys' BatchNorm sees apart", low=1)
-    embedding_dim: int = option(128, "dimension of queries and keys", low=1)
-
-    # SimSiam
-    projector_dim: int = option(2048, "width and output of the projector", low=1)
-    predictor_dim: int = option(512, "hidden width of the predictor", low=1)
+    # Methods
+    queue_size: int = option(65536, "MoCo: keys in the queue", low=1)
+    key_bn_splits: int = option(
+        8, "MoCo: groups of the batch, over all GPUs, that the keys' BatchNorm sees apart", low=1
+    )
+    temperature: float = option(0.2, "MoCo, SupCon: temperature", low=1e-3)
+    key_momentum: float = option(0.999, "MoCo, BYOL: momentum of the second encoder; BYOL's rises to 1", low=0, high=1)
+    embedding_dim: int = option(128, "MoCo, SupCon, BYOL, INTL: dimension of embeddings", low=1)
+    projector_dim: int = option(2048, "SimSiam: width and output of the projector; BYOL, INTL: its hidden width", low=1)
+    predictor_dim: int = option(512, "SimSiam, BYOL: hidden width of the predictor", low=1)
+    whitening_iterations: int = option(4, "INTL: steps of iterative normalisation", low=1, high=20)
+    trace_weight: float | None = option(None, "INTL: weight of the trace loss", low=0)
 
     # CoCor
     consistency: Consistency = option("softplus", "consistency loss; none: the plain method")
@@ -80,7 +87,9 @@ class Config:
     released_originals: int = option(5, "crops whose mean embedding is the original in --recipe released", low=1)
     mmnn: Literal["learned", "constants"] = option("learned", "where the target similarities come from")
     constants: tuple[float, ...] = option((0.8, 0.75, 0.65), "targets of lengths 1, 2, 3; extrapolated", low=-1, high=1)
-    hypergradient: Literal["exact", "taylor"] = option("exact", "the MMNN's gradient; taylor: the paper's, sign mended")
+    hypergradient: Literal["exact", "taylor", "released"] = option(
+        "exact", "the MMNN's gradient; taylor: the paper's, sign mended; released: as the authors' code has it"
+    )
     mmnn_lr: float = option(0.05, "learning rate of the MMNN", low=0)
     mmnn_momentum: float = option(0.9, "momentum of the MMNN's SGD", low=0, high=1)
     mmnn_wait_epochs: int = option(3, "epochs before the MMNN learns", low=0)
@@ -96,14 +105,16 @@ class Config:
     hue: float = option(0.1, "strength of the hue jitter", low=0, high=0.5)
     jitter_prob: float = option(0.8, "probability of the colour jitter", low=0, high=1)
     grayscale_prob: float = option(0.2, "probability of grey", low=0, high=1)
-    blur_prob: float = option(0.5, "probability of the Gaussian blur", low=0, high=1)
+    blur_prob: tuple[float, ...] = option((0.5,), "probability of the Gaussian blur, or of each view's", low=0, high=1)
     blur_sigma: tuple[float, float] = option((0.1, 2.0), "range of its sigma in pixels", low=0.01, high=10)
+    solarize_prob: tuple[float, ...] = option((0.0,), "probability of solarising, or of each view's", low=0, high=1)
 
     # Machine
     gpus: int | None = option(None, "GPUs of this machine to use; 0: none, train on the CPU", low=0)
     max_restarts: int = option(0, "times that --gpus N starts all ranks again after one has died", low=0)
     cpu_ranks: int = option(1, "processes to train with when there is no GPU (--gpus 0)", low=1)
     precision: Literal["bf16", "fp32"] | None = option(None, "arithmetic of the networks")
+    execution: Execution = option("auto", "of a step: as written, compiled, as one CUDA graph, or (fused) both")
     workers: int = option(0, "CPU threads of a GPU's loader; 0: its share of the CPUs", low=0)
     hw_decoder_load: float = option(0.65, "share of JPEGs for the GPU's hardware decoder (DALI)", low=0, high=1)
     seed: int = option(0, "seed of weights, order and views", low=0, high=2**63 - 1)
@@ -136,25 +147,42 @@ class Config:
 GROUPS = {  # the first field of each group
     "data": "data and output",
     "method": "model and optimisation",
-    "queue_size": "MoCo",
-    "projector_dim": "SimSiam",
+    "queue_size": "methods",
     "consistency": "CoCor",
     "crop_scale_min": "contrastive views",
     "gpus": "machine",
     "log_every": "reports and checkpoints",
 }
 
-METHOD_DEFAULTS: dict[Method, dict[str, Any]] = {  # paper, appendix on pre-training and its table of constants
+# BYOL and INTL share their views: the two differ in blur and solarising.
+_ASYMMETRIC = {"crop_scale_min": 0.08, "saturation": 0.2, "blur_prob": (1.0, 0.1), "solarize_prob": (0.0, 0.2)}
+
+# What the paper's appendix on pre-training says, else the methods' authors. The paper's table of constants lists two
+# methods; the others take MoCo's.
+METHOD_DEFAULTS: dict[Method, dict[str, Any]] = {
     "moco": {"lr": 0.03, "constants": (0.80, 0.75, 0.65)},
-    "simsiam": {"lr": 0.05, "constants": (0.75, 0.70, 0.60)},
+    "simsiam": {"lr": 0.05, "constants": (0.75, 0.70, 0.60), "sync_bn": True},
+    # The paper's rate; its authors' is 0.05 for this batch.
+    "supcon": {"lr": 0.03, "epochs": 100, "temperature": 0.07, "final_lr": 1e-3, "blur_prob": (0.0,)},
+    # The authors' rate and momentum for 300 epochs, the rate scaled from their batch of 4,096 to 256.
+    "byol": {
+        **{"optimiser": "lars", "lr": 0.3, "weight_decay": 1e-6, "decay_biases": False, "warmup_epochs": 10},
+        **{"sync_bn": True, "key_momentum": 0.99, "embedding_dim": 256, "projector_dim": 4096, "predictor_dim": 4096},
+        **_ASYMMETRIC,
+    },
+    "intl": {
+        **{"lr": 0.5, "final_lr": 1e-3, "weight_decay": 1e-5, "decay_biases": False, "warmup_epochs": 2},
+        **{"sync_bn": True, "embedding_dim": 8192, "projector_dim": 8192},
+        **_ASYMMETRIC,
+    },
 }
 
 _NOTES = {  # shown in the help in place of a default
-    "lr": "default: 0.03 for moco, 0.05 for simsiam",
-    "constants": "default: 0.8,0.75,0.65 for moco, 0.75,0.7,0.6 for simsiam",
     "output": "default: runs/NAME, after the config file or the method",
     "gpus": "default: all",
     "precision": "default: bf16 on GPUs, fp32 on the CPU",
+    "execution": "auto: fused on GPUs, eager on the CPU",
+    "trace_weight": "default: 0.01 (log2(batch) - 3)",
 }
 
 ONE_START = frozenset({"resume", "overwrite", "dry_run", "force_data", "force_ranks"})
@@ -162,7 +190,7 @@ ONE_START = frozenset({"resume", "overwrite", "dry_run", "force_data", "force_ra
 # A run may change these when it resumes: they do not enter the arithmetic of its steps.
 FREE_TO_CHANGE = ONE_START | {
     *("data", "val_data", "labels", "label_split", "loader", "on_error", "output", "init"),
-    *("gpus", "max_restarts", "cpu_ranks", "workers", "hw_decoder_load"),
+    *("gpus", "max_restarts", "cpu_ranks", "workers", "hw_decoder_load", "execution"),
     *("log_every", "on_nan", "log_samples", "checkpoint_every_epochs", "checkpoint_every_minutes"),
     *("keep_checkpoints", "keep_every_epochs", "knn_every", "knn_k", "knn_temperature"),
 }
@@ -176,10 +204,26 @@ def load(argv: Sequence[str] | None = None) -> Config:
     Raises:
         UserError: any unknown key or flag, wrong value, unreadable file or contradiction, in one line.
     """
-    parser = cli.parser(Config, "cocor-train", _DESCRIPTION, GROUPS, _NOTES)
+    parser = cli.parser(Config, "cocor-train", _DESCRIPTION, GROUPS, _NOTES | _method_notes())
     flags, file = cli.read_flags(Config, parser, sys.argv[1:] if argv is None else argv)
     values = flags if file is None else cli.read_yaml(Config, file) | flags
     return resolve(values, name=None if file is None else file.stem)
+
+
+def _method_notes() -> dict[str, str]:
+    """The defaults that depend on the method, for the help: ``default: 0.03; simsiam: 0.05``."""
+    plain, keys = Config(), dict.fromkeys(key for values in METHOD_DEFAULTS.values() for key in values)
+    return {
+        key: "; ".join(
+            [f"default: {cli.shown(getattr(plain, key))}"]
+            + [
+                f"{method}: {cli.shown(values[key])}"
+                for method, values in METHOD_DEFAULTS.items()
+                if values.get(key, getattr(plain, key)) != getattr(plain, key)
+            ]
+        )
+        for key in keys
+    }
 
 
 def resolve(values: Mapping[str, Any], name: str | None = None) -> Config:
@@ -190,7 +234,11 @@ def resolve(values: Mapping[str, Any], name: str | None = None) -> Config:
     method = values.get("method", Config.method)
     baseline = values.get("consistency", Config.consistency) == "none"
     folder = Path("runs") / (name or f"{method}{'' if baseline else '_cocor'}")
-    config = Config(**{"output": folder, **METHOD_DEFAULTS[method], **values})
+    defaults = METHOD_DEFAULTS[method]
+    if "warmup_epochs" in defaults:  # a short run has no room for the warm-up of a long one
+        epochs = values.get("epochs", defaults.get("epochs", Config.epochs))
+        defaults = defaults | {"warmup_epochs": min(defaults["warmup_epochs"], epochs // 10)}
+    config = Config(**{"output": folder, **defaults, **values})
     check(config)
     return config
 
@@ -209,6 +257,10 @@ def check(config: Config) -> None:
         f"queue_size: {config.queue_size} is less than one batch ({config.batch_size})": (
             config.method == "moco" and config.queue_size < config.batch_size
         ),
+        f"blur_prob: {config.blur_prob}: one value, or one for each of the 2 views": len(config.blur_prob) > 2,
+        f"solarize_prob: {config.solarize_prob}: one value, or one for each of the 2 views": (
+            len(config.solarize_prob) > 2
+        ),
         "--overwrite and --resume exclude each other": config.overwrite and config.resume is not None,
         "--cpu-ranks needs --gpus 0": config.cpu_ranks > 1 and bool(config.gpus),
     }
@@ -226,6 +278,17 @@ def check_ranks(config: Config, ranks: int) -> None:
             raise UserError(f"{key}: {size} is no multiple of the {ranks} ranks; try {-(-size // ranks) * ranks}")
         if size and size // ranks < 2:
             raise UserError(f"{key}: {size} on {ranks} ranks is {size // ranks} each; BatchNorm needs 2")
+    if config.method == "intl" and config.batch_size >= config.embedding_dim:
+        raise UserError(
+            f"embedding_dim: INTL whitens the {config.batch_size} images of a batch among each other, which takes more "
+            f"dimensions than images, not {config.embedding_dim}; raise embedding_dim or lower batch_size"
+        )
+    derives = config.consistency == "abs" and config.mmnn == "learned" and config.hypergradient == "exact"
+    if derives and config.sync_bn and ranks > 1:
+        raise UserError(
+            "sync_bn: consistency abs needs forward derivatives, which synchronised BatchNorm lacks; "
+            "use --hypergradient taylor, --consistency softplus or --no-sync-bn"
+        )
     local = config.batch_size // ranks
     groups = key_bn_groups(config, ranks)
     if config.method == "moco" and (local % groups or local // groups < 2):

@@ -46,6 +46,12 @@ def open_data(config: Config) -> Data:
         return Data(train, train if uses_labels(config) else None, None)
     root, held_out_root = _roots(config)
     train = open_images(root, config.labels, config.on_error, config.workers or None)
+    unlabelled = int((train.labels < 0).sum())
+    if config.method == "supcon" and unlabelled:
+        raise UserError(
+            f"{config.data}: --method supcon learns from the label of every image, {unlabelled:,} of {len(train):,} "
+            "have none; pass --labels FILE or another --method"
+        )
     held_out = None
     if held_out_root is not None:
         held_out = open_images(
@@ -86,18 +92,7 @@ def _labelled(config: Config, train: ImageDataset) -> ImageDataset | None:
 
 def training_plan(config: Config) -> ViewPlan:
     """The views of the unlabelled batches (paper, section "Experimental settings" and the recipes of the design)."""
-    augmentation = Augmentation(
-        crop_scale=(config.crop_scale_min, 1.0),
-        brightness=config.brightness,
-        contrast=config.contrast,
-        saturation=config.saturation,
-        hue=config.hue,
-        jitter_prob=config.jitter_prob,
-        grayscale_prob=config.grayscale_prob,
-        blur_prob=config.blur_prob,
-        blur_sigma=config.blur_sigma,
-    )
-    contrastive = (augmentation, augmentation)
+    contrastive = tuple(_augmentation(config, view) for view in range(2))
     if config.consistency == "none":
         return ViewPlan(config.image_size, config.seed, contrastive, original="none", lengths=())
     return ViewPlan(
@@ -110,7 +105,23 @@ def training_plan(config: Config) -> ViewPlan:
         lengths=config.lengths,
         pool=config.pool,
         magnitudes=config.magnitudes,
-        weak=augmentation,
+        weak=contrastive[0],
+    )
+
+
+def _augmentation(config: Config, view: int) -> Augmentation:
+    """How contrastive view 0 or 1 is made; they differ where an option has two values."""
+    return Augmentation(
+        crop_scale=(config.crop_scale_min, 1.0),
+        brightness=config.brightness,
+        contrast=config.contrast,
+        saturation=config.saturation,
+        hue=config.hue,
+        jitter_prob=config.jitter_prob,
+        grayscale_prob=config.grayscale_prob,
+        blur_prob=config.blur_prob[min(view, len(config.blur_prob) - 1)],
+        blur_sigma=config.blur_sigma,
+        solarize_prob=config.solarize_prob[min(view, len(config.solarize_prob) - 1)],
     )
 
 

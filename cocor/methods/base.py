@@ -9,12 +9,33 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cocor.consistency import normalised
 
 Gather = Callable[[Tensor], Tensor]
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, gather: Gather, rank: int, world: int) -> Tensor:
+        ctx.rank, ctx.world = rank, world
+        return gather(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return gradient.chunk(ctx.world)[ctx.rank] * ctx.world, None, None, None
+
+
+def joined(tensor: Tensor, gather: Gather, rank: int, world: int) -> Tensor:
+    """All ranks' ``tensor`` (B, ...) as (world * B, ...), with the gradient of this rank's share.
+
+    For losses of the whole global batch, which every rank computes alike: the gradient is the global loss's, times
+    ``world``, so that averaging over ranks completes it. Nothing travels in the backward pass.
+    """
+    return tensor if world == 1 else _Joined.apply(tensor, gather, rank, world)
 
 
 class Method(nn.Module):
@@ -26,12 +47,16 @@ class Method(nn.Module):
 
     backbone: nn.Module
     metrics: dict[str, Tensor]
+    total_steps: int = 1  # of the run, for what a method schedules itself
 
-    def contrastive(self, views: Tensor) -> Tensor:
-        """The method's own loss of views (V, B, 3, H, W), a scalar with gradient. Moves running statistics."""
+    def contrastive(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
+        """The method's own loss of views (V, B, 3, H, W), a scalar with gradient. Moves running statistics.
+
+        ``labels`` (B,) int64 are for supervised methods; the others do not look at them.
+        """
         raise NotImplementedError
 
-    def reevaluate(self, views: Tensor) -> Tensor:
+    def reevaluate(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
         """The loss of the same batch at the present weights, without gradient and without any change of state.
 
         For use between ``contrastive`` and ``after_step``; what depends on the batch alone (keys, queue) stays.

@@ -63,7 +63,7 @@ class MoCo(Method):
         self.metrics = {}
         self._keys: Tensor | None = None  # all ranks' keys of the step under way
 
-    def contrastive(self, views: Tensor) -> Tensor:
+    def contrastive(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
         """InfoNCE of views (2, B, 3, H, W) in float32. ``UserError`` when the queue cannot hold one global batch."""
         images, key_images = views
         self._check_batch(len(images))
@@ -78,7 +78,7 @@ class MoCo(Method):
         return loss
 
     @torch.no_grad()
-    def reevaluate(self, views: Tensor) -> Tensor:
+    def reevaluate(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
         """The loss of the last ``contrastive`` call with the present query encoder and the same keys."""
         with batch_statistics_only(self.backbone):
             return _info_nce(*self._logits(self._encode(views[0])))

@@ -2,7 +2,7 @@
 
 Source: Chen & He 2021, with the layers of the authors' code. CoCor passes composites through backbone, projector and
 predictor, and the original through backbone and projector without gradient (paper, appendix "Experimental Setup for
-Pre-training"). On several ranks the authors synchronise BatchNorm; the caller converts the module.
+Pre-training"). On several ranks BatchNorm is synchronised (``--sync-bn``), as the authors do.
 """
 
 from typing import Any
@@ -43,14 +43,14 @@ class SimSiam(Method):
         )
         self.metrics = {}
 
-    def contrastive(self, views: Tensor) -> Tensor:
+    def contrastive(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
         """Symmetrised negative cosine of views (2, B, 3, H, W), in [-1, 1]; projections carry no gradient."""
         loss, projections = self._loss(views)
         self.metrics = {"loss": loss.detach(), "feature_std": feature_std(projections)}
         return loss
 
     @torch.no_grad()
-    def reevaluate(self, views: Tensor) -> Tensor:
+    def reevaluate(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
         """The loss of ``views`` at the present weights."""
         with batch_statistics_only(self):
             return self._loss(views)[0]

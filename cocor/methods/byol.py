@@ -1,0 +1,109 @@
+"""BYOL: an online network predicts what a slowly moving copy of itself, the target, makes of the other view.
+
+Source: Grill et al. 2020, their loss ``2 - 2 cos`` in both directions, target momentum ``1 - (1 - m0)(cos(pi k / K) +
+1) / 2`` at step k of K. Projector and predictor have one hidden layer each, BatchNorm and ReLU behind it. The target
+normalises with its own batch statistics, as theirs does. The CoCor paper reports results with BYOL, but not where its
+loss attaches. As with SimSiam, composites pass backbone, projector and predictor of the online network here, and the
+original its backbone and projector without gradient.
+"""
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cocor.consistency import normalised
+from cocor.methods.base import Method, batch_statistics_only, feature_size, feature_std
+
+
+class BYOL(Method):
+    """BYOL on ``backbone``: hidden layers of ``hidden`` (projector) and ``predictor_dim``, embeddings of ``dim``.
+
+    ``total_steps`` is the K of the momentum's schedule; ``step`` counts, on the device, so a resumed run goes on in it.
+    """
+
+    step: Tensor
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        *,
+        dim: int = 256,
+        hidden: int = 4096,
+        predictor_dim: int = 4096,
+        momentum: float = 0.99,
+    ) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.projector = _perceptron(feature_size(backbone), hidden, dim)
+        self.predictor = _perceptron(dim, predictor_dim, dim)
+        self.target_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
+        self.target_projector = copy.deepcopy(self.projector).requires_grad_(False)
+        self.momentum = momentum
+        self.register_buffer("step", torch.zeros((), dtype=torch.int64))
+        self.metrics = {}
+
+    def contrastive(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
+        """The symmetrised loss of views (2, B, 3, H, W), in [0, 8]."""
+        loss, projections = self._loss(views)
+        self.metrics = {"loss": loss.detach(), "feature_std": feature_std(projections)}
+        return loss
+
+    @torch.no_grad()
+    def reevaluate(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
+        """The loss of ``views`` at the present weights of the online network; the target has not moved yet."""
+        with batch_statistics_only(self):
+            return self._loss(views)[0]
+
+    @torch.no_grad()
+    def embed_original(self, images: Tensor) -> Tensor:
+        """Online backbone and projector without gradient: (N, 3, H, W) -> (N, dim)."""
+        with batch_statistics_only(self):
+            return normalised(self.projector(self.backbone(images)))
+
+    def embed_composite(self, images: Tensor) -> Tensor:
+        """Online backbone, projector and predictor with gradient: (N, 3, H, W) -> (N, dim)."""
+        with batch_statistics_only(self):
+            return normalised(self.predictor(self.projector(self.backbone(images))))
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Move the target's parameters towards the online network's."""
+        targets: list[Tensor] = [*self.target_backbone.parameters(), *self.target_projector.parameters()]
+        online: list[Tensor] = [*self.backbone.parameters(), *self.projector.parameters()]
+        share = (1.0 - target_momentum(self.step, self.total_steps, self.momentum)).to(targets[0].dtype)
+        torch._foreach_add_(targets, torch._foreach_mul(torch._foreach_sub(online, targets), share))
+        self.step += 1
+
+    def parameter_groups(self, weight_decay: float, fix_predictor_lr: bool = False) -> list[dict[str, Any]]:
+        """One group of the online network; its predictor's learning rate decays with the others'."""
+        online = [*self.backbone.parameters(), *self.projector.parameters(), *self.predictor.parameters()]
+        return [{"params": online, "weight_decay": weight_decay, "fixed_lr": False}]
+
+    def _loss(self, views: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss and the online projections (B, dim) of the first view."""
+        with torch.no_grad():
+            first, second = (self.target_projector(self.target_backbone(images)) for images in views)
+        projections = [self.projector(self.backbone(images)) for images in views]
+        predictions = [self.predictor(projection) for projection in projections]
+        loss = prediction_error(predictions[0], second) + prediction_error(predictions[1], first)
+        return loss, projections[0]
+
+
+def prediction_error(prediction: Tensor, target: Tensor) -> Tensor:
+    """Mean over the batch of ``|p / |p| - z / |z||^2 = 2 - 2 cos``, both (B, d); in at least float32."""
+    return 2.0 - 2.0 * (normalised(prediction) * normalised(target)).sum(1).mean()
+
+
+def target_momentum(step: Tensor, total: int, start: float) -> Tensor:
+    """``1 - (1 - start) (cos(pi k / K) + 1) / 2``: from ``start`` at the first step to 1 at the end, float64 ()."""
+    progress = (step.double() / total).clamp(max=1.0)
+    return 1.0 - (1.0 - start) * (torch.cos(math.pi * progress) + 1.0) / 2.0
+
+
+def _perceptron(width: int, hidden: int, out: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(width, hidden), nn.BatchNorm1d(hidden), nn.ReLU(inplace=True), nn.Linear(hidden, out)
+    )

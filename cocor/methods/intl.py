@@ -1,0 +1,125 @@
+"""INTL: iterative normalisation whitens a batch, a trace loss makes its eigenvalues equal where that falls short.
+
+Source: Weng et al. 2023 ("Modulate Your Spectrum in Self-Supervised Learning") and its authors' code in the default
+setting, "channel whitening": an embedding is centred over its own d values, and the N embeddings of the batch are
+whitened among each other, which takes N < d. Four Newton steps leave eigenvalues below 1; the trace loss pulls every
+image's variance to 1. The projector has three linear layers. The CoCor paper reports results with INTL, but not where
+its loss attaches: here originals (without gradient) and composites are compared before whitening, behind the projector.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cocor.consistency import identity, normalised
+from cocor.methods.base import Gather, Method, batch_statistics_only, feature_size, feature_std, joined
+
+
+class INTL(Method):
+    """INTL on ``backbone``: a projector of two hidden layers of ``hidden`` units, embeddings of ``dim``.
+
+    ``trace_weight`` None is the authors' ``0.01 (log2(N) - 3)`` for a global batch of N. ``gather`` concatenates
+    equally shaped tensors of all ``world`` ranks.
+    """
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        *,
+        dim: int = 8192,
+        hidden: int = 8192,
+        iterations: int = 4,
+        trace_weight: float | None = None,
+        gather: Gather = identity,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.projector = nn.Sequential(
+            nn.Linear(feature_size(backbone), hidden, bias=False),
+            nn.BatchNorm1d(hidden),
+            nn.ReLU(inplace=True),
+            nn.Linear(hidden, hidden, bias=False),
+            nn.BatchNorm1d(hidden),
+            nn.ReLU(inplace=True),
+            nn.Linear(hidden, dim),
+        )
+        self.iterations, self.trace_weight = iterations, trace_weight
+        self.gather, self.rank, self.world = gather, rank, world
+        self.metrics = {}
+
+    def contrastive(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
+        """The loss of views (2, B, 3, H, W), over the batches of all ranks."""
+        embeddings = [self.projector(self.backbone(images)) for images in views]
+        loss = self._loss(embeddings)
+        self.metrics = {"loss": loss.detach(), "feature_std": feature_std(embeddings[0])}
+        return loss
+
+    @torch.no_grad()
+    def reevaluate(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
+        """The loss of ``views`` at the present weights."""
+        with batch_statistics_only(self):
+            return self._loss([self.projector(self.backbone(images)) for images in views])
+
+    @torch.no_grad()
+    def embed_original(self, images: Tensor) -> Tensor:
+        """Backbone and projector without gradient: (N, 3, H, W) -> (N, dim)."""
+        with batch_statistics_only(self):
+            return normalised(self.projector(self.backbone(images)))
+
+    def embed_composite(self, images: Tensor) -> Tensor:
+        """Backbone and projector with gradient: (N, 3, H, W) -> (N, dim)."""
+        with batch_statistics_only(self):
+            return normalised(self.projector(self.backbone(images)))
+
+    def after_step(self) -> None:
+        """Nothing: INTL keeps no state besides its weights."""
+
+    def parameter_groups(self, weight_decay: float, fix_predictor_lr: bool = False) -> list[dict[str, Any]]:
+        """One group of backbone and projector. There is no predictor."""
+        parameters = [*self.backbone.parameters(), *self.projector.parameters()]
+        return [{"params": parameters, "weight_decay": weight_decay, "fixed_lr": False}]
+
+    def _loss(self, embeddings: list[Tensor]) -> Tensor:
+        with torch.autocast(embeddings[0].device.type, enabled=False):
+            whole = [joined(_precise(part), self.gather, self.rank, self.world) for part in embeddings]
+            weight = self.trace_weight
+            if weight is None:
+                weight = 0.01 * (math.log2(len(whole[0])) - 3)
+            return iterative_normalisation_loss(whole[0], whole[1], self.iterations, weight)
+
+
+def iterative_normalisation_loss(first: Tensor, second: Tensor, iterations: int, trace_weight: float) -> Tensor:
+    """``2 - 2 cos`` of the whitened views of every image, plus the trace losses of both batches. (N, d) each."""
+    first, second = whitened(first, iterations), whitened(second, iterations)
+    distance = 2.0 - 2.0 * (normalised(first) * normalised(second)).sum(1).mean()
+    return distance + trace_weight * (trace_loss(first) + trace_loss(second))
+
+
+def whitened(embeddings: Tensor, iterations: int) -> Tensor:
+    """Embeddings (N, d) centred over d and whitened over N by ``iterations`` Newton steps towards ``Sigma^(-1/2)``.
+
+    ``Sigma`` (N, N) is their covariance over d, divided by its trace so that the steps converge:
+    ``P <- 1.5 P - 0.5 P^3 Sigma`` from the identity.
+    """
+    centred = embeddings - embeddings.mean(1, keepdim=True)
+    covariance = centred @ centred.T / (embeddings.shape[1] - 1)
+    trace = covariance.diagonal().sum()
+    trace = trace.clamp_min(torch.finfo(trace.dtype).tiny)  # embeddings all alike have no covariance
+    covariance = covariance / trace
+    root = torch.eye(len(covariance), dtype=covariance.dtype, device=covariance.device)
+    for _ in range(iterations):
+        root = 1.5 * root - 0.5 * (root @ root @ root) @ covariance
+    return (root @ centred) * trace.rsqrt()
+
+
+def trace_loss(embeddings: Tensor) -> Tensor:
+    """Sum over the batch of ``(variance over d - 1)^2``, of (N, d)."""
+    return (embeddings.var(1) - 1.0).square().sum()
+
+
+def _precise(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

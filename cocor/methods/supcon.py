@@ -1,0 +1,94 @@
+"""SupCon: all views of a class attract each other, all other views of the batch repel.
+
+Source: Khosla et al. 2020, their loss "out", which averages over positives outside the logarithm. The head is 2048-2048
+(ReLU)-128. Their code multiplies by temperature / 0.07, which is 1 at its default; here that factor is left out. CoCor
+embeds originals and composites with encoder and head (paper, appendix "Experimental Setup for Pre-training").
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cocor.consistency import identity, normalised
+from cocor.methods.base import Gather, Method, batch_statistics_only, feature_size, feature_std, joined
+
+
+class SupCon(Method):
+    """SupCon on ``backbone``; ``gather`` concatenates equally shaped tensors of all ``world`` ranks."""
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        *,
+        dim: int = 128,
+        temperature: float = 0.07,
+        gather: Gather = identity,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        super().__init__()
+        width = feature_size(backbone)
+        self.backbone = backbone
+        self.head = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, dim))
+        self.temperature = temperature
+        self.gather, self.rank, self.world = gather, rank, world
+        self.metrics = {}
+
+    def contrastive(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
+        """The loss of views (2, B, 3, H, W) with ``labels`` (B,), over the batches of all ranks."""
+        embeddings = torch.stack([self._encode(images) for images in views])
+        loss = self._loss(embeddings, labels)
+        self.metrics = {"loss": loss.detach(), "feature_std": feature_std(embeddings[0])}
+        return loss
+
+    @torch.no_grad()
+    def reevaluate(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
+        """The loss of ``views`` at the present weights."""
+        with batch_statistics_only(self):
+            return self._loss(torch.stack([self._encode(images) for images in views]), labels)
+
+    @torch.no_grad()
+    def embed_original(self, images: Tensor) -> Tensor:
+        """Encoder and head without gradient: (N, 3, H, W) -> (N, dim)."""
+        with batch_statistics_only(self):
+            return self._encode(images)
+
+    def embed_composite(self, images: Tensor) -> Tensor:
+        """Encoder and head with gradient: (N, 3, H, W) -> (N, dim)."""
+        with batch_statistics_only(self):
+            return self._encode(images)
+
+    def after_step(self) -> None:
+        """Nothing: SupCon keeps no state besides its weights."""
+
+    def parameter_groups(self, weight_decay: float, fix_predictor_lr: bool = False) -> list[dict[str, Any]]:
+        """One group of backbone and head. There is no predictor."""
+        parameters = [*self.backbone.parameters(), *self.head.parameters()]
+        return [{"params": parameters, "weight_decay": weight_decay, "fixed_lr": False}]
+
+    def _encode(self, images: Tensor) -> Tensor:
+        return normalised(self.head(self.backbone(images)))
+
+    def _loss(self, embeddings: Tensor, labels: Tensor | None) -> Tensor:
+        """Of (V, B, dim) on this rank; the samples of all ranks come one behind the other, each with its views."""
+        assert labels is not None
+        views = len(embeddings)
+        everything = joined(embeddings.transpose(0, 1).contiguous(), self.gather, self.rank, self.world)
+        labels = self.gather(labels).repeat_interleave(views)
+        with torch.autocast(embeddings.device.type, enabled=False):
+            return supervised_contrastive(everything.flatten(0, 1), labels, self.temperature)
+
+
+def supervised_contrastive(embeddings: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """Mean over anchors i of ``-mean_p log(exp(z_i z_p / T) / sum_{a != i} exp(z_i z_a / T))``.
+
+    ``embeddings`` (N, d) are normalised, p runs over the other views of i's label in ``labels`` (N,). An anchor without
+    any such view adds 0 to the mean; with two views an image, every image has one, however lonely its label is.
+    """
+    logits = embeddings @ embeddings.T / temperature
+    itself = torch.eye(len(logits), dtype=torch.bool, device=logits.device)
+    positive = (labels[:, None] == labels[None]) & ~itself
+    log_share = logits - logits.masked_fill(itself, -torch.inf).logsumexp(1, keepdim=True)
+    count = positive.sum(1)
+    return -((log_share * positive).sum(1) / count.clamp_min(1)).mean()
