@@ -26,6 +26,7 @@ import numpy.typing as npt
 from loaders.errors import UnusableImage, UserError
 from loaders.names import printable
 from loaders.prep.record import Record
+from loaders.regular import open_regular
 
 VERSION = 2
 HEADER = np.dtype(
@@ -51,7 +52,7 @@ INT_FIELD, IMAGE_FIELD = 1, 2  # type_id
 JPEG, RAW = 0, 1  # mode
 FIELD_NAMES = ("image", "label")
 LARGEST_SIDE = 65535
-MOST_CLASSES = 1 << 20
+SPARE_CLASSES = 22_000  # of a file without class names: as many as anybody has, however few its images
 POINTER = struct.Struct("<16sQQ")  # in the image field's arguments: marker, offset and length of the record
 MARKER = b"cocor-prep\0\0\0\0\0\0"
 
@@ -117,7 +118,7 @@ def open_beton(path: str | os.PathLike[str]) -> Beton:
     """Open a file, checking that it is complete. Raises :class:`UserError` naming it otherwise."""
     place = Path(path)
     try:
-        with place.open("rb") as file:
+        with open_regular(place, "a .beton file") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as fault:
         raise UserError(f"{printable(path)}: {fault.strerror}; give a .beton file") from fault
@@ -125,7 +126,7 @@ def open_beton(path: str | os.PathLike[str]) -> Beton:
         raise UserError(f"{printable(path)}: an empty file, not FFCV data; run cocor-prep convert again") from None
     try:
         return _parse(place, data)
-    except (ValueError, IndexError, OverflowError, struct.error) as fault:
+    except (ValueError, IndexError, OverflowError, MemoryError, struct.error) as fault:
         raise _broken(place, "its parts do not fit the file's length") from fault
 
 
@@ -163,10 +164,22 @@ def _parse(path: Path, data: mmap.mmap) -> Beton:
         )
         if stated != (hashlib.sha256(table.tobytes()).hexdigest(), int(header["page_size"]), fields.tobytes()):
             raise _broken(path, "header and index differ")
-    most = len(record.classes) if record is not None else MOST_CLASSES
-    if count and not -1 <= table["label"].min() <= table["label"].max() < most:
-        raise _broken(path, f"its labels are not within -1 to {most - 1:,}")
+    _check_labels(path, table["label"], record)
     return Beton(path, int(header["page_size"]), table, sizes.astype(np.int64), record, data)
+
+
+def _check_labels(path: Path, labels: np.ndarray, record: Record | None) -> None:
+    """Labels number the classes. Without names of these, a label far beyond the number of images would make them up."""
+    most = max(len(labels), SPARE_CLASSES) if record is None else len(record.classes)
+    lowest, highest = int(labels.min(initial=-1)), int(labels.max(initial=-1))
+    if lowest >= -1 and highest < most:
+        return
+    if record is not None:
+        raise _broken(path, f"its labels are not within -1 to {most - 1:,}")
+    raise UserError(
+        f"{printable(path)}: labels from {lowest} to {highest} for {len(labels):,} images cannot number classes; "
+        f"write it again with labels from 0 to {most - 1:,} (-1: none)"
+    )
 
 
 def field_descriptors(record_at: tuple[int, int]) -> np.ndarray:

@@ -21,6 +21,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 
 from loaders.errors import UnusableImage, UserError
 from loaders.names import printable
+from loaders.regular import without_waiting
 
 MAX_PIXELS = 178_000_000
 """A larger image is refused as a decompression bomb (Pillow's own hard limit is 178,956,970). Half as many where the
@@ -97,7 +98,7 @@ def decode(path: str | os.PathLike[str]) -> Image.Image:
         UserError: this process has too many open files or too little memory. Both name the file.
     """
     try:
-        with open(path, "rb", opener=_without_waiting) as file:
+        with open(path, "rb", opener=without_waiting) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ImageFault("not a regular file")
             return decode_file(file)
@@ -108,11 +109,6 @@ def decode(path: str | os.PathLike[str]) -> Image.Image:
         raise UnusableImage(
             f"{printable(path)}: {describe(fault)}; repair or remove it (cocor-prep finds such files)"
         ) from fault
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    """Open a file as usual, and a pipe that has taken its place without waiting for somebody to write to it."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def decode_array(path: str | os.PathLike[str]) -> np.ndarray:

@@ -5,12 +5,17 @@ name alone will do (the published ImageNet lists have no folders). Lines that st
 named by line.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from loaders.errors import UserError
 from loaders.ilsvrc import ilsvrc_labels
 from loaders.names import printable
+from loaders.regular import open_regular
+
+LARGEST_LIST = 1 << 30
+"""Bytes; a list of all images that anybody has is smaller."""
 
 _HEADER_NAMES = frozenset({"file", "filename", "file_name", "image", "imageid", "name", "path"})
 
@@ -34,10 +39,10 @@ class NameLookup:
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """(number, text) of the lines that are neither blank nor comments. Undecodable bytes become surrogate escapes."""
-    try:
-        text = path.read_bytes()
-    except OSError as fault:
-        raise UserError(f"{printable(path)}: {fault.strerror}; give a text file") from fault
+    with open_regular(path, "a text file") as file:
+        if os.fstat(file.fileno()).st_size > LARGEST_LIST:
+            raise UserError(f"{printable(path)}: too large for a list; give a text file with a line an image")
+        text = file.read()
     for number, line in enumerate(text.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         stripped = line.rstrip(b"\r").decode("utf-8", "surrogateescape")
         if stripped.strip() and not stripped.lstrip().startswith("#"):

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from loaders.decode import MAX_PIXELS, Header, ImageFault, decode_file, describe, read_header
 from loaders.folder import Listing
 from loaders.progress import track
+from loaders.regular import open_regular, without_waiting
 
 CACHE_NAME = ".cocor-index.npz"
 
@@ -78,7 +79,7 @@ def _scan(root: Path, names: Sequence[str], workers: int, quiet: bool) -> list[H
 def inspect(path: str) -> Header | ImageFault | OSError:
     """The header of the image at ``path``, or why it is unusable."""
     try:
-        with open(path, "rb") as file:  # noqa: PTH123 (names may hold undecodable bytes)
+        with open(path, "rb", opener=without_waiting) as file:
             header = read_header(file)
             if header.plain and not _has_end(file):
                 with _one_decode:
@@ -111,14 +112,16 @@ def _user_cache(root: Path) -> Path:
 
 def _read(place: Path, key: str, count: int) -> SizeIndex | None:
     try:
-        with zipfile.ZipFile(place) as archive:
-            if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):  # it may be a bomb
-                return None
-        with np.load(place, allow_pickle=False) as stored:
-            if str(stored["key"]) != key:
-                return None
-            faults = dict(zip(stored["fault_at"].tolist(), stored["faults"].tolist(), strict=True))
-            index = SizeIndex(stored["sizes"], stored["plain"], faults)
+        with open_regular(place, "no such file") as file:
+            with zipfile.ZipFile(file) as archive:
+                if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):  # it may be a bomb
+                    return None
+            file.seek(0)
+            with np.load(file, allow_pickle=False) as stored:
+                if str(stored["key"]) != key:
+                    return None
+                faults = dict(zip(stored["fault_at"].tolist(), stored["faults"].tolist(), strict=True))
+                index = SizeIndex(stored["sizes"], stored["plain"], faults)
     except Exception:  # missing, truncated, foreign: numpy and zipfile raise many kinds, and all mean "scan again"
         return None
     return index if _makes_sense(index, count) else None

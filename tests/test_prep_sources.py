@@ -98,6 +98,59 @@ def test_ilsvrcs_training_tar_of_tars(tmp_path: Path) -> None:
     assert stored(write_tar(tmp_path / "ILSVRC2012_img_train.tar", inner), tmp_path) == (expected(), list(NAMES))
 
 
+@pytest.mark.parametrize("cut", ["end blocks", "one end block", "between members", "inside a member", "header", "all"])
+def test_a_class_tar_that_is_cut_inside_ilsvrcs_is_named(cut: str, tmp_path: Path) -> None:
+    """The outer tar is whole. Reading on past the inner one's end would take the next class's images for its own."""
+    inner = {
+        name: tar_bytes([(member, files()[f"{name}/{member}"]) for member in members], tmp_path)
+        for name, members in NAMES.items()
+    }
+    whole = inner["n01"]
+    with tarfile.open(fileobj=io.BytesIO(whole)) as tar:
+        second = tar.getmembers()[1]
+    contents = second.offset_data + -(-second.size // 512) * 512
+    damaged = {
+        "end blocks": whole[:contents],
+        "one end block": whole[: contents + 512],
+        "between members": whole[: second.offset],
+        "inside a member": whole[: second.offset_data + 100],
+        "header": whole[: second.offset] + b"x" + whole[second.offset + 1 :],
+        "all": bytes(10240),
+    }[cut]
+    outer = [(f"{name}.tar", data) for name, data in (inner | {"n01": damaged}).items()]
+    path = write_tar(tmp_path / "train.tar", outer)
+    with pytest.raises(UserError, match=r"train\.tar: n01\.tar in it: ") as error:
+        open_source(path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_damaged_header_in_the_middle_of_a_tar_hides_no_images(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "x.tar", files().items())
+    with tarfile.open(path) as tar:
+        middle = tar.getmembers()[2].offset
+    data = bytearray(path.read_bytes())
+    data[middle + 5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=rf"x\.tar: damaged or cut after {middle:,} bytes"):
+        open_source(path)
+
+
+def test_two_tars_in_one_file_are_refused_rather_than_half_read(tmp_path: Path) -> None:
+    one, two = (tar_bytes(part, tmp_path) for part in (list(files().items())[:2], list(files().items())[2:]))
+    (tmp_path / "both.tar").write_bytes(one + two)
+    with pytest.raises(UserError, match=r"both\.tar: goes on behind its end"):
+        open_source(tmp_path / "both.tar")
+
+
+def test_sparse_members_are_refused_by_name(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "x.tar", files().items())
+    with tarfile.open(path, "a") as tar:
+        info = tarfile.TarInfo("n01/holes.JPEG")
+        info.type = tarfile.GNUTYPE_SPARSE
+        tar.addfile(info)
+    assert [name for name, fault in open_source(path).faults if "sparse" in fault] == ["x.tar:n01/holes.JPEG"]
+
+
 def test_pax_names_that_are_long_or_foreign(tmp_path: Path) -> None:
     name = "n01/" + "länge" * 30 + ".JPEG"
     source = open_source(write_tar(tmp_path / "x.tar", [(name, image(0))], tarfile.PAX_FORMAT))

@@ -4,6 +4,7 @@ Exit codes: 0 done, 2 a mistake in the call or damage in the data, 130 stopped b
 """
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -11,22 +12,33 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+from loaders.beton import LARGEST_SIDE, is_beton
 from loaders.decode import MAX_PIXELS
 from loaders.errors import UserError
 from loaders.names import printable
+from loaders.prep.arguments import Parser, fraction, whole
+from loaders.prep.output import refuse_existing, refuse_overlap
 from loaders.prep.sources import Source, open_source
 
+_MOST_WORKERS = 1024
 _SOURCES = "a folder, ILSVRC's tars, a folder of WebDataset tars or parquet shards, or a .beton file"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
-    options = _parser().parse_args(arguments)
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary files are removed
     try:
+        options = _parser().parse_all(sys.argv[1:] if arguments is None else arguments)
         return int(options.run(options))
     except UserError as mistake:
         print(f"cocor-prep: {mistake}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # whoever read the output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as fault:
+        where = f"{printable(os.fsdecode(fault.filename))}: " if isinstance(fault.filename, str | bytes) else ""
+        print(f"cocor-prep: {where}{fault.strerror or fault}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("cocor-prep: stopped; nothing was kept", file=sys.stderr)
@@ -35,10 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "cocor-prep", description="Prepare image data sets for cocor-train.", allow_abbrev=False
-    )
+def _parser() -> Parser:
+    parser = Parser("cocor-prep", description="Prepare image data sets for cocor-train.", allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     scan = _command(commands, "scan", _scan, "decode every image; report what is damaged or unusual")
     _source_arguments(scan, on_error="skip", decodes=True)
@@ -49,9 +59,14 @@ def _parser() -> argparse.ArgumentParser:
     _source_arguments(convert, on_error="stop", decodes=True)
     convert.add_argument("output", type=Path, metavar="OUTPUT", help="NAME.beton for FFCV and DALI, else a folder")
     convert.add_argument(
-        "--shorter-side", type=_positive, metavar="PIXELS", help="shrink larger images; never enlarges"
+        "--shorter-side",
+        type=whole(1, LARGEST_SIDE),
+        metavar="PIXELS",
+        help="shrink larger images; never enlarges",
     )
-    convert.add_argument("--quality", type=_quality, default=95, help="of JPEGs that must be encoded anew (default 95)")
+    convert.add_argument(
+        "--quality", type=whole(1, 100), default=95, help="of JPEGs that must be encoded anew (default 95)"
+    )
     convert.add_argument("--raw", action="store_true", help=".beton: store pixels; about 10 times larger, no decoding")
     convert.add_argument("--classes", metavar="LIST", help="only these classes: imagenet100, or a file with one a line")
     _output_arguments(convert, workers=True)
@@ -66,9 +81,11 @@ def _parser() -> argparse.ArgumentParser:
     labels = _command(commands, "labels", _labels, "choose, or check, the few images that may show their labels")
     _source_arguments(labels, on_error="skip")
     labels.add_argument(
-        "--fraction", type=float, default=0.01, help="of every class, at least one image (default 0.01)"
+        "--fraction", type=fraction, default=0.01, help="of every class, at least one image (default 0.01)"
     )
-    labels.add_argument("--seed", type=int, default=0, help="another seed chooses other images (default 0)")
+    labels.add_argument(
+        "--seed", type=whole(0, (1 << 63) - 1), default=0, help="another seed chooses other images (default 0)"
+    )
     labels.add_argument("--output", type=Path, metavar="FILE", help="the text file to write")
     labels.add_argument("--check", type=Path, metavar="FILE", help="hold an existing list against the data instead")
     _output_arguments(labels, workers=False)
@@ -77,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument(
         "path", type=Path, metavar="PREPARED", help="a .beton file or folder made by cocor-prep convert"
     )
-    verify.add_argument("--workers", type=_positive, help="processes (default: one a core)")
+    verify.add_argument("--workers", type=whole(1, _MOST_WORKERS), help="processes (default: one a core)")
 
     info = _command(commands, "info", _info, "show what is in a data set")
     _source_arguments(info)
@@ -101,13 +118,13 @@ def _source_arguments(parser: argparse.ArgumentParser, on_error: str = "", decod
         parser.add_argument("--on-error", choices=("stop", "skip"), default=on_error, help=text)
     if decodes:
         text = f"an image with more is unusable (default {MAX_PIXELS:,})"
-        parser.add_argument("--max-pixels", type=_positive, default=MAX_PIXELS, help=text)
+        parser.add_argument("--max-pixels", type=whole(1, MAX_PIXELS), default=MAX_PIXELS, help=text)
 
 
 def _output_arguments(parser: argparse.ArgumentParser, workers: bool) -> None:
     parser.add_argument("--force", action="store_true", help="replace an existing output")
     if workers:
-        parser.add_argument("--workers", type=_positive, help="processes (default: one a core)")
+        parser.add_argument("--workers", type=whole(1, _MOST_WORKERS), help="processes (default: one a core)")
 
 
 def _open(options: argparse.Namespace) -> Source:
@@ -119,13 +136,23 @@ def _open(options: argparse.Namespace) -> Source:
     return source
 
 
+def _check_output(options: argparse.Namespace, output: Path | None) -> None:
+    """Refuse, before any work is done, an output that may not be made or that would replace what it is made from."""
+    if output is None:
+        return
+    refuse_existing(output, options.force)
+    lists = (Path(name) for key in ("labels", "classes") if (name := getattr(options, key, None)) is not None)
+    refuse_overlap(output, options.source, *lists)
+
+
 def _scan(options: argparse.Namespace) -> int:
     from loaders.prep.convert import unusable
     from loaders.prep.output import staged
     from loaders.prep.scan import print_summary, scan, write_finding
 
-    source = _open(options)
     report = options.report
+    _check_output(options, report)
+    source = _open(options)
     stop = options.on_error == "stop"
     with ExitStack() as stack:
         file = None
@@ -140,13 +167,13 @@ def _scan(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from loaders.beton import is_beton
     from loaders.prep.convert import Target, convert
     from loaders.prep.encode import Settings
 
     target: Target = "beton" if is_beton(options.output) else "folder"
     if options.raw and target == "folder":
         raise UserError(f"--raw: a folder holds image files; name an output that ends in .beton, not {options.output}")
+    _check_output(options, options.output)
     settings = Settings(options.shorter_side, options.quality, options.raw, options.max_pixels)
     done = convert(
         _open(options),
@@ -170,6 +197,7 @@ def _labels(options: argparse.Namespace) -> int:
 
     if (options.check is None) == (options.output is None):
         raise UserError("labels: give either --output FILE to write a list or --check FILE to check one")
+    _check_output(options, options.output)
     source = _open(options)
     if source.faults and options.on_error == "stop":
         raise unusable(source, *source.faults[0])
@@ -198,6 +226,7 @@ def _verify(options: argparse.Namespace) -> int:
 def _info(options: argparse.Namespace) -> int:
     from loaders.prep.info import contact_sheet, describe_source
 
+    _check_output(options, options.sheet)
     source = _open(options)
     lines = describe_source(source)
     width = max(len(heading) for heading, _ in lines)
@@ -207,20 +236,6 @@ def _info(options: argparse.Namespace) -> int:
         shown = contact_sheet(source, options.sheet, options.force)
         print(f"{printable(options.sheet)}: {shown} images")
     return 0
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
-
-
-def _quality(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= 100:
-        raise argparse.ArgumentTypeError("must be 1 to 100")
-    return value
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from loaders.folder import sort_key
 from loaders.names import available_cores, printable
 from loaders.prep.beton import BetonWriter
 from loaders.prep.encode import Encoded, Settings, encode_all
-from loaders.prep.output import refuse_existing, staged
+from loaders.prep.output import refuse_existing, refuse_overlap, staged
 from loaders.prep.pool import in_order
 from loaders.prep.record import Record, content_digest
 from loaders.prep.sources import Source
@@ -59,7 +59,7 @@ def convert(
     :class:`UserError`, and then nothing is left behind.
     """
     refuse_existing(output, force)
-    _refuse_overlap(source.path, output)
+    refuse_overlap(output, source.path)
     if source.faults and on_error == "stop":
         raise unusable(source, *source.faults[0])
     names = stored_names(source)
@@ -142,12 +142,3 @@ def _record(
     }
     sizes = np.stack([rows["height"], rows["width"]], axis=1)
     return Record(list(names), labels, source.classes, sizes, rows["crc"], facts)
-
-
-def _refuse_overlap(source: Path, output: Path) -> None:
-    """An output inside its own source would become part of it; a source inside the output would be replaced."""
-    inner, outer = output.absolute().parent.resolve() / output.name, source.resolve()
-    if inner == outer or outer.is_relative_to(inner):
-        raise UserError(f"{printable(output)}: the output would replace its own source; name another output")
-    if inner.is_relative_to(outer):
-        raise UserError(f"{printable(output)}: the output lies inside its source; name another output")

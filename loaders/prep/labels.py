@@ -36,8 +36,6 @@ class Checked:
 
 def write_labels(source: Source, fraction: float, seed: int, output: Path, force: bool = False) -> int:
     """Write the split; the number of images in it. Raises :class:`UserError` if the source has no labels."""
-    if not 0 < fraction <= 1:
-        raise UserError(f"--fraction {fraction:g}: must be above 0 and at most 1")
     if not (source.labels >= 0).any():
         raise UserError(f"{printable(source.path)}: has no labels; give class folders, or --labels with a label file")
     order = np.array(sorted(range(len(source)), key=lambda i: sort_key(source.names[i])), np.int64)  # as when prepared

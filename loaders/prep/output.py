@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from loaders.errors import UserError
+from loaders.names import printable
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -58,10 +59,28 @@ def staged(target: Path, *, folder: bool, force: bool = False) -> Iterator[Path]
 
 def refuse_existing(target: Path, force: bool) -> None:
     """Raise a :class:`UserError` unless ``target`` may be made (it does not exist or ``force``; its parent exists)."""
-    if not target.parent.is_dir():
-        raise UserError(f"{target.parent}: no such folder for the output {target.name}; make it first")
+    if not os.path.isdir(target.parent):  # noqa: PTH112 (a Path's own would raise where a folder on the way is locked)
+        parent, name = printable(target.parent), printable(target.name)
+        raise UserError(f"{parent}: no such folder for the output {name}; make it first")
     if os.path.lexists(target) and not force:
-        raise UserError(f"{target} exists; name another output or pass --force to replace it")
+        raise UserError(f"{printable(target)} exists; name another output or pass --force to replace it")
+
+
+def refuse_overlap(output: Path, *sources: Path | None) -> None:
+    """Raise a :class:`UserError` if ``output`` is one of ``sources``, would replace it, or lies inside it.
+
+    An output inside a folder of images would become one of them.
+    """
+    inner = output.absolute().parent.resolve() / output.name
+    for source in sources:
+        if source is None:
+            continue
+        outer = source.resolve()
+        if inner == outer or outer.is_relative_to(inner):
+            raise UserError(f"{printable(output)}: the output would replace its own source; name another output")
+        links = [entry.resolve() for entry in source.iterdir() if entry.is_symlink()] if source.is_dir() else []
+        if any(inner.is_relative_to(place) for place in (outer, *links)):
+            raise UserError(f"{printable(output)}: the output lies inside its source; name another output")
 
 
 def remove_stale(target: Path) -> None:
@@ -107,7 +126,7 @@ def publish(source: Path, target: Path, force: bool) -> None:
             target.rename(source.with_name("replaced"))
             source.rename(target)
     elif os.path.lexists(target):  # made by somebody else in the meantime
-        raise UserError(f"{target} exists; name another output or pass --force to replace it")
+        raise UserError(f"{printable(target)} exists; name another output or pass --force to replace it")
     else:
         source.rename(target)
     descriptor = os.open(target.parent, os.O_RDONLY)
@@ -128,9 +147,10 @@ def _exchange(first: Path, second: Path) -> bool:
 
 def explain(error: OSError, target: Path) -> UserError:
     """The one-line message for an error of the operating system while making ``target``."""
+    name = printable(target)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(f"{target}: no space left on the disk of {target.parent}; nothing was kept")
+        return UserError(f"{name}: no space left on the disk of {printable(target.parent)}; nothing was kept")
     if error.errno == errno.EFBIG:
-        return UserError(f"{target}: larger than the allowed file size (see ulimit -f); nothing was kept")
-    where = f" ({error.filename})" if error.filename else ""
-    return UserError(f"{target}: {error.strerror or error}{where}")
+        return UserError(f"{name}: larger than the allowed file size (see ulimit -f); nothing was kept")
+    where = f" ({printable(os.fsdecode(error.filename))})" if isinstance(error.filename, str | bytes) else ""
+    return UserError(f"{name}: {error.strerror or error}{where}")

@@ -23,6 +23,8 @@ from loaders.prep.locator import FileBytes, Locator, RawPixels, Stretch
 from loaders.prep.record import FOLDER_RECORD
 from loaders.size_index import CACHE_NAME
 
+_ACCEPTED = "a folder, .tar, .parquet or .beton"
+
 
 @dataclass(frozen=True, eq=False)
 class Source:
@@ -82,8 +84,10 @@ def open_source(
     Raises :class:`UserError` naming the file and saying what is accepted.
     """
     place = Path(path)
-    if not place.exists():
+    if not os.path.exists(place):  # noqa: PTH110 (a Path's own would raise where a folder on the way is locked)
         raise UserError(f"{printable(place)}: no such file or folder; check the path")
+    if not place.is_dir() and not place.is_file():
+        raise UserError(f"{printable(place)}: a pipe, socket or device; give {_ACCEPTED}")
     if is_beton(place):
         _refuse_labels(place, labels)
         return _from_beton(place)
@@ -102,7 +106,7 @@ def open_source(
         from loaders.prep.tars import open_tars
 
         return open_tars(place, shards, labels)
-    raise UserError(f"{printable(place)}: give a folder, .tar, .parquet or .beton; unpack a compressed tar first")
+    raise UserError(f"{printable(place)}: give {_ACCEPTED}; unpack a compressed tar first")
 
 
 def _refuse_labels(path: Path, labels: str | Path | None) -> None:

@@ -4,27 +4,23 @@
 - Class folders in a tar, and flat tars (ILSVRC's validation tar) with or without a label file.
 - WebDataset shards: ``key.jpg`` beside ``key.cls`` (or ``key.json`` with a "label"), in one or many tars.
 
-Members whose names would leave a target folder, links and devices are refused by name.
+:mod:`loaders.prep.tar_members` lists the members and refuses some of them by name.
 """
 
 import json
-import tarfile
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from loaders.decode import describe
 from loaders.errors import UserError
-from loaders.folder import is_hidden
 from loaders.labels import read_labels
 from loaders.names import printable
 from loaders.prep.locator import Stretch
 from loaders.prep.sources import Source, make_source, pad_numbers
+from loaders.prep.tar_members import list_tar
 
 _IMAGES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".img"})
 _CLASS_KEYS = ("label", "cls", "class", "class_id", "target")
 _LARGEST_TEXT = 1 << 20
-_UNREADABLE = (tarfile.TarError, EOFError, ValueError, OverflowError, MemoryError)
 
 
 @dataclass
@@ -42,80 +38,19 @@ def open_tars(path: Path, shards: list[Path], labels: str | Path | None) -> Sour
     starts = []
     for shard in shards:
         starts.append(len(members.names))
-        for name, place, fault in _members(shard):
+        count = 0
+        for name, place, fault in list_tar(shard):
+            count += 1
             if fault:
                 members.faults.append((f"{printable(shard.name)}:{printable(name)}", fault))
             else:
                 members.names.append(name)
                 members.places.append(place)
-        if len(members.names) == starts[-1] and not members.faults:
+        if not count:
             raise UserError(f"{printable(shard)}: an empty tar; remove it or fetch it again")
     if labels is None and any(PurePosixPath(name).suffix in (".cls", ".json") for name in members.names):
         return _webdataset(path, shards, starts, members)
     return _plain(path, members, labels)
-
-
-def _members(shard: Path) -> Iterator[tuple[str, Stretch, str]]:
-    """(name, place, fault) of the visible members; tars within the tar are opened and name a folder."""
-    try:
-        with tarfile.open(shard, "r:") as tar:
-            for member in _forwards(tar):
-                if member.isdir() or any(is_hidden(part) for part in member.name.split("/") if part not in (".", "..")):
-                    continue
-                name = member.name.removeprefix("./")
-                place = Stretch(str(shard.absolute()), member.offset_data, member.size)
-                fault = _fault(member)
-                if not fault and name.endswith(".tar"):
-                    yield from _inner(shard, name, place)
-                else:
-                    yield name, place, fault
-    except _UNREADABLE as fault:
-        raise UserError(
-            f"{printable(shard)}: not a readable, uncompressed tar ({describe(fault)}); fetch or unpack it again"
-        ) from fault
-    _check_complete(shard)
-
-
-def _forwards(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """The members of a tar. A negative size would lead tarfile back to what it has read, again and again."""
-    for member in tar:
-        if member.size < 0 or tar.offset <= member.offset:
-            raise ValueError("a member of negative size")
-        yield member
-
-
-def _check_complete(shard: Path) -> None:
-    """A tar ends with two blocks of zeros; tarfile takes a cut between two members for the end."""
-    with shard.open("rb") as file:
-        file.seek(max(0, shard.stat().st_size - 1024))
-        if any(file.read()):
-            raise UserError(f"{printable(shard)}: the end of this tar is missing; fetch it again")
-
-
-def _inner(shard: Path, name: str, place: Stretch) -> Iterator[tuple[str, Stretch, str]]:
-    folder = name.removesuffix(".tar")
-    with shard.open("rb") as file:
-        file.seek(place.offset)
-        try:
-            with tarfile.open(fileobj=file, mode="r:") as tar:
-                for member in _forwards(tar):
-                    if member.isdir() or is_hidden(PurePosixPath(member.name).name):
-                        continue
-                    inner = Stretch(place.path, member.offset_data, member.size)  # from the outer file's start
-                    yield f"{folder}/{member.name.removeprefix('./')}", inner, _fault(member)
-        except _UNREADABLE as fault:
-            raise UserError(
-                f"{printable(shard)}: {printable(name)} in it is not a readable tar ({describe(fault)})"
-            ) from fault
-
-
-def _fault(member: tarfile.TarInfo) -> str:
-    path = PurePosixPath(member.name)
-    if path.is_absolute() or ".." in path.parts or "\0" in member.name:
-        return "would leave the target folder"
-    if not member.isreg():
-        return "a link or device, not a file"
-    return ""
 
 
 def _plain(path: Path, members: _Members, labels: str | Path | None) -> Source:
