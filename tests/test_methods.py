@@ -9,8 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cocor.methods.base import Method, batch_statistics_only, feature_size, feature_std
+from cocor.methods.byol import BYOL
+from cocor.methods.intl import INTL
 from cocor.methods.moco import MoCo, _permutation
 from cocor.methods.simsiam import SimSiam
+from cocor.methods.supcon import SupCon
 from loaders.errors import UserError
 
 
@@ -27,9 +30,26 @@ def simsiam() -> SimSiam:
     return SimSiam(backbone(), dim=16, predictor_dim=8)
 
 
+def supcon() -> SupCon:
+    return SupCon(backbone(), dim=8)
+
+
+def byol() -> BYOL:
+    method = BYOL(backbone(), dim=16, hidden=24, predictor_dim=8, momentum=0.9)
+    method.total_steps = 10
+    return method
+
+
+def intl() -> INTL:
+    return INTL(backbone(), dim=16, hidden=24, trace_weight=0.05)
+
+
 METHODS = pytest.mark.parametrize(
-    "make", [moco, lambda: moco(key_bn_splits=2), simsiam], ids=["moco", "split", "simsiam"]
+    "make",
+    [moco, lambda: moco(key_bn_splits=2), simsiam, supcon, byol, intl],
+    ids=["moco", "split", "simsiam", "supcon", "byol", "intl"],
 )
+LABELS = torch.tensor([0, 1, 0, 2, 1, 0])
 
 
 def images(*shape: int, seed: int = 1) -> Tensor:
@@ -52,7 +72,7 @@ def test_only_the_contrastive_forward_moves_state(make: Callable[[], Method]) ->
     method.embed_composite(images(6)).sum().backward()
     assert same(before, buffers(method))
     views = images(2, 6)
-    method.contrastive(views)
+    method.contrastive(views, LABELS)
     moved = buffers(method)
     assert all(
         not torch.equal(before[name], moved[name])
@@ -60,7 +80,7 @@ def test_only_the_contrastive_forward_moves_state(make: Callable[[], Method]) ->
         if "running" in name and name.startswith("backbone")
     )
     metrics = dict(method.metrics)
-    method.reevaluate(views)
+    method.reevaluate(views, LABELS)
     assert same(moved, buffers(method)) and method.metrics == metrics
 
 
@@ -82,15 +102,15 @@ def test_embeddings_use_their_own_batch_statistics(make: Callable[[], Method]) -
 def test_reevaluation_at_the_same_weights_is_the_same_loss(make: Callable[[], Method]) -> None:
     method = make()
     views = images(2, 6)
-    loss = method.contrastive(views)
-    again = method.reevaluate(views)
+    loss = method.contrastive(views, LABELS)
+    again = method.reevaluate(views, LABELS)
     assert not again.requires_grad and torch.allclose(loss, again, atol=1e-6)
 
 
 @METHODS
 def test_gradients_reach_every_trainable_parameter_and_nothing_else(make: Callable[[], Method]) -> None:
     method = make()
-    method.contrastive(images(2, 6)).backward()
+    method.contrastive(images(2, 6), LABELS).backward()
     groups = method.parameter_groups(1e-4)
     trainable = {id(p) for group in groups for p in group["params"]}
     assert len(trainable) == sum(len(group["params"]) for group in groups)
@@ -107,7 +127,7 @@ def test_originals_carry_no_gradient_and_composites_do(make: Callable[[], Method
     assert torch.allclose(composites.norm(dim=1), torch.ones(6), atol=1e-6)
     composites.square().sum().add(composites[:, 0].sum()).backward()
     reached = {name.split(".")[0] for name, p in method.named_parameters() if p.grad is not None}
-    assert reached == ({"backbone", "head"} if isinstance(method, MoCo) else {"backbone", "projector", "predictor"})
+    assert reached == {name for name, _ in method.named_children() if not name.startswith(("key", "target"))}
 
 
 @METHODS
@@ -115,7 +135,7 @@ def test_training_goes_on_from_a_state_dict(make: Callable[[], Method]) -> None:
     def steps(method: Method, first: int, count: int) -> list[float]:
         losses = []
         for step in range(first, first + count):
-            loss = method.contrastive(images(2, 6, seed=step))
+            loss = method.contrastive(images(2, 6, seed=step), LABELS)
             method.zero_grad()
             loss.backward()
             with torch.no_grad():
@@ -138,7 +158,7 @@ def test_training_goes_on_from_a_state_dict(make: Callable[[], Method]) -> None:
 def test_losses_and_embeddings_are_float32_under_autocast(make: Callable[[], Method]) -> None:
     method = make()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = method.contrastive(images(2, 6))
+        loss = method.contrastive(images(2, 6), LABELS)
         assert loss.dtype == torch.float32
         assert method.embed_composite(images(6)).dtype == torch.float32
     assert all(value.dtype == torch.float32 and not value.requires_grad for value in method.metrics.values())

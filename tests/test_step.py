@@ -35,10 +35,12 @@ def config_for(folder: Path, **options: object) -> Config:
         "label_fraction": 0.5,
         "epochs": 1,
         "lr": 0.2,
+        "final_lr": 0.0,
+        "optimiser": "sgd",
         "weight_decay": 1e-2,
         "queue_size": 20,
         "key_bn_splits": 2,
-        "embedding_dim": 8,
+        "embedding_dim": 12,
         "projector_dim": 16,
         "predictor_dim": 8,
         "released_originals": 2,
@@ -77,15 +79,20 @@ def build(config: Config) -> tuple[TrainingStep, Pairs]:
 
 
 class Sgd:
-    """``buffer = momentum buffer + gradient + decay weight; weight -= lr buffer``, without writing in place."""
+    """``buffer = momentum buffer + gradient + decay weight; weight -= lr buffer``, without writing in place. LARS scales
+    what comes behind the plus by a factor of each weight, which does not depend on the MMNN."""
 
-    def __init__(self, momentum: float, decay: float) -> None:
-        self.momentum, self.decay, self.buffers = momentum, decay, {}
+    def __init__(self, momentum: float, decay: float, biases: bool = True, lars: bool = False) -> None:
+        self.momentum, self.decay, self.biases, self.lars, self.buffers = momentum, decay, biases, lars, {}
 
     def step(self, weights: dict[str, Tensor], gradients: dict[str, Tensor], lr: Callable[[str], float]) -> dict:
         new = {}
         for name, weight in weights.items():
-            change = gradients[name] + self.decay * weight
+            decay = self.decay if self.biases or weight.ndim > 1 else 0.0
+            change = gradients[name] + decay * weight
+            if self.lars and decay:
+                norms = weight.norm().item(), gradients[name].norm().item()
+                change = change * (0.001 * norms[0] / (norms[1] + decay * norms[0] + 1e-8) if all(norms) else 1.0)
             buffer = self.momentum * self.buffers[name] + change if name in self.buffers else change
             new[name] = weight - lr(name) * buffer
             self.buffers[name] = buffer.detach()
@@ -111,7 +118,9 @@ class Literal:
         self.mmnn = copy.deepcopy(step.target)
         self.classifier = copy.deepcopy(getattr(step, "classifier", None))
         config = self.config
-        self.encoder_sgd = Sgd(config.momentum, config.weight_decay)
+        self.encoder_sgd = Sgd(
+            config.momentum, config.weight_decay, config.decay_biases, lars=config.optimiser == "lars"
+        )
         self.mmnn_sgd = Sgd(config.mmnn_momentum, 0.0)
         self.classifier_sgd = Sgd(0.9, config.classifier_weight_decay)
 
@@ -138,7 +147,7 @@ class Literal:
 
     def __call__(self, batch: Batch, labelled: Batch | None, number: int) -> dict[str, Tensor]:
         config, theta = self.config, trained(self.method)
-        loss = contrastive = self.method.contrastive(batch.views)
+        loss = contrastive = self.method.contrastive(batch.views, batch.label)
         target = similarity = None
         if self.mmnn is not None:
             target, similarity = self.mmnn(batch.composition), self.similarity(batch)
@@ -146,7 +155,7 @@ class Literal:
         gradient = torch.autograd.grad(loss, list(theta.values()), create_graph=True)
 
         def rate(name: str) -> float:
-            fixed = name.startswith("predictor.") and config.fix_predictor_lr
+            fixed = config.method == "simsiam" and name.startswith("predictor.") and config.fix_predictor_lr
             return config.lr * (1.0 if fixed else self.cosine(number))
 
         new = self.encoder_sgd.step(theta, dict(zip(theta, gradient, strict=True)), rate)
@@ -176,23 +185,27 @@ class Literal:
         return {"labelled_loss": cross_entropy.detach(), "hypergradient_norm": norm}
 
     def taylor(self, batch, labelled, loss, target, similarity, new, cross_entropy) -> list[Tensor]:
-        """Paper, eq. 12, sign mended: ``-dCE sum_l w c_l (d sim_l / dL) d mean g_l``, c by the loss before the step."""
+        """Paper, eq. 12, sign mended: ``-dCE sum_l w c_l (d sim_l / dL) d mean g_l``, c by the loss before the step. The
+        released code has the other sign and c behind the step."""
         old = {name: p.detach().clone() for name, p in trained(self.method).items()}
         before = self.cross_entropy(labelled, old).detach()
         assign(self.method, new)
         with torch.no_grad():
             moved = self.similarity(batch)
-            after = self.method.reevaluate(batch.views)
+            after = self.method.reevaluate(batch.views, batch.label)
             after = after + self.config.consistency_weight * self.consistency(moved, target)
         assign(self.method, old)
         assert abs(after - loss) > 1e-3
         factor = self.config.consistency_weight * (cross_entropy - before) / (after - loss)
         similarity = similarity.detach()
+        there = similarity
+        if self.config.hypergradient == "released":
+            factor, there = -factor, moved
         if self.config.consistency == "abs":
-            curvature = EPSILON**2 / ((similarity - target) ** 2 + EPSILON**2) ** 1.5 / target.numel()
+            curvature = EPSILON**2 / ((there - target) ** 2 + EPSILON**2) ** 1.5 / target.numel()
             surrogate = -(factor * curvature * (moved - similarity)).detach() * target
         else:
-            beta, gap = self.config.consistency_beta, target.mean(1) - similarity.mean(1)
+            beta, gap = self.config.consistency_beta, target.mean(1) - there.mean(1)
             curvature = beta * torch.sigmoid(beta * gap) * torch.sigmoid(-beta * gap) / len(target)
             surrogate = -(factor * curvature * (moved - similarity).mean(1)).detach() * target.mean(1)
         return list(torch.autograd.grad(surrogate.sum(), list(trained(self.mmnn).values())))
@@ -228,6 +241,14 @@ def assert_equal_steps(config: Config) -> TrainingStep:
         ("simsiam", "paper", "softplus", "taylor"),
         ("simsiam", "paper", "abs", "exact"),
         ("simsiam", "released", "abs", "taylor"),
+        ("moco", "released", "softplus", "released"),
+        ("simsiam", "paper", "abs", "released"),
+        ("supcon", "paper", "softplus", "exact"),
+        ("supcon", "released", "abs", "taylor"),
+        ("byol", "paper", "softplus", "exact"),
+        ("byol", "released", "softplus", "taylor"),
+        ("intl", "paper", "abs", "exact"),
+        ("intl", "released", "softplus", "exact"),
     ],
 )
 def test_the_step_is_the_papers_algorithm(
@@ -237,19 +258,38 @@ def test_the_step_is_the_papers_algorithm(
         photo_folder, method=method, recipe=recipe, consistency=consistency, hypergradient=hypergradient
     )
     step = assert_equal_steps(config)
+    assert_the_mmnn_has_moved(config, step)
+
+
+def assert_the_mmnn_has_moved(config: Config, step: TrainingStep) -> None:
+    """The comparison was not of zeros."""
     fresh = build_target(config, WORLD)
     assert fresh is not None and step.target is not None
     pairs = zip(fresh.double().parameters(), step.target.parameters(), strict=True)
-    assert max((a - b).abs().max().item() for a, b in pairs) > 1e-4  # the comparison was not of zeros
+    assert max((a - b).abs().max().item() for a, b in pairs) > 1e-4
 
 
-@pytest.mark.parametrize("method", ["moco", "simsiam"])
+@pytest.mark.parametrize("consistency", ["softplus", "abs"])
+@pytest.mark.parametrize("method", ["moco", "byol"])
+def test_the_hypergradient_knows_how_far_lars_moves_a_weight(photo_folder: Path, method: str, consistency: str) -> None:
+    options = {"optimiser": "lars", "decay_biases": False, "lr": 20.0, "weight_decay": 1e-3}
+    config = config_for(photo_folder, method=method, consistency=consistency, **options)
+    step = assert_equal_steps(config)
+    assert_the_mmnn_has_moved(config, step)
+    decays = {group["weight_decay"]: {p.ndim for p in group["params"]} for group in step.optimiser.param_groups}
+    assert decays == {1e-3: {2, 4}, 0.0: {1}}
+
+
+EVERY_METHOD = pytest.mark.parametrize("method", ["moco", "simsiam", "supcon", "byol", "intl"])
+
+
+@EVERY_METHOD
 def test_constant_targets_leave_the_encoder_s_part_only(photo_folder: Path, method: str) -> None:
     step = assert_equal_steps(config_for(photo_folder, method=method, mmnn="constants"))
     assert not step.learns_target and set(step.state_dict()) == {"method", "optimiser"}
 
 
-@pytest.mark.parametrize("method", ["moco", "simsiam"])
+@EVERY_METHOD
 def test_the_baseline_is_the_plain_method(photo_folder: Path, method: str) -> None:
     config = config_for(photo_folder, method=method, consistency="none")
     step, pairs = build(config)

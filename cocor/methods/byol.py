@@ -1,10 +1,10 @@
 """BYOL: an online network predicts what a slowly moving copy of itself, the target, makes of the other view.
 
 Source: Grill et al. 2020, their loss ``2 - 2 cos`` in both directions, target momentum ``1 - (1 - m0)(cos(pi k / K) +
-1) / 2`` at step k of K. Projector and predictor have one hidden layer each, BatchNorm and ReLU behind it. The target
-normalises with its own batch statistics, as theirs does. The CoCor paper reports results with BYOL, but not where its
-loss attaches. As with SimSiam, composites pass backbone, projector and predictor of the online network here, and the
-original its backbone and projector without gradient.
+1) / 2`` at step k of K. Projector and predictor have one hidden layer each, with BatchNorm and ReLU, and no biases. The
+target normalises with its own batch statistics, as theirs does. The CoCor paper reports results with BYOL, but not
+where its loss attaches. As with SimSiam, composites pass backbone, projector and predictor of the online network here,
+and the original its backbone and projector without gradient.
 """
 
 import copy
@@ -105,5 +105,8 @@ def target_momentum(step: Tensor, total: int, start: float) -> Tensor:
 
 def _perceptron(width: int, hidden: int, out: int) -> nn.Sequential:
     return nn.Sequential(
-        nn.Linear(width, hidden), nn.BatchNorm1d(hidden), nn.ReLU(inplace=True), nn.Linear(hidden, out)
+        nn.Linear(width, hidden, bias=False),
+        nn.BatchNorm1d(hidden),
+        nn.ReLU(inplace=True),
+        nn.Linear(hidden, out, bias=False),
     )
