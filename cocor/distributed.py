@@ -7,6 +7,7 @@ Anything averaged over the batch is averaged over the *global* batch: :func:`mea
 mean and passes the gradient to its own share, and :func:`reduce_gradients` completes the mean over ranks.
 """
 
+import hashlib
 import os
 import re
 import time
@@ -121,6 +122,32 @@ def _attempt(store: dist.Store, here: Place) -> str:
         refused = name
         time.sleep(0.02)
     raise TimeoutError(f"rank {here.rank} waited {_TIMEOUT} for the other ranks to start")
+
+
+def told_by_another(message: str) -> bool:
+    """Whether another rank has already said ``message``: all ranks make a user's mistake, and one line is enough.
+
+    Asks the store where the ranks meet; where torchrun hosts it, also before they have met.
+    """
+    here = place()
+    if here is None or here.size == 1:
+        return False
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    key = f"cocor/told/{restart}/{hashlib.sha256(message.encode()).hexdigest()}"
+    try:
+        return _store().add(key, 1) > 1
+    except (RuntimeError, ValueError, KeyError):  # nowhere to ask, or its host, the main rank, has gone
+        return here.rank > 0 and dist.is_initialized()
+
+
+def _store() -> dist.Store:
+    if dist.is_initialized():
+        found: dist.Store = dist.distributed_c10d._get_default_store()
+        return found
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise RuntimeError("no store before the ranks have met")
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=5))
 
 
 def shutdown() -> None:

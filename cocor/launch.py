@@ -239,7 +239,16 @@ def _fail(message: str, code: int) -> int:
         rank = "" if expected else f"rank {os.environ.get('RANK')} failed\n"
         content = {"message": rank + message, "code": code, "time": time.time(), "timestamp": int(time.time())}
         Path(report).write_text(json.dumps(content))
-    else:
+    elif not _told_by_another(message):
         with suppress(OSError):
             print(message, file=sys.stderr)
     return code
+
+
+def _told_by_another(message: str) -> bool:
+    """Whether, of ranks that torchrun or srun started, another has said the same (loads PyTorch only for those)."""
+    if "RANK" not in os.environ and "SLURM_PROCID" not in os.environ:
+        return False
+    from cocor import distributed
+
+    return distributed.told_by_another(message)

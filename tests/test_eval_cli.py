@@ -13,6 +13,9 @@ from PIL import Image
 from cocor.eval.cli import chosen_datasets, main
 from cocor.eval.protocols import TRANSFER
 from loaders.errors import UserError
+from loaders.prep.convert import convert
+from loaders.prep.encode import Settings
+from loaders.prep.sources import open_source
 
 WEIGHTS = "random:resnet18"
 
@@ -53,7 +56,7 @@ def test_linear_knn_fewshot_and_retrieval(
     found = kept(tmp_path, "linear")
     assert found["result"]["classes"] == 4 and len(found["result"]["trials"]) == 45
     assert abs(found["against_sklearn"]["difference_per_image"]) < 1e-4
-    assert call("linear", cache, tmp_path, *here, "--probe", "moco", "--crop", "ten") == 0
+    assert call("linear", cache, tmp_path, *here, "--probe", "moco", "--learn-from", "features", "--crop", "ten") == 0
     assert json.loads((tmp_path / "linear_moco.json").read_text())["result"]["train"] == 12 * 10 + 4
     assert call("knn", cache, tmp_path, *here, "--k", "1", "3") == 0
     assert [row["k"] for row in kept(tmp_path, "knn")["result"]] == [1, 3]
@@ -132,22 +135,83 @@ def test_weights_without_an_encoder_are_one_line(data: Path, cache: Path, tmp_pa
     assert call("linear", cache, tmp_path, "--data", str(data / "pets"), weights=(str(tmp_path / "none.pth"),)) == 2
 
 
-def test_two_ranks_give_the_result_of_one(data: Path, tmp_path: Path) -> None:
+def test_the_sgd_probe_learns_from_new_crops_in_every_epoch(data: Path, cache: Path, tmp_path: Path) -> None:
+    here = ("--data", str(data / "pets"), "--probe", "moco", "--epochs", "3", "--batch-size", "6")
+    assert call("linear", cache, tmp_path, *here) == 0
+    found = json.loads((tmp_path / "linear_moco.json").read_text())
+    assert found["result"]["train"] == 16 and found["result"]["views"].startswith("random resized crops")
+    assert found["settings"]["steps_at"] == [2, 2] and found["settings"]["epochs"] == 3
+
+
+def test_prepared_files_are_evaluated_as_their_folders_are(data: Path, tmp_path: Path) -> None:
+    prepared, cache = tmp_path / "prepared", tmp_path / "cache"
+    prepared.mkdir()
+    for split in ("train", "test"):
+        convert(open_source(data / "pets" / split), prepared / f"{split}.beton", "beton", Settings(), workers=1)
+    for folder, output in ((data / "pets", tmp_path / "a"), (prepared, tmp_path / "b")):
+        assert call("knn", cache, output, "--data", str(folder), "--k", "3") == 0
+        assert call("retrieval", cache, output, "--data", str(folder), "--neighbours", "3") == 0
+    assert kept(tmp_path / "a", "knn")["result"] == kept(tmp_path / "b", "knn")["result"]
+    first, second = (kept(tmp_path / folder, "retrieval")["result"] for folder in ("a", "b"))
+    assert first["rows"][0]["neighbours"] == second["rows"][0]["neighbours"]
+    one = ("--data", str(prepared / "test.beton"))
+    assert call("spectrum", cache, tmp_path / "b", *one) == 0
+    assert call("knn", cache, tmp_path / "b", *one, "--leave-one-out") == 0
+    assert call("linear", cache, tmp_path / "b", *one) == 2  # one file is one split
+
+
+def test_results_that_cannot_be_kept_are_noticed_before_the_work(
+    data: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    here = ("--data", str(data / "pets"))
+    assert call("knn", cache, file / "below", *here) == 2
+    assert capsys.readouterr().err.startswith(f"cocor-eval: error: --output {file / 'below'}: ")
+    assert call("knn", file, tmp_path, *here) == 2
+    assert capsys.readouterr().err.startswith(f"cocor-eval: error: --cache {file}: ")
+
+
+def ranks(arguments: list[str], cache: Path, output: Path) -> list[tuple[int, str]]:
+    """Exit codes and errors of two ranks of one call."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    here = ["knn", WEIGHTS, "--data", str(data / "pets"), "--gpu", "no", "--workers", "0", "--image-size", "32"]
-    here += ["--batch-size", "5", "--k", "1", "3"]
-    assert main([*here, "--cache", str(tmp_path / "c1"), "--output", str(tmp_path / "one")]) == 0
-    ranks = []
+    command = [sys.executable, "-m", "cocor.eval.cli", *arguments, "--cache", str(cache), "--output", str(output)]
+    started = []
     for rank in ("0", "1"):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(Path(__file__).parents[1])}
-        output = ["--cache", str(tmp_path / "c2"), "--output", str(tmp_path / "two")]
-        ranks.append(subprocess.Popen([sys.executable, "-m", "cocor.eval.cli", *here, *output], env=os.environ | place))
-    assert [process.wait(100) for process in ranks] == [0, 0]
+        started.append(subprocess.Popen(command, env=os.environ | place, stderr=subprocess.PIPE, text=True))
+    errors = [process.communicate(timeout=100)[1] for process in started]
+    return [(process.returncode, error) for process, error in zip(started, errors, strict=True)]
+
+
+def test_two_ranks_give_the_result_of_one(data: Path, tmp_path: Path) -> None:
+    usual = ["--data", str(data / "pets"), "--gpu", "no", "--workers", "0", "--image-size", "32"]
+    here = ["knn", WEIGHTS, *usual, "--batch-size", "5", "--k", "1", "3"]
+    assert main([*here, "--cache", str(tmp_path / "c1"), "--output", str(tmp_path / "one")]) == 0
+    assert [code for code, _ in ranks(here, tmp_path / "c2", tmp_path / "two")] == [0, 0]
     assert (tmp_path / "two" / "knn.json").read_text() == (tmp_path / "one" / "knn.json").read_text()
     first, second = (
         {path.name: path.read_bytes() for path in (tmp_path / folder).glob("*.safetensors")} for folder in ("c1", "c2")
     )
     assert len(first) == 3 and first == second
+
+
+def test_two_ranks_encode_the_crops_of_one(data: Path, tmp_path: Path) -> None:
+    usual = ["--data", str(data / "pets"), "--gpu", "no", "--workers", "0", "--image-size", "32"]
+    here = ["linear", WEIGHTS, *usual, "--probe", "simsiam", "--epochs", "2", "--batch-size", "8"]
+    assert main([*here, "--cache", str(tmp_path / "c"), "--output", str(tmp_path / "one")]) == 0
+    assert [code for code, _ in ranks(here, tmp_path / "c", tmp_path / "two")] == [0, 0]
+    one, two = (json.loads((tmp_path / name / "linear_simsiam.json").read_text()) for name in ("one", "two"))
+    assert two["result"]["train_loss"] == pytest.approx(one["result"]["train_loss"], rel=1e-5)
+    assert two["result"]["top1"] == one["result"]["top1"]
+
+
+def test_a_mistake_of_all_ranks_is_said_once(data: Path, tmp_path: Path) -> None:
+    here = ["knn", WEIGHTS, "--data", str(data / "pets"), "--gpu", "no", "--workers", "0", "--image-size", "32"]
+    found = ranks([*here, "--k", "99"], tmp_path / "c", tmp_path / "two")
+    assert [code for code, _ in found] == [2, 2]
+    said = [line for _, error in found for line in error.splitlines() if "--k 99: the bank holds 16" in line]
+    assert len(said) == 1

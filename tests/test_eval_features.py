@@ -1,5 +1,8 @@
 """Features come out right, whole and the same again; making them changes nothing in the encoder."""
 
+import os
+import subprocess
+import sys
 from contextlib import closing
 from dataclasses import replace
 from itertools import product
@@ -17,6 +20,7 @@ from cocor.eval.features import Extraction, _rows_of_rank, features_of, summary
 from cocor.eval.weights import Encoder, digest, load_encoder
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
 from loaders.dataset import open_folder
+from loaders.errors import UserError
 from loaders.open import open_loader
 from loaders.order import BatchOrder
 
@@ -39,7 +43,7 @@ def test_features_equal_a_plain_transcription_and_nothing_changes(encoder: Encod
         image = Image.open(dataset.paths[at]).convert("RGB")
         side = min(image.size)
         left, top = (image.width - side) // 2, (image.height - side) // 2
-        square = image.resize((64, 64), Image.Resampling.BILINEAR, box=(left, top, left + side, top + side))
+        square = image.resize((64, 64), Image.Resampling.BICUBIC, box=(left, top, left + side, top + side))
         pixels = v2.functional.to_dtype(v2.functional.to_image(square), torch.float32, scale=True)
         tensor = v2.functional.normalize(pixels, list(IMAGENET_MEAN), list(IMAGENET_STD))
         torch.testing.assert_close(found.values[at], encoder.backbone(tensor[None])[0], rtol=1e-3, atol=1e-4)
@@ -62,10 +66,76 @@ def test_the_cache_holds_the_same_features_and_knows_what_they_depend_on(
         how.key(encoder, dataset.subset([0, 1])),
         how.key(other, dataset),
     }
-    keys |= {replace(how, crop="ten").key(encoder, dataset), replace(how, size=32).key(encoder, dataset)}
-    assert len(keys) == 5
+    for other_how in (replace(how, crop="ten"), replace(how, size=32), replace(how, filter="bilinear")):
+        keys.add(other_how.key(encoder, dataset))
+    assert len(keys) == 6
     file.write_bytes(b"half")
     assert torch.equal(features_of(encoder, dataset, how).values, first.values)
+
+
+def test_the_cache_notices_an_image_that_was_exchanged_for_another_of_its_size(
+    encoder: Encoder, tmp_path: Path
+) -> None:
+    how = replace(HOW, cache=tmp_path / "cache")
+    file = tmp_path / "images" / "a" / "0.bmp"
+    file.parent.mkdir(parents=True)
+    seen = []
+    for colour in ("red", "blue"):
+        Image.new("RGB", (40, 30), colour).save(file)
+        os.utime(file, ns=(1, 1 if colour == "red" else 2))
+        seen.append(features_of(encoder, open_folder(tmp_path / "images"), how).values)
+    assert not torch.equal(*seen) and len(list(how.cache.iterdir())) == 2  # type: ignore[union-attr]
+
+
+def test_features_are_given_though_they_cannot_be_kept(
+    encoder: Encoder, photo_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    dataset = open_folder(photo_folder).subset([0, 9])
+    found = features_of(encoder, dataset, replace(HOW, cache=tmp_path / "file"))
+    assert (
+        len(found) == 2
+        and f"features are not kept, and will be made again next time; --cache {tmp_path}" in caplog.text
+    )
+
+
+def test_two_processes_share_a_cache(photo_folder: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys, torch; from pathlib import Path; from loaders.dataset import open_folder\n"
+        "from cocor.eval.features import Extraction, features_of; from cocor.eval.weights import load_encoder\n"
+        "how = Extraction(size=32, workers=0, cache=Path(sys.argv[2]))\n"
+        "print(features_of(load_encoder('random:resnet18'), open_folder(sys.argv[1]), how).values.sum().item())"
+    )
+    command = [sys.executable, "-c", code, str(photo_folder), str(tmp_path)]
+    place = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    started = [subprocess.Popen(command, env=place, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    sums = [process.communicate(timeout=100)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0] and sums[0] == sums[1]
+    assert [path.suffix for path in tmp_path.iterdir()] == [".safetensors"]
+
+
+def test_one_image_without_finite_features_is_named_and_nothing_is_kept(
+    encoder: Encoder, photo_folder: Path, tmp_path: Path
+) -> None:
+    broken = replace(encoder, backbone=torch.nn.Sequential(Poisoned(), encoder.backbone))
+    with pytest.raises(UserError, match=r"photos: features of 1 of 24 images \(first: number 20\) are not finite"):
+        features_of(broken, open_folder(photo_folder), replace(HOW, cache=tmp_path), "photos")
+    assert not list(tmp_path.iterdir())
+
+
+class Poisoned(torch.nn.Module):
+    """Makes the last image of every third batch of 7 no number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            images = images.clone()
+            images[-1] = torch.nan
+        return images
 
 
 def test_ten_crops_are_torchvisions(encoder: Encoder) -> None:

@@ -15,7 +15,16 @@ from pathlib import Path
 
 from cocor import launch
 from cocor.cli import Parser
-from cocor.eval.protocols import PROTOCOLS, TRANSFER
+from cocor.eval.protocols import (
+    KNN_K,
+    KNN_TEMPERATURE,
+    PROTOCOLS,
+    SHOT_SEEDS,
+    SHOTS,
+    TASKS,
+    TRANSFER,
+    WAYS,
+)
 from loaders.errors import UserError
 
 _WEIGHTS = "a run's folder, a file of weights of any origin, timm:NAME or random:NAME"
@@ -47,22 +56,29 @@ def _parser() -> argparse.ArgumentParser:
         "--metric", choices=["top1", "class-mean"], help="chooses the penalty (default: the protocol's)"
     )
     linear.add_argument("--iterations", type=_positive, default=1000, help="most of one fit (default 1000)")
+    linear.add_argument(
+        "--learn-from",
+        choices=["crops", "features"],
+        default="crops",
+        help="SGD: random crops, encoded anew in every epoch as in the sources, or cached features (default crops)",
+    )
+    linear.add_argument("--epochs", type=_positive, help="SGD: fewer or more than the recipe's 100 or 90")
     linear.add_argument("--against-sklearn", action="store_true", help="solve the last fit with scikit-learn as well")
 
     knn = _command(add, "knn", "weighted k-nearest neighbours")
     _data(knn)
-    knn.add_argument(
-        "--k", type=_positive, nargs="+", help="neighbours (default 1 5 10 20 100 200, as the bank allows)"
-    )
-    knn.add_argument("--temperature", type=_above_zero, default=0.07, help="of the votes (default 0.07)")
+    knn.add_argument("--k", type=_positive, nargs="+", help=f"neighbours (default {_list(KNN_K)}, as the bank allows)")
+    knn.add_argument("--temperature", type=_above_zero, default=KNN_TEMPERATURE, help="of the votes (default 0.07)")
     knn.add_argument("--leave-one-out", action="store_true", help="every image against all others of its set")
 
     fewshot = _command(add, "fewshot", "a few images a class: n-shot probes and N-way tasks")
     _data(fewshot)
-    fewshot.add_argument("--shots", type=_positive, nargs="+", default=[5, 10], help="images a class (default 5 10)")
-    fewshot.add_argument("--seeds", type=_positive, default=5, help="draws of the shots (default 5)")
-    fewshot.add_argument("--tasks", type=int, default=2000, help="N-way tasks; 0: none (default 2000)")
-    fewshot.add_argument("--ways", type=_positive, default=5, help="classes of a task (default 5)")
+    fewshot.add_argument(
+        "--shots", type=_positive, nargs="+", default=list(SHOTS), help=f"images a class (default {_list(SHOTS)})"
+    )
+    fewshot.add_argument("--seeds", type=_positive, default=SHOT_SEEDS, help="draws of the shots (default 5)")
+    fewshot.add_argument("--tasks", type=_whole, default=TASKS, help="N-way tasks; 0: none (default 2000)")
+    fewshot.add_argument("--ways", type=_positive, default=WAYS, help="classes of a task (default 5)")
     fewshot.add_argument(
         "--metric", choices=["top1", "class-mean"], help="chooses the penalty (default: the protocol's)"
     )
@@ -104,26 +120,41 @@ def _command(add, name: str, text: str, several: bool = False) -> argparse.Argum
     parser.add_argument("--stem", choices=["imagenet", "small"], help="first layers, where the weights do not tell")
     parser.add_argument("--output", type=Path, metavar="DIR", help="for numbers and pictures (default: eval/NAME)")
     how = parser.add_argument_group("features")
-    how.add_argument("--crop", choices=["full", "central", "ten"], default="full", help="ten: for training images only")
+    how.add_argument(
+        "--crop", choices=["full", "central", "ten"], help="default: the protocol's; ten: for training images only"
+    )
+    how.add_argument("--filter", choices=["bicubic", "bilinear"], help="of the resize (default: the protocol's)")
     how.add_argument("--image-size", type=_positive, help="side in pixels (default: as in training, else 224)")
     how.add_argument("--loader", choices=["dali", "torch"], help="default: dali on a GPU, torch without")
     how.add_argument("--gpu", choices=["yes", "no"], help="default: if there is one")
     how.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of the encoder (default fp32)")
     how.add_argument("--batch-size", type=_positive, default=256, help="default 256")
-    how.add_argument("--workers", type=int, help="CPU threads or processes of the loader (default: one a core)")
+    how.add_argument("--workers", type=_whole, help="CPU threads or processes of the loader (default: one a core)")
     how.add_argument("--cache", type=Path, default=_default_cache(), help="of features (default ~/.cache/cocor/eval)")
     return parser
 
 
 def _data(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("data: a folder of one's own, or a known set below a root")
-    group.add_argument("--data", type=Path, metavar="DIR", help="holds train/CLASS/... and test/CLASS/... (or val)")
+    group.add_argument(
+        "--data", type=Path, metavar="DIR", help="holds train/CLASS/... and test/CLASS/... (or val, or .beton)"
+    )
     group.add_argument("--dataset", metavar="NAME", help=_names())
     group.add_argument("--root", type=Path, metavar="DIR", help="the folder that --dataset lies in")
 
 
 def _default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "cocor", "eval")
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return " ".join(map(str, numbers))
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 0 or more")
+    return int(text)
 
 
 def _positive(text: str) -> int:

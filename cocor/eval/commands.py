@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,14 +20,13 @@ from cocor.eval.features import Features, features_of, joined, summary
 from cocor.eval.knn import knn_accuracy, leave_one_out_accuracy
 from cocor.eval.linear import LinearResult, linear_probe
 from cocor.eval.peer import against_sklearn
+from cocor.eval.protocols import KNN_K, RECIPES, WAY_SHOTS
 from cocor.eval.retrieval import evenly_spread, retrieve, save_sheet
-from cocor.eval.sgd_probe import RECIPES, sgd_probe
+from cocor.eval.sgd_probe import sgd_probe, sgd_probe_on_crops, shortened
 from cocor.eval.transfer import transfer as transfer_table
 from cocor.eval.weights import Encoder
 from cocor.log import set_up_logging
 from loaders.errors import UserError
-
-_USUAL_K = (1, 5, 10, 20, 100, 200)
 
 
 def in_its_place(options: argparse.Namespace, run: Callable[[argparse.Namespace], None]) -> None:
@@ -37,21 +35,32 @@ def in_its_place(options: argparse.Namespace, run: Callable[[argparse.Namespace]
         raise UserError("--gpu yes: PyTorch finds no GPU; leave the flag out to use the CPU")
     options.world = distributed.init(use_gpu=options.gpu != "no" and torch.cuda.is_available())
     set_up_logging(options.world)
-    logging.getLogger("cocor").setLevel(logging.INFO)
-    run(options)
+    inputs.check_writable(options)
+    try:
+        run(options)
+    except (MemoryError, RuntimeError) as error:
+        raise _out_of_memory(error, options) or error from None
     distributed.shutdown()
+
+
+def _out_of_memory(error: Exception, options: argparse.Namespace) -> UserError | None:
+    text = str(error)
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text:
+        return UserError(f"the GPU's memory is full: lower --batch-size ({options.batch_size}), or use --gpu no")
+    if isinstance(error, MemoryError) or "can't allocate memory" in text or "not enough memory" in text:
+        return UserError(f"too little memory: lower --batch-size ({options.batch_size}) or --workers")
+    return None
 
 
 def linear(options: argparse.Namespace) -> None:
     splits = inputs.chosen_splits(options)
     encoder = inputs.chosen_encoder(options, options.weights[0])
+    if options.probe != "lbfgs":
+        return _linear_by_sgd(options, encoder, splits)
     train, val, test = inputs.features_of_splits(options, encoder, splits)
     if not options.world.main:
         return None
-    device, report = options.world.device, _report(encoder, splits, train, test)
-    if options.probe != "lbfgs":
-        sgd = sgd_probe(joined(train.flat(), val), test, RECIPES[options.probe], device=device)
-        return _finish(options, encoder, f"linear_{options.probe}", sgd.lines(), report | {"result": asdict(sgd)})
+    device, report = options.world.device, _report(encoder, splits, train=train, test=test)
     metric = options.metric or splits.protocol.metric
     found = linear_probe(train, val, test, metric=metric, iterations=options.iterations, device=device)
     lines = found.lines()
@@ -73,6 +82,23 @@ def linear(options: argparse.Namespace) -> None:
     return _finish(options, encoder, "linear", [*lines, picture], report)
 
 
+def _linear_by_sgd(options: argparse.Namespace, encoder: Encoder, splits: Splits) -> None:
+    settings, how = shortened(RECIPES[options.probe], options.epochs), inputs.extraction(options, encoder)
+    if options.learn_from == "features":
+        train, val, test = inputs.features_of_splits(options, encoder, splits)
+        if not options.world.main:
+            return
+        found = sgd_probe(joined(train.flat(), val), test, settings, device=options.world.device)
+    else:
+        if options.crop == "ten":
+            raise UserError("--crop ten: learn from these crops with --learn-from features")
+        test = features_of(encoder, splits.test, how, "test images")
+        found = sgd_probe_on_crops(encoder, splits.learned_from(), test, settings, how)
+    if options.world.main:
+        report = _report(encoder, splits, test=test) | {"settings": asdict(settings), "result": asdict(found)}
+        _finish(options, encoder, f"linear_{options.probe}", found.lines(), report)
+
+
 def knn(options: argparse.Namespace) -> None:
     encoder = inputs.chosen_encoder(options, options.weights[0])
     if options.leave_one_out:
@@ -85,23 +111,25 @@ def knn(options: argparse.Namespace) -> None:
         train, val, queries = inputs.features_of_splits(options, encoder, splits)
         bank, queries = joined(train.flat(), val).labelled(), queries.labelled()
         title, notes = _title(encoder, splits), splits.notes
-    if not options.world.main:
-        return
     most = len(bank) - options.leave_one_out
     if most < 1 or not len(queries):
         raise UserError("k-NN needs images with labels in the bank and among the queries")
     too_large = [k for k in options.k or () if k > most]
     if too_large:
         raise UserError(f"--k {too_large[0]}: the bank holds {most:,} images; use {most} or fewer")
-    chosen = options.k or sorted({min(k, most) for k in _USUAL_K})
+    chosen = options.k or sorted({min(k, most) for k in KNN_K})
     bank, queries = _on(bank, options), _on(queries, options)
     found = {}
     for k in chosen:
         if options.leave_one_out:
-            found[k] = leave_one_out_accuracy(bank.values, bank.labels, k=k, temperature=options.temperature)
+            found[k] = leave_one_out_accuracy(
+                bank.values, bank.labels, k=k, temperature=options.temperature, shared=True
+            )
         else:
             pairs = (queries.values, queries.labels, bank.values, bank.labels)
-            found[k] = knn_accuracy(*pairs, k=k, temperature=options.temperature)
+            found[k] = knn_accuracy(*pairs, k=k, temperature=options.temperature, shared=True)
+    if not options.world.main:
+        return
     lines = [f"k = {k}: top-1 {result.accuracy:.2%}" for k, result in found.items()]
     lines.append(f"{len(queries):,} queries, bank of {len(bank):,}, temperature {options.temperature}")
     lines += [f"note: {note}" for note in notes]
@@ -124,12 +152,12 @@ def fewshot(options: argparse.Namespace) -> None:
     lines = [line for result in shots for line in result.lines()]
     tasks = []
     if options.tasks:
-        for count in (1, 5):
+        for count in WAY_SHOTS:
             tasks.append(few.episodes(test, count, ways=options.ways, tasks=options.tasks, device=device))
     lines += [line for task in tasks for line in task.lines()]
     picture = _output(options, encoder) / "fewshot.png"
     lines.append(figures.drawn(picture, figures.draw_shots, _title(encoder, splits), shots))
-    report = _report(encoder, splits, train, test)
+    report = _report(encoder, splits, train=train, test=test)
     report |= {"shots": [asdict(result) for result in shots], "tasks": [asdict(task) for task in tasks]}
     _finish(options, encoder, "fewshot", lines, report)
 
@@ -150,13 +178,15 @@ def retrieval(options: argparse.Namespace) -> None:
     )  # fmt: skip
     sheet = _output(options, encoder) / "retrieval.png"
     save_sheet(found, splits.test, splits.train, sheet)
-    report = _report(encoder, splits, bank, queries) | {"result": found.plain(splits.test, splits.train)}
+    report = _report(encoder, splits, train=bank, test=queries) | {"result": found.plain(splits.test, splits.train)}
     _finish(options, encoder, "retrieval", [*found.lines(), f"picture: {sheet}"], report)
 
 
 def consistency(options: argparse.Namespace) -> None:
     if options.world.size > 1:
         raise UserError("consistency runs in one process; start it without torchrun")
+    if options.crop or options.filter:
+        raise UserError("--crop and --filter: consistency draws its views as training does; leave them out")
     dataset = evenly_spread(inputs.images_to_look_at(options), options.images)
     hints = {"which": options.which, "architecture": options.backbone, "stem": options.stem}
     subjects = [consistency_probe.subject(path, options.world.device, **hints) for path in options.weights]
@@ -219,13 +249,13 @@ def _title(encoder: Encoder, splits: Splits) -> str:
     return f"{encoder.name} on {splits.protocol.title}"
 
 
-def _report(encoder: Encoder, splits: Splits, train: Features, test: Features) -> dict[str, Any]:
+def _report(encoder: Encoder, splits: Splits, **features: Features) -> dict[str, Any]:
     return {
         "encoder": encoder.describe(),
         "weights_digest": encoder.digest,
         "protocol": asdict(splits.protocol),
         "notes": splits.notes,
-        "features": {"train": summary(train), "test": summary(test)},
+        "features": {split: summary(values) for split, values in features.items()},
     }
 
 
@@ -240,7 +270,7 @@ def _finish(
     """Print what was found and keep it as JSON."""
     for note in report.get("notes", ()):
         print(f"note: {note}")
-    about = report.get("features", {}).get("train")
+    about = report.get("features", {}).get("test")
     if about:
         norm, spread = about["mean_norm"], about["spread"]
         print(f"features: {about['dimensions']} dimensions, mean norm {norm:.3g}, spread {spread:.3g}")

@@ -1,10 +1,10 @@
 """The crops of an evaluation, as a view plan: the same boxes for every loader, nothing random.
 
-    full      the central square of the shorter side: Resize(224), CenterCrop(224) (AugSelf; Kornblith et al. 2019)
-    central   7/8 of it: Resize(256), CenterCrop(224), the usual view of ImageNet models; k-NN while training uses it
+    full      the central square of the shorter side: Resize(224), CenterCrop(224)
+    central   7/8 of it: Resize(256), CenterCrop(224), the usual view of ImageNet models
     ten       four corners and the centre of Resize(256), each also mirrored: torchvision's TenCrop(224)
 
-Loaders resize with an antialiased bilinear filter, as in training; the sources' code is bicubic.
+Which probe uses which, and with what filter, says :data:`cocor.eval.protocols.VIEWS`.
 """
 
 from dataclasses import dataclass

@@ -4,6 +4,8 @@
     root/NAME/train, root/NAME/test                  or class folders, under the name of the set
     any folder with train and val or test folders    by its path
 
+train.beton, val.beton and test.beton, which cocor-prep makes, may stand for the class folders.
+
 What is drawn depends on the protocol's seed and the order in the data set's own lists alone.
 """
 
@@ -15,21 +17,22 @@ import numpy.typing as npt
 import torch
 
 from cocor.eval.archives import ARCHIVES, Listed
-from cocor.eval.protocols import DEFAULT_VAL_SHARE, PROTOCOLS, VAL_SHARE, Protocol, of_folder
+from cocor.eval.protocols import CALTECH_SPLIT, DEFAULT_VAL_SHARE, PROTOCOLS, VAL_SHARE, Protocol, of_folder
 from loaders.dataset import ImageDataset, open_folder
 from loaders.errors import UserError
 from loaders.folder import Listing
 from loaders.names import available_cores
+from loaders.open import open_images
 from loaders.prep.classes import read_classes
 from loaders.size_index import size_index
 from loaders.split import stratified_split
+from loaders.stored import StoredDataset
 
 _TRAIN = ("train", "training", "trn")
 _VAL = ("val", "valid", "validation")
 _TEST = ("test", "testing", "tst")
 _IMAGENET = ("", "imagenet", "imagenet1k", "ILSVRC2012", "ILSVRC/Data/CLS-LOC")
 _VAL_LABELS = ("LOC_val_solution.csv", "ILSVRC2012_validation_ground_truth.txt")
-_CALTECH = 25, 5  # images a class for training and validation
 
 
 class Absent(UserError):
@@ -45,6 +48,22 @@ class Splits:
     val: ImageDataset
     test: ImageDataset
     notes: tuple[str, ...] = ()
+
+    def learned_from(self) -> ImageDataset:
+        """Training and validation images as one set, if the latter were taken from the former; else the former."""
+        train, val = self.train, self.val
+        if train.root != val.root or type(train) is not type(val):
+            return train
+        both = replace(
+            train,
+            names=[*train.names, *val.names],
+            labels=np.concatenate([train.labels, val.labels]),
+            sizes=np.concatenate([train.sizes, val.sizes]),
+            plain=np.concatenate([train.plain, val.plain]),
+        )
+        if isinstance(both, StoredDataset) and isinstance(val, StoredDataset):
+            both = replace(both, rows=np.concatenate([both.rows, val.rows]))
+        return both
 
 
 def open_named(name: str, root: Path, cache: Path, workers: int | None = None) -> Splits:
@@ -63,31 +82,34 @@ def open_named(name: str, root: Path, cache: Path, workers: int | None = None) -
     base = archive.find(root, name)
     if base is not None:
         return _checked(_split(protocol, archive.read(base, cache), workers))
-    if (root / name / "train").is_dir():
+    if _first(root / name, _TRAIN) is not None:
         return _checked(replace(open_splits(root / name, workers), protocol=protocol))
     where = ", ".join(f"{root / folder}" for folder in (*archive.folders, f"{name}/train"))
     raise Absent(f"{protocol.title}: not found; looked for {where}")
 
 
 def open_splits(folder: Path, workers: int | None = None) -> Splits:
-    """Class folders below ``folder``'s train folder and its val and test folders, one of which is enough: then 10 % of
-    every class of the training images validate.
+    """Class folders below ``folder``'s train folder and its val and test folders, or .beton files of these names. One
+    of val and test is enough: then 10 % of every class of the training images validate.
 
     Raises:
         UserError: a folder is missing or unusable.
     """
+    if folder.is_file():
+        raise UserError(f"{folder}: one file is one split; name the folder that holds train.beton and val.beton")
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; check the path")
     train_root, val_root, test_root = (_first(folder, names) for names in (_TRAIN, _VAL, _TEST))
     if train_root is None or (val_root is None and test_root is None):
         missing = "train" if train_root is None else "val or test"
-        raise UserError(f"{folder}: has no {missing} folder; a probe needs train/CLASS/... and test/CLASS/...")
-    train = open_folder(train_root, workers=workers)
+        needed = "train/CLASS/... and test/CLASS/..., or train.beton and test.beton"
+        raise UserError(f"{folder}: has no {missing} folder; a probe needs {needed}")
+    train = open_images(train_root, workers=workers)
     if not train.classes:
         raise UserError(f"{train_root}: no class folders; a probe needs labels")
 
     def held_out(root: Path) -> ImageDataset:
-        return open_folder(root, workers=workers, classes=train.classes)
+        return open_images(root, workers=workers, classes=train.classes)
 
     protocol = of_folder(folder.resolve().name)
     if val_root is not None and test_root is not None:
@@ -97,7 +119,9 @@ def open_splits(folder: Path, workers: int | None = None) -> Splits:
 
 
 def _first(folder: Path, names: tuple[str, ...]) -> Path | None:
-    return next((folder / name for name in names if (folder / name).is_dir()), None)
+    """The first of these class folders that there is, else the first ``.beton`` file of such a name."""
+    files = (folder / f"{name}.beton" for name in names)
+    return next((path for path in (*map(folder.joinpath, names), *files) if path.exists()), None)
 
 
 def _hold_out(train: ImageDataset, share: float, seed: int) -> tuple[ImageDataset, ImageDataset]:
@@ -170,10 +194,10 @@ def _caltech_split(labels: npt.NDArray[np.int64], seed: int) -> tuple[npt.NDArra
     parts: tuple[list[int], ...] = ([], [], [])
     for label in np.unique(labels):
         members = np.flatnonzero(labels == label)
-        if len(members) <= sum(_CALTECH):
+        if len(members) <= sum(CALTECH_SPLIT):
             raise UserError(f"Caltech-101: a class has only {len(members)} images; unpack its archive again")
         shuffled = members[torch.randperm(len(members), generator=generator).numpy()]
-        for part, chosen in zip(parts, np.split(shuffled, np.cumsum(_CALTECH)), strict=True):
+        for part, chosen in zip(parts, np.split(shuffled, np.cumsum(CALTECH_SPLIT)), strict=True):
             part.extend(np.sort(chosen).tolist())
     return tuple(np.array(part, np.int64) for part in parts)
 

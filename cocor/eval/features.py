@@ -2,14 +2,16 @@
 
     Encoder + ImageDataset + crops -> loader -> backbone in eval mode, without gradient -> Features -> cache
 
-A cache entry is named by the digests of the weights, of the data set and of the preprocessing, so that it can be stale
-only if image files were exchanged for others of equal names and sizes. Under torchrun every rank computes whole batches
-of its own, the same ones that a single process would compute, so the features do not depend on the number of ranks.
+A cache entry is named by the digests of the weights, of the data set with the bytes and times of its files, and of the
+preprocessing, so it is never stale; it is written whole or not at all, so several commands may share a cache. Under
+torchrun every rank computes whole batches of its own, the same ones that a single process would compute, so features do
+not depend on the number of ranks.
 """
 
 import hashlib
 import json
 import logging
+import os
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +31,9 @@ from loaders.dataset import ImageDataset
 from loaders.errors import UserError
 from loaders.open import LoaderName, open_loader
 from loaders.order import BatchOrder
+from loaders.plan import Filter
 from loaders.progress import track
+from loaders.stored import StoredDataset
 
 _SHARED_ROWS = 65536  # rows of one exchange between ranks
 _CONSTANT = 1e-3  # standard deviation as a share of the norm, below which features count as constant
@@ -70,6 +74,7 @@ class Extraction:
     """How features are made: ``size`` is the side of the crops in pixels; ``cache`` None keeps nothing."""
 
     crop: Crop = "full"
+    filter: Filter = "bicubic"
     size: int = 224
     loader: LoaderName = "torch"
     precision: torch.dtype = torch.float32
@@ -81,8 +86,21 @@ class Extraction:
     def key(self, encoder: Encoder, dataset: ImageDataset) -> str:
         """Names a cache entry: equal for equal features."""
         parts: list[str | int] = [encoder.digest, encoder.architecture, encoder.stem, dataset.digest]
-        parts += [self.crop, self.size, self.loader, str(self.precision)]
+        parts += [self.crop, self.filter, self.size, self.loader, str(self.precision), _files(dataset)]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def _files(dataset: ImageDataset) -> str:
+    """A digest of how many bytes the files have and when they last changed."""
+    paths = [str(dataset.file.path)] if isinstance(dataset, StoredDataset) else dataset.paths
+    found = np.zeros((len(paths), 2), np.int64)
+    for place, path in enumerate(paths):
+        try:
+            status = os.stat(path)  # noqa: PTH116 (a million Paths take seconds)
+        except OSError:
+            continue  # the loader will name it
+        found[place] = status.st_size, status.st_mtime_ns
+    return hashlib.sha256(found.tobytes()).hexdigest()
 
 
 def features_of(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: str = "features") -> Features:
@@ -95,11 +113,12 @@ def features_of(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: 
     values = _cached(path, len(dataset)) if path is not None else None
     if values is None:
         values = _extract(encoder.backbone, dataset, how, name)
+        _refuse_infinite(values, name)
         if path is not None and how.world.main:
-            with atomic.replacing(path) as temporary:
-                safetensors.torch.save_file({"features": values}, temporary)
+            _keep(values, path)
         barrier()
-    _check(values, name)
+    if how.world.main:
+        _warn_of_collapse(values, name)
     return Features(values, torch.from_numpy(dataset.labels.copy()))
 
 
@@ -109,6 +128,15 @@ def _cached(path: Path, count: int) -> Tensor | None:
     except (OSError, KeyError, safetensors.SafetensorError):
         return None  # not there, or not whole: made anew
     return values if len(values) == count else None
+
+
+def _keep(values: Tensor, path: Path) -> None:
+    """Into the cache; what took long to make is not lost because it cannot be kept."""
+    try:
+        with atomic.replacing(path) as temporary:
+            safetensors.torch.save_file({"features": values}, temporary)
+    except (UserError, safetensors.SafetensorError) as error:
+        _log.warning(f"features are not kept, and will be made again next time; --cache {path.parent}: {error}")
 
 
 @torch.no_grad()
@@ -131,7 +159,7 @@ def _batches(backbone, dataset, how, name):  # type: ignore[no-untyped-def]
     """(places, features (B, D) or (B, 10, D) on the CPU) of each batch."""
     if not len(dataset):
         return
-    plan = CropPlan(size=how.size, crop=how.crop)
+    plan = CropPlan(size=how.size, crop=how.crop, filter=how.filter)
     order = BatchOrder(len(dataset), how.batch_size, shuffle=False, drop_last=False)
     device = how.world.device
     loader = open_loader(
@@ -139,12 +167,19 @@ def _batches(backbone, dataset, how, name):  # type: ignore[no-untyped-def]
     )  # fmt: skip
     with closing(loader), closing(loader.epoch(0)) as batches:
         for batch in track(batches, len(dataset), name, "images", how.batch_size):
-            with torch.autocast(device.type, how.precision, enabled=how.precision != torch.float32):
-                output = backbone(batch.original).float()
-            if output.ndim != 2:
-                raise UserError(f"the encoder gives {tuple(output.shape[1:])} an image instead of one feature vector")
+            output = encode(backbone, batch.original, how)
             views = output.view(plan.views, len(batch.index), -1).transpose(0, 1)
             yield batch.index.cpu(), views[:, 0].cpu() if plan.views == 1 else views.cpu()
+
+
+@torch.no_grad()
+def encode(backbone: nn.Module, images: Tensor, how: Extraction) -> Tensor:
+    """Features float32 (N, D) of ``images`` (N, 3, H, W), by a backbone that is in evaluation mode."""
+    with torch.autocast(images.device.type, how.precision, enabled=how.precision != torch.float32):
+        output: Tensor = backbone(images).float()
+    if output.ndim != 2:
+        raise UserError(f"the encoder gives {tuple(output.shape[1:])} an image instead of one feature vector")
+    return output
 
 
 def _rows_of_rank(count: int, batch_size: int, world: World) -> np.ndarray:
@@ -173,11 +208,16 @@ def _some(found: Tensor | None) -> Tensor:
     return found
 
 
-def _check(values: Tensor, name: str) -> None:
+def _refuse_infinite(values: Tensor, name: str) -> None:
+    bad = torch.cat([~part.flatten(1).isfinite().all(1) for part in values.split(_SHARED_ROWS)]).nonzero()
+    if len(bad):
+        which = f"of {len(bad):,} of {len(values):,} images (first: number {int(bad[0])}) "
+        raise UserError(f"{name}: features {which}are not finite; the weights are broken, or try --precision fp32")
+
+
+def _warn_of_collapse(values: Tensor, name: str) -> None:
     """Features that are useless for a visible reason: say so before a probe reports chance."""
     sample = values.flatten(0, -2)[:: max(1, len(values) // 4096)]
-    if not torch.isfinite(sample).all():
-        raise UserError(f"{name}: features are not finite; the weights are broken, or try --precision fp32")
     norm = sample.norm(dim=1).mean().item()
     spread = (sample - sample.mean(0)).norm(dim=1).mean().item()
     if len(sample) > 1 and spread <= _CONSTANT * norm:

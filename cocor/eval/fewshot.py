@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cocor.eval.features import Features
 from cocor.eval.linear import PENALTIES, linear_probe
-from cocor.eval.protocols import Metric
+from cocor.eval.protocols import SHOT_SEEDS, TASKS, WAY_QUERIES, WAYS, Metric
 from loaders.errors import UserError
 
 _NEWTON_STEPS = 50
@@ -50,7 +50,7 @@ def shots(
     test: Features,
     count: int,
     *,
-    seeds: Iterable[int] = range(5),
+    seeds: Iterable[int] = range(SHOT_SEEDS),
     metric: Metric = "top1",
     device: torch.device | str = "cpu",
 ) -> ShotResult:
@@ -115,9 +115,9 @@ def episodes(
     features: Features,
     shots: int,
     *,
-    ways: int = 5,
-    queries: int = 16,
-    tasks: int = 2000,
+    ways: int = WAYS,
+    queries: int = WAY_QUERIES,
+    tasks: int = TASKS,
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> TaskResult:

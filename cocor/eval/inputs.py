@@ -1,18 +1,22 @@
 """From the flags of ``cocor-eval`` to what its commands work on: encoders, data sets, features."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from cocor.cli import nearest
 from cocor.eval.datasets import Splits, open_named, open_splits
 from cocor.eval.features import Extraction, Features, features_of
-from cocor.eval.protocols import PROTOCOLS
+from cocor.eval.protocols import PROTOCOLS, VIEWS
 from cocor.eval.weights import Encoder, load_encoder
-from loaders.dataset import ImageDataset, open_folder
+from loaders.beton import is_beton
+from loaders.dataset import ImageDataset
 from loaders.errors import UserError
+from loaders.open import open_images
 
 
 def chosen_splits(options: argparse.Namespace) -> Splits:
@@ -29,12 +33,26 @@ def chosen_splits(options: argparse.Namespace) -> Splits:
 
 
 def images_to_look_at(options: argparse.Namespace) -> ImageDataset:
-    """Images to look at without learning: the test split, or the folder itself if it holds no splits."""
-    if options.data is not None and options.dataset is None and options.data.is_dir():
-        inside = {path.name for path in options.data.iterdir()}
-        if not inside & {"train", "training", "trn"}:
-            return open_folder(options.data, workers=options.workers)
+    """Images to look at without learning: the test split, or the folder or file itself if it holds no splits."""
+    if options.data is not None and options.dataset is None:
+        if is_beton(options.data):
+            return open_images(options.data)
+        inside = {path.stem for path in options.data.iterdir()} if options.data.is_dir() else set()
+        if options.data.is_dir() and not inside & {"train", "training", "trn"}:
+            return open_images(options.data, workers=options.workers)
     return chosen_splits(options).test
+
+
+def check_writable(options: argparse.Namespace) -> None:
+    """Before hours of work: whether its results can be kept. UserError names the flag."""
+    for flag, folder in (("--output", options.output or Path("eval")), ("--cache", options.cache)):
+        place = folder.absolute()
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        if not place.is_dir():
+            raise UserError(f"{flag} {folder}: {place} is no folder; choose another")
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise UserError(f"{flag} {folder}: {place} cannot be written; choose another")
 
 
 def chosen_encoder(options: argparse.Namespace, weights: str) -> Encoder:
@@ -57,9 +75,12 @@ def distinct(names: Sequence[str]) -> list[str]:
 
 
 def extraction(options: argparse.Namespace, encoder: Encoder) -> Extraction:
+    """How images are seen that are not learned from in ten crops: as the probe's protocol says, unless flags do."""
     gpu = options.world.device.type == "cuda"
+    view = VIEWS[probe_of(options)]
     return Extraction(
-        crop="central" if options.crop == "ten" else options.crop,
+        crop="central" if options.crop == "ten" else options.crop or view.crop,
+        filter=options.filter or view.filter,
         size=options.image_size or encoder.image_size,
         loader=options.loader or ("dali" if gpu else "torch"),
         precision=torch.bfloat16 if options.precision == "bf16" else torch.float32,
@@ -70,13 +91,18 @@ def extraction(options: argparse.Namespace, encoder: Encoder) -> Extraction:
     )
 
 
+def probe_of(options: argparse.Namespace) -> str:
+    """The row of the table of views that holds for a command."""
+    return str(options.probe if options.command == "linear" else options.command)
+
+
 def features_of_splits(
     options: argparse.Namespace, encoder: Encoder, splits: Splits, val_crop: str | None = None
 ) -> tuple[Features, Features, Features]:
     """Features of the three splits. ``--crop ten`` is for training images; the others are seen centrally, unless
     ``val_crop`` says that the validation images are learned from as well."""
     looking = extraction(options, encoder)
-    learning = replace(looking, crop=options.crop)
+    learning = replace(looking, crop="ten") if options.crop == "ten" else looking
     val_how = learning if val_crop == "ten" else looking
     return (
         features_of(encoder, splits.train, learning, "training images"),

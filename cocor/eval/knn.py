@@ -10,6 +10,7 @@ bank count, votes are added as integers, so their order does not matter, and of 
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -39,8 +40,11 @@ def knn_accuracy(
     *,
     k: int = 200,
     temperature: float = 0.07,
+    shared: bool = False,
 ) -> KnnResult:
     """Classify features (N, D) by the labelled bank (M, D). Labels are int64; those below 0 are unknown and left out.
+
+    ``shared``: all ranks call this with the same arguments and get the same result, each for a part of the work.
 
     Raises:
         ValueError: features that are not finite, or no labelled features.
@@ -49,16 +53,19 @@ def knn_accuracy(
     bank, bank_labels = bank[bank_labels >= 0], bank_labels[bank_labels >= 0]
     if not len(queries) or not len(bank):
         raise ValueError("k-NN needs labelled queries and a labelled bank")
-    predicted = knn_predict(queries, bank, bank_labels, k=k, temperature=temperature)
+    predicted = knn_predict(queries, bank, bank_labels, k=k, temperature=temperature, shared=shared)
     return _result(predicted, query_labels, k, len(bank), len(bank))
 
 
-def leave_one_out_accuracy(features: Tensor, labels: Tensor, *, k: int = 200, temperature: float = 0.07) -> KnnResult:
+def leave_one_out_accuracy(
+    features: Tensor, labels: Tensor, *, k: int = 200, temperature: float = 0.07, shared: bool = False
+) -> KnnResult:
     """Classify every feature (N, D) by all others; else as :func:`knn_accuracy`."""
     features, labels = features[labels >= 0], labels[labels >= 0]
     if len(features) < 2:
         raise ValueError("leave-one-out k-NN needs two labelled features")
-    predicted = knn_predict(features, features, labels, k=k, temperature=temperature, leave_one_out=True)
+    settings = {"k": k, "temperature": temperature, "leave_one_out": True, "shared": shared}
+    predicted = knn_predict(features, features, labels, **settings)  # type: ignore[arg-type]
     return _result(predicted, labels, k, len(features), len(features) - 1)
 
 
@@ -77,10 +84,12 @@ def knn_predict(
     k: int,
     temperature: float,
     leave_one_out: bool = False,
+    shared: bool = False,
 ) -> Tensor:
     """The class of each query (N, D) by the bank (M, D) with labels (M,) >= 0: int64 (N,), on the bank's device.
 
-    ``k`` is clipped to the bank. With ``leave_one_out``, query i is bank feature i and does not vote for itself.
+    ``k`` is clipped to the bank. With ``leave_one_out``, query i is bank feature i and does not vote for itself. If the
+    work is ``shared``, ranks take chunks in turn: the chunks of a single process, so that nothing is rounded otherwise.
     """
     if not (torch.isfinite(queries).all() and torch.isfinite(bank).all()):
         raise ValueError("features are not finite")
@@ -90,18 +99,21 @@ def knn_predict(
     k = min(k, len(bank) - leave_one_out)
     classes = int(bank_labels.max()) + 1
     rows = max(1, _CHUNK_BYTES // (4 * len(bank)))
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if shared and dist.is_initialized() else (0, 1)
+    predicted = torch.zeros(len(queries), dtype=torch.int64, device=bank.device)
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")  # training may have allowed TF32
     try:
-        predictions = []
-        for start in range(0, len(queries), rows):
+        for start in range(rank * rows, len(queries), ranks * rows):
             similarity = queries[start : start + rows] @ bank.T
             if leave_one_out:
                 similarity.diagonal(start).fill_(-torch.inf)
-            predictions.append(_vote(similarity, bank_labels, k, temperature, classes))
+            predicted[start : start + rows] = _vote(similarity, bank_labels, k, temperature, classes)
     finally:
         torch.set_float32_matmul_precision(precision)
-    return torch.cat(predictions)
+    if ranks > 1:
+        dist.all_reduce(predicted)  # a sum with zeros
+    return predicted
 
 
 @torch.no_grad()

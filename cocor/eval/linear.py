@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from cocor.eval.features import Features, joined
-from cocor.eval.protocols import Metric
+from cocor.eval.protocols import GRID, Metric
 from cocor.eval.softmax import Fit, SoftmaxRegression
 from loaders.errors import UserError
 
-PENALTIES: tuple[float, ...] = tuple(torch.logspace(-6, 5, 45, dtype=torch.float64).tolist())
+PENALTIES: tuple[float, ...] = tuple(torch.logspace(*GRID, dtype=torch.float64).tolist())
 _SEARCH_TOLERANCE = 1e-5  # of the gradient, while choosing; the refit goes ten times further
 _MOST_DOUBLES = 2**28  # feature values that are solved in float64; more of them in float32
 

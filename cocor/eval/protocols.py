@@ -1,14 +1,75 @@
-"""How each data set of the paper is evaluated: split sizes, seeds and metric, each with its source, in one table.
+"""Every constant of the evaluations, with its source: data sets, views, probes, in tables.
 
-Sources: [A] AugSelf's released data code, which the paper follows; [C] CASSLE's, which adds Cars and Aircraft; [K] the
-metric of Kornblith et al. 2019 and SimCLR, appendix B.8; [O] the split of the data set's authors; [own] a choice made
-here, because the source ships an index file or says nothing. The paper calls every metric top-1; both are reported.
+Sources: [A] AugSelf's released data and evaluation code, which the paper follows; [C] CASSLE's, which adds Cars and
+Aircraft, and ten crops for few shots; [K] Kornblith et al. 2019 and SimCLR, appendix B.8; [L] LooC's table; [M] MoCo's
+and [S] SimSiam's linear classification code; [W] Wu et al. 2018 (instance discrimination); [O] the data set's authors;
+[own] a choice made here, where the source ships an index file or says nothing. The paper calls every metric top-1; both
+are reported.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
+from cocor.eval.crops import Crop
+from loaders.plan import Filter
+
 Metric = Literal["top1", "class-mean"]
+Recipe = Literal["moco", "simsiam"]
+
+# Full-batch probe [A, K]: 45 penalties, equally spaced in their logarithm.
+GRID = -6, 5, 45
+# k-NN [W]: k = 200, T = 0.07; smaller k [own] as the bank allows.
+KNN_K = 1, 5, 10, 20, 100, 200
+KNN_TEMPERATURE = 0.07
+# n-shot [L]: 5 and 10 images a class; five draws [own], since the source states none.
+SHOTS, SHOT_SEEDS = (5, 10), 5
+# N-way tasks [A, table 2]: 5 ways, 1 and 5 shots, 16 queries a class, 2,000 tasks; liblinear's C = 1.
+WAYS, WAY_SHOTS, WAY_QUERIES, TASKS = 5, (1, 5), 16, 2000
+CALTECH_SPLIT = 25, 5  # images a class to learn from and to validate on [A]
+RANDOM_CROP_SCALE = 0.08, 1.0  # of the SGD probes' training views: torchvision's RandomResizedCrop(224) [M, S]
+
+
+@dataclass(frozen=True)
+class View:
+    """How a probe sees an image: a ``crop`` of :mod:`cocor.eval.crops`, resized with ``filter``, antialiased."""
+
+    crop: Crop
+    filter: Filter
+    source: str
+
+
+_CORNERED = View("full", "bicubic", "[A, K] Resize(224, bicubic), CenterCrop(224)")
+_CENTRAL = "Resize(256), CenterCrop(224), bilinear"
+
+VIEWS: dict[str, View] = {
+    "lbfgs": _CORNERED,
+    "moco": View("central", "bilinear", f"[M] {_CENTRAL}; learns from RandomResizedCrop(224), flip"),
+    "simsiam": View("central", "bilinear", f"[S] {_CENTRAL}; learns from RandomResizedCrop(224), flip"),
+    "knn": View("central", "bilinear", f"[W] {_CENTRAL}; as the k-NN while training"),
+    "fewshot": _CORNERED,
+    "retrieval": View("full", "bicubic", "[own] the linear probe's, so that both share cached features"),
+    "spectrum": View("full", "bicubic", "[own] the linear probe's, so that both share cached features"),
+    "transfer": _CORNERED,
+    "consistency": View("full", "bilinear", "not in use: random resized crops and composites, drawn as in training"),
+}
+
+
+@dataclass(frozen=True)
+class SgdSettings:
+    """``steps_at``: epochs at which the learning rate falls to a tenth; empty: cosine to 0. ``trust`` 0: no LARS."""
+
+    lr: float
+    batch_size: int
+    epochs: int
+    steps_at: tuple[int, ...] = ()
+    trust: float = 0.0
+    momentum: float = 0.9
+
+
+RECIPES: dict[Recipe, SgdSettings] = {
+    "moco": SgdSettings(lr=30.0, batch_size=256, epochs=100, steps_at=(60, 80)),  # [M]; no decay
+    "simsiam": SgdSettings(lr=1.6, batch_size=4096, epochs=90, trust=0.001),  # [S]: 0.1 * 4096 / 256, LARS, no decay
+}
 
 
 @dataclass(frozen=True)

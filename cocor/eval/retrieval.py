@@ -17,7 +17,6 @@ from cocor import atomic
 from cocor.eval.features import Features
 from cocor.eval.knn import nearest_neighbours
 from loaders.dataset import ImageDataset
-from loaders.decode import decode
 from loaders.names import printable
 
 _TILE, _GAP, _FRAME, _FONT_SIZE, _LINE = 128, 8, 4, 12, 16
@@ -94,7 +93,7 @@ def _left(column: int) -> int:
 
 
 def _picture(dataset: ImageDataset, place: int) -> Image.Image:
-    return ImageOps.fit(decode(dataset.paths[place]), (_TILE, _TILE), Image.Resampling.BICUBIC)
+    return ImageOps.fit(dataset.image(place).decode(), (_TILE, _TILE), Image.Resampling.BICUBIC)
 
 
 def _class_name(dataset: ImageDataset, label: int) -> str:

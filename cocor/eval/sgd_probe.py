@@ -3,46 +3,39 @@
     moco      SGD, lr 30, batch 256, 100 epochs, x 0.1 at 60 and 80, momentum 0.9, no decay (He et al. 2020)
     simsiam   LARS (trust 0.001), lr 1.6 = 0.1 * 4096 / 256, batch 4096, 90 epochs, cosine, momentum 0.9, no decay
 
-Both sources train on random resized crops, anew in every epoch. Here the frozen features come from the cache, so an
-epoch costs next to nothing; without augmentation the accuracy can differ by a point, which the report says.
+Both sources learn from random resized crops, anew in every epoch: :class:`RandomCrops` reads and encodes them while the
+classifier learns, on all ranks. From cached features (:class:`FixedViews`) an epoch costs next to nothing, but without
+augmentation the accuracy can differ by points; the report says which it was.
 """
 
 import math
 import time
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cocor.eval.features import Features
+from cocor.distributed import gather
+from cocor.eval.features import Extraction, Features, encode
 from cocor.eval.linear import check_splits, class_mean, top1
-
-Recipe = Literal["moco", "simsiam"]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """``steps_at``: epochs at which the learning rate falls to a tenth; empty: cosine to 0. ``trust`` 0: no LARS."""
-
-    lr: float
-    batch_size: int
-    epochs: int
-    steps_at: tuple[int, ...] = ()
-    trust: float = 0.0
-    momentum: float = 0.9
-
-
-RECIPES: dict[Recipe, Settings] = {
-    "moco": Settings(lr=30.0, batch_size=256, epochs=100, steps_at=(60, 80)),
-    "simsiam": Settings(lr=1.6, batch_size=4096, epochs=90, trust=0.001),
-}
+from cocor.eval.protocols import RANDOM_CROP_SCALE, SgdSettings
+from cocor.eval.weights import Encoder
+from cocor.online_knn import evaluating
+from loaders.dataset import ImageDataset
+from loaders.errors import UserError
+from loaders.open import open_loader
+from loaders.order import BatchOrder
+from loaders.plan import ViewPlan
+from loaders.progress import track
 
 
 @dataclass(frozen=True)
 class SgdResult:
-    """Test accuracies in [0, 1] of the last epoch."""
+    """Test accuracies in [0, 1] of the last epoch. ``views``: what was learned from."""
 
     top1: float
     class_mean: float
@@ -51,59 +44,154 @@ class SgdResult:
     train: int
     test: int
     classes: int
+    epochs: int
+    views: str
 
     def lines(self) -> list[str]:
         return [
-            f"top-1 {self.top1:.2%}, mean per class {self.class_mean:.2%} after the last epoch; "
+            f"top-1 {self.top1:.2%}, mean per class {self.class_mean:.2%} after {self.epochs} epochs; "
             f"loss {self.train_loss:.4f}",
-            f"{self.train:,} images to learn from (features without augmentation), {self.test:,} to test on, "
+            f"{self.train:,} images to learn from ({self.views}), {self.test:,} to test on, "
             f"{self.classes} classes; {self.seconds:.1f} s",
         ]
 
 
+class Views(Protocol):
+    """``labels`` int64 (N,) of the images to learn from; ``batch``: how many of them a step sees."""
+
+    labels: Tensor
+    batch: int
+    said: str
+
+    def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Features (batch, D) and labels (batch,) of every step, the same on every rank."""
+        ...
+
+
+class FixedViews:
+    """The same features of every image in every epoch, in another order."""
+
+    said = "features without augmentation"
+
+    def __init__(self, features: Features, settings: SgdSettings, seed: int, device: torch.device | str) -> None:
+        features = features.labelled().flat()
+        self.labels, self._device = features.labels, device
+        self._values = features.values.to(device)
+        self.batch = min(settings.batch_size, len(features))
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.randperm(len(self.labels), generator=self._generator)
+        for chosen in order.split(self.batch):
+            if len(chosen) == self.batch:
+                yield self._values[chosen.to(self._device)], self.labels[chosen].to(self._device)
+
+
+class RandomCrops:
+    """Every image through a new random resized crop and flip in every epoch, encoded on the fly by all ranks."""
+
+    said = "random resized crops and flips"
+
+    def __init__(
+        self, encoder: Encoder, dataset: ImageDataset, settings: SgdSettings, how: Extraction, seed: int
+    ) -> None:
+        dataset = dataset.subset((dataset.labels >= 0).nonzero()[0])
+        self.labels = torch.from_numpy(dataset.labels.copy())
+        world = how.world
+        together = min(how.batch_size, len(dataset)) // world.size * world.size
+        if not together:
+            raise UserError(f"{len(dataset)} images with labels cannot be shared by {world.size} ranks")
+        self.batch = min(settings.batch_size, len(dataset)) // together * together
+        self._encoder, self._how = encoder, how
+        plan = ViewPlan(how.size, seed, (), "shared", original_scale=RANDOM_CROP_SCALE, lengths=(), filter=how.filter)
+        order = BatchOrder(len(dataset), together, rank=world.rank, world_size=world.size, seed=seed)
+        options = {"device": world.device, "workers": how.workers}
+        self._loader = open_loader(how.loader, dataset, plan, order, **options)  # type: ignore[arg-type]
+        self._together = together
+
+    def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+        backbone = self._encoder.backbone.to(self._how.world.device)
+        values: list[Tensor] = []
+        labels: list[Tensor] = []
+        name = f"epoch {number + 1}"
+        with evaluating(backbone), closing(self._loader.epoch(number)) as batches:
+            for batch in track(batches, len(self.labels), name, "images", self._together):
+                values.append(gather(encode(backbone, batch.original, self._how)))
+                labels.append(gather(batch.label))
+                if len(values) * self._together == self.batch:
+                    yield torch.cat(values), torch.cat(labels)
+                    values, labels = [], []
+
+    def close(self) -> None:
+        self._loader.close()
+
+
 def sgd_probe(
-    train: Features, test: Features, settings: Settings, *, seed: int = 0, device: torch.device | str = "cpu"
+    train: Features, test: Features, settings: SgdSettings, *, seed: int = 0, device: torch.device | str = "cpu"
 ) -> SgdResult:
     """Train a linear layer on all of ``train`` and test it once. A batch larger than the data becomes all of it, with
     the learning rate scaled down in proportion. UserError for splits that no probe can use."""
+    check_splits(train.labelled(), train.labelled(), test.labelled())
+    return _probe(FixedViews(train, settings, seed, device), test, settings, seed, device)
+
+
+def sgd_probe_on_crops(
+    encoder: Encoder, train: ImageDataset, test: Features, settings: SgdSettings, how: Extraction, *, seed: int = 0
+) -> SgdResult:
+    """As :func:`sgd_probe`, on random crops of the images ``train``; all ranks call it and get the same result."""
+    labelled = Features(torch.zeros(len(train), 1), torch.from_numpy(train.labels.copy())).labelled()
+    check_splits(labelled, labelled, test.labelled())
+    with closing(RandomCrops(encoder, train, settings, how, seed)) as views:
+        return _probe(views, test, settings, seed, how.world.device)
+
+
+def shortened(settings: SgdSettings, epochs: int | None) -> SgdSettings:
+    """``settings`` for another number of epochs; the learning rate falls at the same shares of them."""
+    if epochs is None:
+        return settings
+    steps = tuple(round(at * epochs / settings.epochs) for at in settings.steps_at)
+    return replace(settings, epochs=epochs, steps_at=steps)
+
+
+def _probe(views: Views, test: Features, settings: SgdSettings, seed: int, device: torch.device | str) -> SgdResult:
     began = time.perf_counter()
-    train, test = train.labelled().flat(), test.labelled()
-    classes = check_splits(train, train, test)
-    inputs, labels = train.values.to(device), train.labels.to(device)
+    test = test.labelled()
+    classes = int(views.labels.max()) + 1
+    values = test.values if test.values.ndim == 2 else test.values[:, 4]
     generator = torch.Generator().manual_seed(seed)
-    weight = torch.empty(classes, inputs.shape[1]).normal_(0, 0.01, generator=generator).to(device).requires_grad_()
+    weight = torch.empty(classes, values.shape[1]).normal_(0, 0.01, generator=generator).to(device).requires_grad_()
     bias = torch.zeros(classes, device=device, requires_grad=True)
-    batch = min(settings.batch_size, len(inputs))
-    peak = settings.lr * batch / settings.batch_size
+    peak = settings.lr * views.batch / settings.batch_size
     optimiser = torch.optim.SGD([weight, bias], lr=peak, momentum=settings.momentum)
     loss = torch.zeros(())
     for epoch in range(settings.epochs):
         for group in optimiser.param_groups:
             group["lr"] = peak * _decay(settings, epoch)
-        order = torch.randperm(len(inputs), generator=generator).to(device)
-        for start in range(0, len(order) - batch + 1, batch):
-            chosen = order[start : start + batch]
+        for inputs, labels in views.epoch(epoch):
             optimiser.zero_grad()
-            loss = F.cross_entropy(F.linear(inputs[chosen], weight, bias), labels[chosen])
+            loss = F.cross_entropy(F.linear(inputs, weight, bias), labels)
             loss.backward()
             if settings.trust:
                 _scale_by_layer((weight, bias), settings.trust)
             optimiser.step()
+    if not torch.isfinite(loss):
+        raise UserError("the classifier's loss is no number: its learning rate does not suit these features")
     with torch.no_grad():
-        values = test.values if test.values.ndim == 2 else test.values[:, 4]
         predicted = F.linear(values.to(device), weight, bias).argmax(1).cpu()
     return SgdResult(
         top1(predicted, test.labels),
         class_mean(predicted, test.labels),
         loss.item(),
         time.perf_counter() - began,
-        len(train),
+        len(views.labels),
         len(test),
         classes,
+        settings.epochs,
+        views.said,
     )
 
 
-def _decay(settings: Settings, epoch: int) -> float:
+def _decay(settings: SgdSettings, epoch: int) -> float:
     if settings.steps_at:
         return float(0.1 ** sum(epoch >= at for at in settings.steps_at))
     return 0.5 * (1 + math.cos(math.pi * epoch / settings.epochs))
