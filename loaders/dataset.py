@@ -129,9 +129,11 @@ def open_folder(
 def read_label_split(path: str | os.PathLike[str], dataset: ImageDataset) -> npt.NDArray[np.int64]:
     """The images of ``dataset`` listed in the text file ``path``, one relative name a line: int64 (M,), in its order.
 
-    Every listed image must have a label. Raises :class:`UserError` naming file and line.
+    A list made for another form of the same images will do (see :class:`loaders.labels.NameLookup`). Every listed image
+    must have a label. Raises :class:`UserError` naming file and line.
     """
-    places = np.array(read_names(Path(path), dataset.names), np.int64)
+    label_of = [dataset.classes[label] if label >= 0 else None for label in dataset.labels]
+    places = np.array(read_names(Path(path), dataset.names, label_of), np.int64)
     unlabelled = places[dataset.labels[places] < 0]
     if len(unlabelled):
         raise UserError(f"{printable(path)}: {printable(dataset.names[unlabelled[0]])} has no label in the data set")

@@ -1,17 +1,18 @@
 """Text files about images: labels of a flat folder, and lists that pick images of a data set.
 
 Names are relative to the data set's folder, "/" between folders; where a file of the same last name is unique, that
-name alone will do (the published ImageNet lists have no folders). Lines that start with # are comments. Faults are
-named by line.
+name alone will do (the published ImageNet lists have no folders). Suffixes of image files matter only where names
+differ in nothing else, so that a list fits a folder and everything that was converted from it. Lines that start with #
+are comments. Faults are named by line.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from loaders.errors import UserError
 from loaders.ilsvrc import ilsvrc_labels
-from loaders.names import printable
+from loaders.names import bare, printable
 from loaders.regular import open_regular
 
 LARGEST_LIST = 1 << 30
@@ -21,20 +22,44 @@ _HEADER_NAMES = frozenset({"file", "filename", "file_name", "image", "imageid", 
 
 
 class NameLookup:
-    """Finds images by relative name or by unique last name."""
+    """Finds images by relative name or, where that is unique, by last name, with or without the suffixes.
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._place = {name: i for i, name in enumerate(names)}
-        self._last: dict[str, int | None] = {}
-        for i, name in enumerate(names):
-            last = name.rpartition("/")[2]
-            self._last[last] = None if last in self._last else i
+    ``label_of`` are the images' class names, if they have any: ``class/name`` then means the image ``name`` of a flat
+    folder as well, since cocor-prep sorts such images into class folders (:func:`class_first`).
+    """
+
+    def __init__(self, names: Sequence[str], label_of: Sequence[str | None] = ()) -> None:
+        sorted_in = [class_first(*pair) for pair in zip(names, label_of, strict=False)]
+        lasts = [name.rpartition("/")[2] for name in names]
+        self._whole = [_unique(kind) for kind in (names, sorted_in, lasts)]
+        self._bare = [_unique(map(bare, kind)) for kind in (names, sorted_in, lasts)]
 
     def find(self, name: str) -> int | None:
         """The image's place, or None."""
         name = name.removeprefix("./")
-        place = self._place.get(name)
-        return self._last.get(name) if place is None and "/" not in name else place
+        given = [name]
+        if bare(name) != name:
+            given.append(f"{name}.jpg")  # as cocor-prep names it if it is no JPEG's
+        if bare(source := name.removesuffix(".jpg")) != source:
+            given.append(source)
+        tries = [(text, way) for text in given for way in self._whole] + [(bare(name), way) for way in self._bare]
+        return next((place for text, way in tries if (place := way.get(text)) is not None), None)
+
+
+def class_first(name: str, label: str | None) -> str:
+    """The name of an image in a prepared set: first the folder of its class, if it has one, then no other folder."""
+    if label is not None and name.startswith(f"{label}/"):
+        return name
+    flat = name.replace("/", "_")
+    return flat if label is None else f"{label}/{flat}"
+
+
+def _unique(names: Iterable[str]) -> dict[str, int | None]:
+    """The place of each name; None for those that occur more than once."""
+    places: dict[str, int | None] = {}
+    for place, name in enumerate(names):
+        places[name] = None if name in places else place
+    return places
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -66,10 +91,10 @@ def read_labels(path: Path, names: Sequence[str]) -> tuple[dict[int, str], list[
         fields = [(name.strip().strip('"'), label.strip().strip('"')) for name, label in _splits(line)]
         if not fields:
             raise UserError(f"{printable(path)}:{number}: no label; write 'name,label' or 'name label'")
+        if count == 0 and fields[0][0].lower() in _HEADER_NAMES and fields[0][0] not in names:
+            continue
         known = next(((place, label) for name, label in fields if (place := lookup.find(name)) is not None), None)
         if known is None:
-            if count == 0 and fields[0][0].lower() in _HEADER_NAMES:
-                continue
             unknown.append((fields[0][0], f"labelled in {printable(path)}:{number}, but not there"))
             continue
         place, label = known
@@ -89,9 +114,9 @@ def _splits(line: str) -> Iterator[tuple[str, str]]:
             yield parts[0], parts[1]
 
 
-def read_names(path: Path, names: Sequence[str]) -> list[int]:
-    """Places of the images listed in ``path``, one name a line, in the list's order."""
-    lookup = NameLookup(names)
+def read_names(path: Path, names: Sequence[str], label_of: Sequence[str | None] = ()) -> list[int]:
+    """Places of the images listed in ``path``, one name a line, in the list's order; see :class:`NameLookup`."""
+    lookup = NameLookup(names, label_of)
     line_of: dict[int, int] = {}
     for number, line in read_lines(path):
         found = lookup.find(line)

@@ -6,11 +6,27 @@ survives; what a person or a JSON file gets to see goes through :func:`printable
 
 import os
 
+IMAGE_SUFFIXES = frozenset(
+    ("jpg", "jpeg", "jpe", "jfif", "png", "webp", "bmp", "dib", "gif", "tif", "tiff", "ppm", "pgm", "pbm", "pnm")
+    + ("jp2", "j2k", "avif", "tga", "ico", "pcx", "sgi", "img")
+)
+
 
 def printable(name: str | os.PathLike[str]) -> str:
     """``name`` with undecodable bytes shown as ``\\xNN`` and control characters escaped, safe to print or to store."""
     text = os.fsencode(name).decode("utf-8", "backslashreplace")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def bare(name: str) -> str:
+    """``name`` without the suffixes of image files: what cocor-prep's conversions leave as it is.
+
+    They add ``.jpg`` to the name of an image that was no JPEG's, so ``cat/1.png`` becomes ``cat/1.png.jpg``, and both
+    are ``cat/1``.
+    """
+    while (cut := name.rpartition("."))[2].lower() in IMAGE_SUFFIXES and cut[0].rpartition("/")[2]:
+        name = cut[0]
+    return name
 
 
 def stays_inside(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a user may get wrong in a call of ``cocor-prep``: one line that names the flag or file, code 2, nothing changed."""
+"""What a user may get wrong in a call of ``cocor-prep``: one line naming flag or file, code 2, and nothing changed."""
 
 import os
 import shutil

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from prep_cases import corner_image, jpeg_bytes, write_all
+from prep_cases import corner_image, jpeg_bytes, png_bytes, write_all
 
 from loaders.beton import open_beton
 from loaders.dataset import open_folder, read_label_split
+from loaders.names import bare
+from loaders.open import open_images
 from loaders.prep.cli import main
 from loaders.split import stratified_split
 
@@ -116,3 +118,76 @@ def test_data_without_labels_is_refused_with_the_remedy(tmp_path: Path, capsys: 
     write_all(tmp_path / "flat", {"a.jpg": TINY})
     assert main(["labels", str(tmp_path / "flat"), "--output", str(tmp_path / "list")]) == 2
     assert "--labels" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One set as a folder of PNGs and others, a .beton, a resized folder, a tar, and made back from the .beton."""
+    root = tmp_path_factory.mktemp("forms")
+    image = corner_image((16, 16))
+    for name in "ab":
+        odd = {"1.jpg": TINY, "1.png": png_bytes(image), "plain": png_bytes(image), "plain (2)": png_bytes(image)}
+        write_all(root / "folder" / name, odd | {f"{i}.png": png_bytes(image) for i in range(2, 30)})
+    for source, output in (("folder", "x.beton"), ("folder", "small"), ("x.beton", "back")):
+        more = ["--shorter-side", "8"] if output == "small" else []
+        assert main(["convert", str(root / source), str(root / output), "--workers", "1", *more]) == 0
+    shutil.make_archive(str(root / "packed"), "tar", root / "folder")
+    return {name: root / name for name in ("folder", "x.beton", "small", "back", "packed.tar")}
+
+
+class TestListsCarryOver:
+    """A list fits the folder and all that was converted from it, whatever became of the names."""
+
+    @pytest.mark.parametrize("written_for", ["folder", "x.beton", "small", "back", "packed.tar"])
+    def test_between_all_forms(
+        self, written_for: str, forms: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        names = write(forms[written_for], tmp_path / "list", 0.3)
+        wanted = sorted(map(bare, names))
+        for path in forms.values():
+            capsys.readouterr()
+            assert main(["labels", str(path), "--check", str(tmp_path / "list")]) == 0
+            assert "note" not in capsys.readouterr().out, path
+            if path.suffix != ".tar":
+                data = open_images(path)
+                assert sorted(bare(data.names[i]) for i in read_label_split(tmp_path / "list", data)) == wanted
+
+    def test_the_same_choice_for_the_folder_and_the_file_made_from_it(
+        self, forms: dict[str, Path], tmp_path: Path
+    ) -> None:
+        first, second = (write(forms[name], tmp_path / name, 0.3) for name in ("folder", "x.beton"))
+        assert list(map(bare, first)) == list(map(bare, second))
+        for name in ("folder", "x.beton"):
+            data = open_images(forms[name])
+            chosen = {bare(data.names[i]) for i in stratified_split(data.labels, 0.3, 0)}
+            assert chosen == set(map(bare, first))
+
+    def test_from_a_flat_folder_with_a_label_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        image = png_bytes(corner_image((16, 16)))
+        write_all(tmp_path / "flat", {f"{i}.png": image for i in range(20)})
+        write_all(tmp_path / "flat" / "deep", {f"{i}.png": image for i in range(20)})
+        names = [f"{i}.png" for i in range(20)] + [f"deep/{i}.png" for i in range(20)]
+        labels = tmp_path / "labels.csv"
+        labels.write_text("".join(f"{name},{'xy'[i % 2]}\n" for i, name in enumerate(names)))
+        flat = ["--labels", str(labels)]
+        assert main(["convert", str(tmp_path / "flat"), str(tmp_path / "x.beton"), "--workers", "1", *flat]) == 0
+        from_flat = write(tmp_path / "flat", tmp_path / "one", 0.2, *flat)
+        write(tmp_path / "x.beton", tmp_path / "two", 0.2)
+        folder, stored = open_folder(tmp_path / "flat", labels), open_images(tmp_path / "x.beton")
+        for name in ("one", "two"):
+            capsys.readouterr()
+            assert main(["labels", str(tmp_path / "flat"), *flat, "--check", str(tmp_path / name)]) == 0
+            assert main(["labels", str(tmp_path / "x.beton"), "--check", str(tmp_path / name)]) == 0
+            assert "note" not in capsys.readouterr().out
+            left, right = (read_label_split(tmp_path / name, data) for data in (folder, stored))
+            assert len(left) == len(from_flat) == 8
+            pairs = zip([folder.names[i] for i in left], [stored.names[i] for i in right], strict=True)
+            assert all(b == f"{b[0]}/{a.replace('/', '_')}.jpg" for a, b in pairs)
+
+    def test_names_that_would_fit_two_images_are_refused_by_line(
+        self, forms: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for name in ("a/1", "1.png", "b/1.webp"):
+            (tmp_path / "list").write_text(f"a/2.png\n{name}\n")
+            assert main(["labels", str(forms["small"]), "--check", str(tmp_path / "list")]) == 2
+            assert f"list:2: {name} is not (or not uniquely)" in capsys.readouterr().err

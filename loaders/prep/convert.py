@@ -2,8 +2,8 @@
 
     source -> locators -> worker processes: read, decode, encode -> this process: write in order -> record -> rename
 
-The order of the source decides the order of writing and names decide the order of rows, so the output's bytes depend
-neither on the number of workers nor on their speed.
+The order of the source decides the order of writing and its names decide the order of rows, so the output's bytes
+depend neither on the number of workers nor on their speed.
 """
 
 from collections import Counter
@@ -18,7 +18,6 @@ import numpy as np
 
 from loaders.dataset import OnError
 from loaders.errors import UserError
-from loaders.folder import sort_key
 from loaders.names import available_cores, printable
 from loaders.prep.beton import BetonWriter
 from loaders.prep.encode import Encoded, Settings, encode_all
@@ -83,7 +82,8 @@ def convert(
             if not kept:
                 raise UserError(f"{printable(source.path)}: no usable images; nothing was written")
             done = Converted(len(kept), dict(sorted(treatments.items())), sorted(faults))
-            order = np.array(sorted(range(len(kept)), key=lambda i: sort_key(names[kept[i]])), np.int64)
+            row_of = {index: row for row, index in enumerate(kept)}
+            order = np.array([row_of[index] for index in source.order() if index in row_of], np.int64)
             chosen = np.array(kept, np.int64)[order]
             record = _record(source, [names[i] for i in chosen], chosen, rows[order], settings, target, done)
             writer.finish(order, rows["mode"][order], record)

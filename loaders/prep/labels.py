@@ -2,7 +2,9 @@
 
 The choice is that of :func:`loaders.split.stratified_split`, so ``cocor-train`` without a list and a list written here
 with the same fraction and seed mean the same images. The file can be read by people and other programs: comment lines
-say where it comes from, then follows one relative name a line. A digest over the names shows later edits.
+say where it comes from, then follows one relative name a line. A digest over these lines shows later edits, one over
+the data set's names and labels (:func:`names_digest`) whether the list was written for it. A list fits a folder and
+everything that was converted from it.
 """
 
 import hashlib
@@ -15,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from loaders.errors import UserError
-from loaders.folder import sort_key
 from loaders.labels import read_names
-from loaders.names import printable
+from loaders.names import bare, printable
 from loaders.prep.output import staged
 from loaders.prep.sources import Source
 from loaders.split import stratified_split
@@ -38,7 +39,7 @@ def write_labels(source: Source, fraction: float, seed: int, output: Path, force
     """Write the split; the number of images in it. Raises :class:`UserError` if the source has no labels."""
     if not (source.labels >= 0).any():
         raise UserError(f"{printable(source.path)}: has no labels; give class folders, or --labels with a label file")
-    order = np.array(sorted(range(len(source)), key=lambda i: sort_key(source.names[i])), np.int64)  # as when prepared
+    order = np.array(source.order(), np.int64)  # the order in which training sees them
     chosen = [source.names[order[i]] for i in stratified_split(source.labels[order], fraction, seed)]
     broken = next((name for name in chosen if "\n" in name or "\r" in name or name != name.strip()), None)
     if broken is not None:
@@ -61,7 +62,7 @@ def check_labels(path: Path, source: Source) -> Checked:
     Raises :class:`UserError` naming the line of an image that is unknown, doubled or without label, and if a digest
     in the list's head shows that names were changed after it was written.
     """
-    places = np.array(read_names(path, source.names), np.int64)
+    places = np.array(read_names(path, source.names), np.int64)  # named class first
     lines = path.read_bytes().splitlines(keepends=True)
     stated = {
         key: line[len(key) :].strip().decode() for line in lines for key in (_DIGEST, _DATA) if line.startswith(key)
@@ -93,7 +94,13 @@ def _data_digest(source: Source) -> str:
 
 
 def names_digest(names: Sequence[str], labels: npt.NDArray[np.int64], classes: Sequence[str]) -> str:
-    """SHA-256 over names and labels alone, which survive resizing and conversion."""
+    """SHA-256 over names and labels alone, which survive conversion and resizing.
+
+    It is made of the classes, and of "name NUL class" of every image in sorted order, names without the suffixes of
+    image files: the same for a folder and for all that was converted from it.
+    """
     digest = hashlib.sha256("\0".join(classes).encode("utf-8", "surrogateescape") + b"\0\0")
-    digest.update(b"\0".join(os.fsencode(name) for name in names) + b"\0" + labels.astype("<i8").tobytes())
+    of = [classes[label] if label >= 0 else "" for label in labels]
+    for line in sorted(os.fsencode(f"{bare(name)}\0{label}\0") for name, label in zip(names, of, strict=True)):
+        digest.update(line)
     return digest.hexdigest()

@@ -17,7 +17,8 @@ import numpy.typing as npt
 from loaders.beton import RAW, is_beton, open_beton
 from loaders.dataset import open_folder
 from loaders.errors import UserError
-from loaders.folder import is_hidden
+from loaders.folder import is_hidden, sort_key
+from loaders.labels import class_first
 from loaders.names import printable, stays_inside
 from loaders.prep.locator import FileBytes, Locator, RawPixels, Stretch
 from loaders.prep.record import FOLDER_RECORD
@@ -49,6 +50,12 @@ class Source:
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def order(self) -> list[int]:
+        """The order in which the images are stored, and in which training sees them: by name, but as in a file."""
+        if self.kind == "beton":
+            return list(range(len(self)))
+        return sorted(range(len(self)), key=lambda i: sort_key(self.names[i]))
 
     def keep_classes(self, wanted: Sequence[str]) -> "Source":
         """Only the images of the classes ``wanted``, numbered in sorted order. Raises on an unknown class."""
@@ -178,18 +185,11 @@ def make_source(
     known = sorted({label for label in label_of if label is not None}.union(classes))
     places = {name: i for i, name in enumerate(known)}
     labels = np.array([-1 if label is None else places[label] for label in label_of], np.int64)
-    class_first = [_class_first(name, label) for name, label in zip(names, label_of, strict=True)]
-    double = next((name for name, count in Counter(class_first).items() if count > 1), None)
+    stored = [class_first(name, label) for name, label in zip(names, label_of, strict=True)]
+    double = next((name for name, count in Counter(stored).items() if count > 1), None)
     if double is not None:
         raise UserError(f"{printable(path)}: two images are named {printable(double)}; remove or rename one")
-    return Source(path, kind, class_first, labels, known, faults, locate)
-
-
-def _class_first(name: str, label: str | None) -> str:
-    if label is not None and name.startswith(f"{label}/"):
-        return name
-    flat = name.replace("/", "_")
-    return flat if label is None else f"{label}/{flat}"
+    return Source(path, kind, stored, labels, known, faults, locate)
 
 
 def pad_numbers(labels: Sequence[str | None]) -> list[str | None]:

@@ -13,12 +13,12 @@ from pathlib import Path, PurePosixPath
 
 from loaders.errors import UserError
 from loaders.labels import read_labels
-from loaders.names import printable
+from loaders.names import IMAGE_SUFFIXES, printable
 from loaders.prep.locator import Stretch
 from loaders.prep.sources import Source, make_source, pad_numbers
 from loaders.prep.tar_members import list_tar
 
-_IMAGES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".img"})
+_IMAGES = frozenset(f".{suffix}" for suffix in IMAGE_SUFFIXES)
 _CLASS_KEYS = ("label", "cls", "class", "class_id", "target")
 _LARGEST_TEXT = 1 << 20
 
