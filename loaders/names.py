@@ -7,25 +7,8 @@ survives; what a person or a JSON file gets to see goes through :func:`printable
 import os
 
 IMAGE_SUFFIXES = frozenset(
-    {
-        "jpg",
-        "jpeg",
-        "jpe",
-        "jfif",
-        "png",
-        "webp",
-        "avif",
-        "bmp",
-        "dib",
-        "gif",
-        "tif",
-        "tiff",
-        "ppm",
-        "pgm",
-        "pbm",
-        "pnm",
-    }
-    | {"jp2", "j2k", "tga", "ico", "pcx", "sgi", "img"}
+    {"jpg", "jpeg", "jpe", "jfif", "png", "webp", "avif", "bmp", "dib", "gif", "tif", "tiff", "ppm", "pgm", "pbm"}
+    | {"pnm", "jp2", "j2k", "tga", "ico", "pcx", "sgi", "img"}
 )
 
 
