@@ -171,7 +171,7 @@ def _parse(path: Path, data: mmap.mmap) -> Beton:
 def _check_labels(path: Path, labels: np.ndarray, record: Record | None) -> None:
     """Labels number the classes. Without names of these, a label far beyond the number of images would make them up."""
     most = max(len(labels), SPARE_CLASSES) if record is None else len(record.classes)
-    lowest, highest = int(labels.min(initial=-1)), int(labels.max(initial=-1))
+    lowest, highest = int(labels.min(initial=0)), int(labels.max(initial=-1))
     if lowest >= -1 and highest < most:
         return
     if record is not None:

@@ -3,6 +3,7 @@
 import io
 import json
 import random
+import resource
 import shutil
 import struct
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import tarfile
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -32,7 +34,7 @@ from loaders.prep.cli import main as prep
 from loaders.prep.info import describe_source
 from loaders.prep.record import FOLDER_RECORD
 from loaders.prep.sources import open_source
-from loaders.stored import open_stored
+from loaders.stored import StoredDataset, open_stored
 
 TABLE = HEADER.itemsize + 2 * FIELD.itemsize  # where a .beton's table of images begins
 
@@ -137,14 +139,42 @@ class TestBeton:
         assert not list(tmp_path.rglob("*vil*")) and not out.exists()
 
     def test_any_damage_is_refused_or_harmless(self, prepared: Path, tmp_path: Path) -> None:
+        """Header, fields, tables, index, images: nothing but a UserError, or images that can be read or are named."""
         content, rng, path = (prepared / "x.beton").read_bytes(), random.Random(0), tmp_path / "x.beton"
-        end = len(content)
-        for turn in range(200):
-            data = bytes(without_record(content)) if turn % 2 else content
-            within = rng.choice([(0, 24), (TABLE, TABLE + 6 * SAMPLE.itemsize), (end - 6 * 24, end), (0, end)])
-            path.write_bytes(damaged(data, rng, within))
+        parts = [(0, 24), (24, TABLE), (TABLE, TABLE + 6 * SAMPLE.itemsize), (len(content) - 6 * 24, len(content))]
+        right = [bytes(open_stored(prepared / "x.beton").file.read(row)) for row in range(6)]
+        for turn in range(500):
+            data, known = (content, right) if turn % 2 == 0 else (bytes(without_record(content)), None)
+            path.write_bytes(damaged(data, rng, rng.choice([*parts, (0, len(content))])))
             one_line_or_none(lambda: describe_source(open_source(path)))
-            one_line_or_none(lambda: open_stored(path))
+            one_line_or_none(lambda known=known: self.read_all(open_stored(path), known))  # type: ignore[misc]
+
+    def read_all(self, images: StoredDataset, right: list[bytes] | None) -> None:
+        """Read every image; those that are read must be ``right``, if a checksum can tell."""
+        for i in range(len(images)):
+            one_line_or_none(lambda i=i: images.image(i).decode())  # type: ignore[misc]
+            with suppress(UserError):
+                data = bytes(images.file.read(i))
+                assert right is None or data == right[i]
+
+    @pytest.mark.parametrize("highest", [22_000, 1 << 20, (1 << 63) - 1])
+    def test_labels_far_beyond_the_images_make_no_classes_up(
+        self, prepared: Path, tmp_path: Path, highest: int, refused: Refused
+    ) -> None:
+        path = tmp_path / "x.beton"
+        data = without_record((prepared / "x.beton").read_bytes())
+        table = np.frombuffer(data, SAMPLE, 6, TABLE)
+        table["label"][3] = highest - 1
+        path.write_bytes(data)
+        if highest == 22_000:
+            assert len(open_stored(path).classes) == highest
+            table["label"][3] = highest
+            path.write_bytes(data)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for command in (["info", str(path)], ["convert", str(path), str(tmp_path / "out")], ["verify", str(path)]):
+            line = refused(lambda command=command: prep(command))
+            assert "x.beton: labels from 0 to" in line and "for 6 images cannot number classes" in line
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
 
     @pytest.mark.parametrize("loader", ["torch", "dali", "ffcv"])
     def test_a_jpeg_that_is_larger_than_the_table_says(
