@@ -289,6 +289,63 @@ class TestParquet:
         path = self.write(tmp_path / "x.parquet", None, notes=notes)
         one_line_or_none(lambda: open_source(path))
 
+    @pytest.mark.parametrize("notes", [b"{", b"\xff\xfe", b"[" * 100_000])
+    def test_class_names_that_cannot_be_read_are_told_with_the_remedy(
+        self, notes: bytes, tmp_path: Path, refused: Refused
+    ) -> None:
+        path = self.write(tmp_path / "x.parquet", None, notes=notes)
+        line = refused(lambda: prep(["info", str(path)]))
+        assert "x.parquet: its 'huggingface' metadata, which names the classes, is not JSON" in line
+
+    def test_without_notes_classes_are_numbers(self, tmp_path: Path) -> None:
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        rows = [jpeg_bytes(corner_image((40 + i, 30))) for i in range(3)]
+        parquet.write_table(arrow.table({"image": rows, "label": [0, 10, 2]}), tmp_path / "x.parquet")
+        assert open_source(tmp_path / "x.parquet").classes == ["00", "02", "10"]
+
+    def test_a_missing_image_column_is_told_with_those_there_are(self, tmp_path: Path, refused: Refused) -> None:
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        tables = {"label": [1, 2]}, {"image": ["a.jpg", "b.jpg"], "label": [0, 1]}, {"a": [b"x"], "b": [b"x"]}, {}
+        for columns in tables:
+            parquet.write_table(arrow.table(columns), tmp_path / "x.parquet")
+            line = refused(lambda: prep(["scan", str(tmp_path / "x.parquet")]))
+            assert (
+                f"x.parquet: no column of image bytes named image, img, jpg, jpeg, png; it has {', '.join(columns)}"
+                in line
+            )
+
+    @pytest.mark.parametrize("plaintext_footer", [True, False])
+    def test_an_encrypted_file_is_called_so(self, tmp_path: Path, plaintext_footer: bool, refused: Refused) -> None:
+        encryption = pytest.importorskip("pyarrow.parquet.encryption")
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+        class Keys(encryption.KmsClient):  # type: ignore[misc, name-defined]
+            def wrap_key(self, key: bytes, name: str) -> bytes:
+                return key
+
+            def unwrap_key(self, key: bytes, name: str) -> bytes:
+                return key
+
+        settings = encryption.EncryptionConfiguration(
+            footer_key="f", column_keys={"k": ["image", "label"]}, plaintext_footer=plaintext_footer
+        )
+        factory = encryption.CryptoFactory(lambda _: Keys())
+        secret = factory.file_encryption_properties(encryption.KmsConnectionConfig(), settings)
+        table = arrow.table({"image": [jpeg_bytes(corner_image())] * 2, "label": [0, 1]})
+        with parquet.ParquetWriter(tmp_path / "x.parquet", table.schema, encryption_properties=secret) as writer:
+            writer.write_table(table)
+        assert "x.parquet: an encrypted parquet file" in refused(lambda: prep(["info", str(tmp_path / "x.parquet")]))
+
+    def test_damage_anywhere_is_named(self, tmp_path: Path) -> None:
+        path = self.write(tmp_path / "x.parquet", ["a", "b"])
+        data, rng = path.read_bytes(), random.Random(1)
+        for turn in range(150):
+            path.write_bytes(damaged(data, rng, (len(data) * 2 // 3, len(data)) if turn % 2 else (0, len(data))))
+            one_line_or_none(lambda: [read(open_source(path).locate(i)) for i in range(4)])
+            path.write_bytes(data[: rng.randrange(len(data))])
+            with pytest.raises(UserError, match=r"x\.parquet: "):
+                open_source(path)
+
     def test_damaged_pages_are_named(self, tmp_path: Path, refused: Refused) -> None:
         path = self.write(tmp_path / "x.parquet", ["a", "b"])
         data, rng = path.read_bytes(), random.Random(0)

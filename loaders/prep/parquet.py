@@ -5,6 +5,9 @@ hub's notes in the file ("huggingface" metadata) where there are any.
 """
 
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from loaders.errors import UserError
 from loaders.names import printable
 from loaders.prep.locator import ParquetBytes
 from loaders.prep.sources import Source, make_source, pad_numbers
+from loaders.regular import open_regular
 
 _IMAGE_NAMES = ("image", "img", "jpg", "jpeg", "png")
 _LABEL_NAMES = ("label", "labels", "fine_label", "cls", "class", "target")
@@ -26,62 +30,68 @@ def open_parquet(path: Path, shards: list[Path]) -> Source:
     names: list[str] = []
     labels: list[Any] = []
     places: list[tuple[int, int, int]] = []  # shard, group, row
-    image = label = None
-    notes: dict[str, Any] = {}
+    image, label, known = "", None, None
     for number, shard in enumerate(shards):
-        try:
-            file = parquet.ParquetFile(shard)
-        except Exception as fault:  # pyarrow raises many kinds on damaged files
-            reason = str(fault).partition("\n")[0]
-            raise UserError(f"{printable(shard)}: not a readable parquet file ({reason})") from fault
-        with file:
-            if image is None:
-                image, label = _columns(shard, file.schema_arrow)
-                notes = _notes(shard, file.schema_arrow)
-            elif image not in file.schema_arrow.names or (label and label not in file.schema_arrow.names):
+        with _readable(shard), open_regular(shard, "a parquet file") as file, parquet.ParquetFile(file) as table:
+            columns = table.schema_arrow
+            if not number:
+                image, label = _columns(shard, columns)
+                known = _known_names(shard, columns, label)
+            elif image not in columns.names or (label and label not in columns.names):
                 raise UserError(f"{printable(shard)}: lacks the columns of {printable(shards[0])}; convert them apart")
-            for group in range(file.num_row_groups):
-                count = file.metadata.row_group(group).num_rows
+            room = os.fstat(file.fileno()).st_size
+            for group in range(table.num_row_groups):
+                count = table.metadata.row_group(group).num_rows
+                if not 0 <= count <= room:  # an image takes a byte at least
+                    raise ValueError(f"{count:,} rows in {room:,} bytes")
                 if label:
-                    labels += _read_labels(shard, file, group, label)
+                    found = table.read_row_group(group, columns=[label]).column(label).to_pylist()
+                    if len(found) != count:
+                        raise ValueError(f"{len(found):,} labels of {count:,} rows")
+                    labels += found
                 names += [f"{shard.stem}_{len(names) + row:08d}" for row in range(count)]
                 places += [(number, group, row) for row in range(count)]
     if not names:
         raise UserError(f"{printable(path)}: holds no rows; check the path")
-    found = _label_names(path, labels, _known_names(shards[0], notes, label)) if label else [None] * len(names)
-    column = str(image)
+    label_of = _label_names(path, labels, known) if label else [None] * len(names)
 
     def locate(index: int) -> ParquetBytes:
         shard, group, row = places[index]
-        return ParquetBytes(str(shards[shard].absolute()), column, group, row)
+        return ParquetBytes(str(shards[shard].absolute()), image, group, row)
 
-    return make_source(path, "parquet", names, found, [], locate)
+    return make_source(path, "parquet", names, label_of, [], locate)
 
 
-def _notes(shard: Path, schema: Any) -> Any:
-    """The hub's notes, JSON in the file's metadata."""
+@contextmanager
+def _readable(shard: Path) -> Iterator[None]:
+    """Turn any error in reading ``shard`` into one line that names it."""
     try:
-        return json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+        yield
+    except UserError:
+        raise
+    except Exception as fault:  # pyarrow raises many kinds on damaged files
+        reason = str(fault).partition("\n")[0]
+        if "encrypt" in reason.lower() or "decrypt" in reason.lower():
+            raise UserError(f"{printable(shard)}: an encrypted parquet file; decrypt it first ({reason})") from fault
+        raise UserError(f"{printable(shard)}: not a readable parquet file ({reason}); fetch it again") from fault
+
+
+def _known_names(shard: Path, schema: Any, label: str | None) -> list[str] | None:
+    """The class names in the hub's notes, JSON in the file's metadata; None if there are none."""
+    if label is None:
+        return None
+    try:
+        notes = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     except (ValueError, RecursionError) as fault:
-        raise UserError(f"{printable(shard)}: its 'huggingface' metadata is not JSON ({fault})") from fault
-
-
-def _known_names(shard: Path, notes: Any, label: str) -> list[str] | None:
-    """The class names in the notes, if there are any."""
+        raise UserError(
+            f"{printable(shard)}: its 'huggingface' metadata, which names the classes, is not JSON ({fault}); "
+            "fetch it again, or write it without that metadata"
+        ) from fault
     for key in ("info", "features", label, "names"):
         notes = notes.get(key) if isinstance(notes, dict) else None
     if notes is not None and not (isinstance(notes, list) and all(isinstance(name, str) for name in notes)):
         raise UserError(f"{printable(shard)}: the class names in its 'huggingface' metadata are no list of names")
     return notes
-
-
-def _read_labels(shard: Path, file: Any, group: int, label: str) -> list[Any]:
-    try:
-        values: list[Any] = file.read_row_group(group, columns=[label]).column(label).to_pylist()
-    except Exception as fault:  # as above
-        reason = str(fault).partition("\n")[0]
-        raise UserError(f"{printable(shard)}: its column {printable(label)} cannot be read ({reason})") from fault
-    return values
 
 
 def _columns(shard: Path, schema: Any) -> tuple[str, str | None]:
@@ -93,14 +103,15 @@ def _columns(shard: Path, schema: Any) -> tuple[str, str | None]:
             return kind.get_field_index("bytes") >= 0
         return pyarrow.types.is_binary(kind) or pyarrow.types.is_large_binary(kind)
 
-    images = [name for name in schema.names if holds_files(schema.field(name).type)]
+    names = [name for name in schema.names if schema.names.count(name) == 1]
+    images = [name for name in names if holds_files(schema.field(name).type)]
     chosen = next((name for name in _IMAGE_NAMES if name in images), images[0] if len(images) == 1 else None)
     if chosen is None:
         raise UserError(
             f"{printable(shard)}: no column of image bytes named {', '.join(_IMAGE_NAMES)}; "
-            f"it has {', '.join(schema.names)}"
+            f"it has {', '.join(map(printable, schema.names[:20])) or 'none'}"
         )
-    return chosen, next((name for name in _LABEL_NAMES if name in schema.names), None)
+    return chosen, next((name for name in _LABEL_NAMES if name in names), None)
 
 
 def _label_names(path: Path, labels: list[Any], known: list[str] | None) -> list[str | None]:
