@@ -19,6 +19,7 @@ from cocor.eval.features import Features
 from cocor.eval.linear import PENALTIES, linear_probe
 from cocor.eval.peer import against_sklearn
 from cocor.eval.softmax import SoftmaxRegression
+from loaders.errors import UserError
 
 
 def draw(images: int, dimensions: int, classes: int, seed: int) -> Features:
@@ -59,15 +60,24 @@ def main() -> None:
     print(f"test top-1 {found.top1:.2%} at penalty {found.penalty:.3g}")
     numbers: dict[str, object] = {"size": size, "machine": _machine(device), "grid_seconds": seconds}
     numbers |= {"iterations": iterations, "converged": converged, "top1": found.top1, "penalty": found.penalty}
-    if not options.no_sklearn:
+    _keep(numbers, options.json)  # scikit-learn may take longer than anyone waits
+    if options.no_sklearn:
+        return
+    try:
         peer = against_sklearn(train, options.penalty, device)
-        print(
-            f"one fit at penalty {options.penalty:g}: {peer['seconds']:.2f} s here, {peer['seconds_sklearn']:.1f} s "
-            f"scikit-learn; objectives differ by {peer['relative_difference']:.1e} of their value"
-        )
-        numbers["one_fit"] = peer
-    if options.json is not None:
-        options.json.write_text(json.dumps(numbers, indent=1) + "\n")
+    except UserError as error:
+        print(f"not compared: {error}")
+        return
+    print(
+        f"one fit at penalty {options.penalty:g}: {peer['seconds']:.2f} s here, {peer['seconds_sklearn']:.1f} s "
+        f"scikit-learn; objectives differ by {peer['relative_difference']:.1e} of their value"
+    )
+    _keep(numbers | {"one_fit": peer}, options.json)
+
+
+def _keep(numbers: dict[str, object], path: Path | None) -> None:
+    if path is not None:
+        path.write_text(json.dumps(numbers, indent=1) + "\n")
 
 
 def _machine(device: torch.device) -> str:

@@ -19,7 +19,7 @@ from cocor.eval.datasets import Splits
 from cocor.eval.features import Features, features_of, joined, summary
 from cocor.eval.knn import knn_accuracy, leave_one_out_accuracy
 from cocor.eval.linear import LinearResult, linear_probe
-from cocor.eval.peer import against_sklearn
+from cocor.eval.peer import against_sklearn, check_peer
 from cocor.eval.protocols import KNN_K, RECIPES, WAY_SHOTS
 from cocor.eval.retrieval import evenly_spread, retrieve, save_sheet
 from cocor.eval.sgd_probe import sgd_probe, sgd_probe_on_crops, shortened
@@ -55,6 +55,8 @@ def _out_of_memory(error: Exception, options: argparse.Namespace) -> UserError |
 def linear(options: argparse.Namespace) -> None:
     splits = inputs.chosen_splits(options)
     encoder = inputs.chosen_encoder(options, options.weights[0])
+    if options.against_sklearn:
+        check_peer(len(splits.train.classes))
     if options.probe != "lbfgs":
         return _linear_by_sgd(options, encoder, splits)
     train, val, test = inputs.features_of_splits(options, encoder, splits)

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import time
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +113,11 @@ def features_of(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: 
     path = how.cache / f"{how.key(encoder, dataset)}.safetensors" if how.cache is not None else None
     values = _cached(path, len(dataset)) if path is not None else None
     if values is None:
+        began = time.perf_counter()
         values = _extract(encoder.backbone, dataset, how, name)
+        seconds = time.perf_counter() - began
+        if how.world.main:
+            _log.info(f"{name}: {len(dataset):,} in {seconds:.1f} s, {len(dataset) / seconds:,.0f} images/s")
         _refuse_infinite(values, name)
         if path is not None and how.world.main:
             _keep(values, path)

@@ -13,18 +13,27 @@ from loaders.errors import UserError
 Result = TypeVar("Result")
 
 
+def check_peer(classes: int) -> None:
+    """UserError if there is nothing to compare with: no scikit-learn, or a problem that it writes down otherwise."""
+    try:
+        import sklearn.linear_model  # noqa: F401
+    except ImportError:
+        raise UserError("--against-sklearn needs scikit-learn: pip install scikit-learn") from None
+    if classes < 3:  # of two, scikit-learn keeps only the difference of their weights
+        raise UserError("--against-sklearn needs three classes or more")
+
+
 def against_sklearn(data: Features, penalty: float, device: torch.device | str, iterations: int = 5000) -> dict:
     """Both solve the same objective on ``data`` from zero, in float64: objectives, their difference for each image, and
     seconds. scikit-learn works on the CPU.
 
     Raises:
-        UserError: scikit-learn is not installed.
+        UserError: scikit-learn is not installed, or there are fewer than three classes.
     """
-    try:
-        from sklearn.linear_model import LogisticRegression
-    except ImportError:
-        raise UserError("--against-sklearn needs scikit-learn: pip install scikit-learn") from None
     data = data.labelled().flat()
+    check_peer(len(data.labels.unique()))
+    from sklearn.linear_model import LogisticRegression
+
     values = data.values.double()
     values = values / values.square().mean().sqrt().clamp(min=1e-30)
     classes, labels = data.labels.unique(return_inverse=True)
@@ -34,8 +43,6 @@ def against_sklearn(data: Features, penalty: float, device: torch.device | str, 
     inputs = here.inputs.cpu().numpy()
     _, their_seconds = _timed(lambda: there.fit(inputs, labels.numpy()))
     weights = torch.from_numpy(there.coef_.T.copy()).to(device)
-    if weights.shape[1] == 1:  # two classes: scikit-learn keeps the difference of their weights
-        raise UserError("--against-sklearn needs three classes or more")
     theirs = here.objective(weights, penalty)
     return {
         "penalty": penalty,
