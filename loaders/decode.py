@@ -145,7 +145,8 @@ def _open(file: BinaryIO) -> Image.Image:
     try:
         image = Image.open(file, formats=_formats())
     except UnidentifiedImageError:
-        raise ImageFault("not an image of any known kind") from None
+        empty = file.seek(0, os.SEEK_END) == 0
+        raise ImageFault("an empty file" if empty else "not an image of any known kind") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as fault:
         raise ImageFault(_first_line(fault)) from None
     except Exception as fault:  # as in decode_file

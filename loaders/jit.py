@@ -3,33 +3,58 @@
 ``fastmath`` stays off because the executors promise Pillow's bits, and ``parallel`` because numba's threading layers
 abort on concurrent use and do not survive a fork: callers spread samples over a thread pool instead.
 
-numba's cache notices a change of the file a function is in, not of the files of the functions it calls, and would go on
-running old code. So the cache folder is named by a digest of all the sources that use ``jit``.
+numba's cache notices a change of the file a function is in, not of the files of the functions it calls or of the
+constants that it uses, and would go on running old code. So the cache folder is named by a digest of all the sources
+that use ``jit`` and of what they import. A cache that cannot be written or read costs time, nothing else.
 """
 
 import hashlib
 import os
-import stat
-import tempfile
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
+from numba.core.caching import FunctionCache
+
+from loaders.private import private_folder
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+_PACKAGE = Path(__file__).parent
+_IMPORT = re.compile(rb"^\s*(?:from|import) (loaders[\w.]*)(?: import ([\w, ]+))?", re.MULTILINE)
 
 
 def jit(function: Function) -> Function:
     """Compile ``function`` on first call, or load it from the cache."""
+    compiled: Any = numba.njit(nogil=True)(function)
     config: Any = numba.config
     before, folder = config.CACHE_DIR, _cache_folder()
-    config.CACHE_DIR = folder  # read when the function is made
-    try:
-        return cast(Function, numba.njit(nogil=True, cache=bool(folder))(function))
-    finally:
+    if folder:
+        config.CACHE_DIR = folder  # read when the cache is made
+        with suppress(RuntimeError, OSError):  # nowhere to put it
+            compiled._cache = _Cache(function)
         config.CACHE_DIR = before
+    return cast(Function, compiled)
+
+
+class _Cache(FunctionCache):
+    """A full disk and files that were cut short end in compiling anew, not in an error."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception:  # a damaged pickle can fail in any way
+            with suppress(OSError):
+                self.flush()
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        with suppress(OSError):
+            super().save_overload(sig, data)
 
 
 @cache
@@ -37,30 +62,28 @@ def _cache_folder() -> str:
     """Beside the sources, or in the temporary folder for read-only installations; NUMBA_CACHE_DIR comes first."""
     beside = Path(__file__).parent / "__pycache__"
     chosen = os.environ.get("NUMBA_CACHE_DIR")
-    shared = Path(tempfile.gettempdir(), f"cocor-{os.getuid()}")
-    for parent in [Path(chosen)] if chosen else [beside, shared]:
-        folder = parent / f"numba-{_digest()}"
-        try:
-            if parent == shared:
-                parent.mkdir(mode=0o700, exist_ok=True)
+    for place in [lambda: Path(chosen)] if chosen else [lambda: beside, private_folder]:
+        with suppress(OSError):
+            folder = place() / f"numba-{_digest()}"
             folder.mkdir(parents=True, exist_ok=True)
-            if os.access(folder, os.W_OK) and (parent != shared or _is_ours_alone(parent)):
+            if os.access(folder, os.W_OK):
                 return str(folder)
-        except OSError:
-            continue
     return ""
 
 
-def _is_ours_alone(folder: Path) -> bool:
-    """Whether nobody else can have laid anything in a folder: cached code is executed."""
-    status = folder.lstat()  # a link may lead anywhere
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
-
-
 def _digest() -> str:
+    """Of all sources with compiled functions, and of all in this package that these import, directly or not."""
+    sources = {path: path.read_bytes() for path in sorted(_PACKAGE.rglob("*.py"))}
+    wanted = [path for path, source in sources.items() if b"@jit" in source]
+    chosen = set(wanted)
+    while wanted:
+        for module, names in _IMPORT.findall(sources[wanted.pop()]):
+            place = _PACKAGE.joinpath(*module.decode().split(".")[1:])
+            parts = [place / name.strip() for name in names.decode().split(",")]  # modules, or what is in this one
+            found = {path.with_suffix(".py") for path in (place, *parts)} & sources.keys() - chosen
+            chosen |= found
+            wanted += found
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        source = path.read_bytes()
-        if b"@jit" in source:
-            digest.update(source)
+    for path in sorted(chosen):
+        digest.update(sources[path])
     return digest.hexdigest()[:12]

@@ -11,6 +11,7 @@ one far above: a place to watch learning happen, not a benchmark.
 
 import importlib.util
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -20,6 +21,7 @@ from PIL import Image
 
 from loaders.errors import UserError
 from loaders.prep.output import staged
+from loaders.private import private_folder
 
 TILE = 48  # pixels
 TRAIN, VAL = 300, 60  # tiles a class
@@ -74,8 +76,6 @@ def make_demo(folder: Path | None = None) -> Path:
     if _complete(target):
         return target
     photographs = {name: _open(photograph_folder() / name) for name in {*PALETTES, *(c.file for c in CLASSES)}}
-    if folder is None:
-        target.parent.mkdir(parents=True, exist_ok=True)
     empty = target.is_dir() and not any(target.iterdir())
     try:
         with staged(target, folder=True, force=empty) as work:
@@ -87,7 +87,10 @@ def make_demo(folder: Path | None = None) -> Path:
 
 
 def _complete(target: Path) -> bool:
-    return (target / ORIGIN).is_file() and (target / ORIGIN).read_text() == NOTE
+    try:
+        return (target / ORIGIN).read_text() == NOTE
+    except OSError:
+        return False
 
 
 def _write(work: Path, photographs: dict[str, Image.Image]) -> None:
@@ -109,8 +112,19 @@ def _write(work: Path, photographs: dict[str, Image.Image]) -> None:
 
 
 def default_folder() -> Path:
-    """``cocor/demo`` in the user's cache folder (``$XDG_CACHE_HOME``, else ``~/.cache``)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cocor" / "demo"
+    """``cocor/demo`` in the user's cache folder (``$XDG_CACHE_HOME``, else ``~/.cache``), in a folder that exists and
+    can be written unless the set is there already; else in the temporary folder. UserError if there is no place."""
+    home = os.path.expanduser("~/.cache")  # noqa: PTH111 (a Path's own raises where there is no home)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or home) / "cocor"
+    for place in (lambda: cache, private_folder):
+        with suppress(OSError):
+            folder = place()
+            if _complete(folder / "demo"):
+                return folder / "demo"
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK):
+                return folder / "demo"
+    raise UserError(f"{cache}: cannot be written, for the demo's images; name a cache folder with XDG_CACHE_HOME")
 
 
 def photograph_folder() -> Path:
