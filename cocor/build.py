@@ -1,6 +1,8 @@
 """From a configuration to networks: the timm backbone, the contrastive method around it, the source of targets."""
 
+import copy
 import difflib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import timm
 import torch
 from torch import nn
 
+from cocor import checkpoint
 from cocor.config import Config, key_bn_groups
 from cocor.distributed import World, broadcast_parameters, gather
 from cocor.methods.base import Method
@@ -21,17 +24,18 @@ from cocor.mmnn import MMNN, Constants
 from loaders.errors import UserError
 
 
-def build_backbone(name: str, stem: str = "imagenet") -> nn.Module:
+def build_backbone(name: str, stem: str = "imagenet", image_size: int | None = None) -> nn.Module:
     """A randomly initialised timm model without classifier: images (B, 3, H, W) -> features (B, D).
 
     ``stem`` "small" is the usual change for images of 32 to 64 pixels: a first convolution of 3x3 with stride 1, and no
-    pooling behind it. UserError for unknown names and for models whose stem is not a ResNet's.
+    pooling behind it. ``image_size``: H = W, where it is not timm's; transformers learn an embedding for each place.
+    UserError for unknown names, sizes that the model cannot take, and models whose stem is not a ResNet's.
     """
     if not timm.is_model(name):
         close = difflib.get_close_matches(name, timm.list_models(), n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise UserError(f"--backbone {name}: timm has no such model{hint}")
-    model: nn.Module = timm.create_model(name, num_classes=0)
+    model = _create(name, image_size)
     if stem == "small":
         first = getattr(model, "conv1", None)
         if not isinstance(first, nn.Conv2d) or not hasattr(model, "maxpool"):
@@ -39,14 +43,39 @@ def build_backbone(name: str, stem: str = "imagenet") -> nn.Module:
         model.conv1 = nn.Conv2d(3, first.out_channels, 3, stride=1, padding=1, bias=False)
         nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
         model.maxpool = nn.Identity()
+    if image_size is not None:
+        _try_size(model, name, image_size)
     return model
+
+
+def _create(name: str, image_size: int | None) -> nn.Module:
+    about = timm.get_pretrained_cfg(name)
+    if image_size is not None and about is not None and about.fixed_input_size:
+        with suppress(TypeError):  # not all of these models let their size be set
+            return timm.create_model(name, num_classes=0, img_size=image_size)
+    return timm.create_model(name, num_classes=0)
+
+
+def _try_size(model: nn.Module, name: str, size: int) -> None:
+    """Raise a UserError if ``model`` cannot take images of this size: shapes alone go through it, no pixels."""
+    shapes = copy.deepcopy(model).to("meta").eval()
+    try:
+        with torch.no_grad():
+            shapes(torch.empty(2, 3, size, size, device="meta"))
+    except NotImplementedError:  # an operation that knows no shapes alone: the first batch will show
+        return
+    except (AssertionError, RuntimeError, ValueError) as error:
+        usual = timm.get_pretrained_cfg(name)
+        other = f"such as {usual.input_size[-1]}" if usual is not None else "or another --backbone"
+        why = " ".join(str(error).split())[:100]
+        raise UserError(f"--image-size {size}: {name} cannot take it ({why}); use another, {other}") from None
 
 
 def build_method(config: Config, world: World) -> Method:
     """The method of ``config`` on ``world.device``, equal on all ranks; weights depend on ``seed`` alone."""
     torch.manual_seed(config.seed)
-    backbone = build_backbone(config.backbone, config.stem)
-    if config.init is not None:
+    backbone = build_backbone(config.backbone, config.stem, config.image_size)
+    if config.init is not None and not checkpoint.exists(config.resume, config.output):
         load_backbone(backbone, config.init)
     method = _method(config, world, backbone)
     if config.sync_bn and world.size > 1:
@@ -113,9 +142,7 @@ def load_backbone(backbone: nn.Module, path: Path) -> None:
 
     UserError if the file is missing, unreadable, or holds other weights.
     """
-    from cocor.checkpoint import read_backbone
-
-    weights = read_backbone(path)
+    weights = checkpoint.read_backbone(path)
     wanted = backbone.state_dict()
     strange = sorted(set(weights) ^ set(wanted)) or sorted(k for k in wanted if weights[k].shape != wanted[k].shape)
     if strange:

@@ -101,7 +101,14 @@ def _text(value: Any) -> str:
 
 
 def _path(value: Any) -> Path:
-    return Path(_text(value)).expanduser()
+    text = _text(value)
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError("a path: there is no such user") from None
+    if "\0" in text:
+        raise ValueError("a path")
+    return path
 
 
 def _choice(value: Any, allowed: tuple[str, ...]) -> str:
@@ -241,7 +248,7 @@ def read_flags(
     if len(files) > 1:
         raise UserError("--config is given twice; let one file name the other with `defaults:`")
     converted = {key: convert(flag(key), value, hints[key]) for key, value in values.items()}
-    return converted, Path(files[0]).expanduser() if files else None
+    return converted, convert("--config", files[0], Path) if files else None
 
 
 def check_bounds(values: Any) -> None:

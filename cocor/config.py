@@ -36,7 +36,7 @@ class Config:
     label_split: Path | None = option(None, "which images may show their labels to the MMNN, written by cocor-prep")
     label_fraction: float = option(0.01, "share of the labels shown to the MMNN if there is no --label-split", high=1)
     loader: Loader = option("dali", "who reads and decodes")
-    synthetic_images: int = option(51200, "images in an epoch of --loader synthetic", low=1)
+    synthetic_images: int = option(51200, "images in an epoch of --loader synthetic", low=1, high=10**8)
     on_error: Literal["stop", "skip"] = option("stop", "at files that cannot be read; skip: others take their place")
     output: Path = option(Path("runs/moco"), "folder of the run")
     overwrite: bool = option(False, "empty the output folder first")
@@ -49,10 +49,12 @@ class Config:
     method: Method = option("moco", "contrastive method")
     backbone: str = option("resnet50", "timm name of the encoder")
     stem: Literal["imagenet", "small"] = option("imagenet", "first layers; small: 3x3 stride 1, no pooling (CIFAR)")
-    image_size: int = option(224, "side of every view in pixels", low=8)
-    epochs: int = option(200, "passes over the data", low=1)
-    batch_size: int = option(256, "images a step, over all GPUs", low=2)
-    labelled_batch_size: int = option(0, "labelled images a step, over all GPUs; 0: a quarter of the batch", low=0)
+    image_size: int = option(224, "side of every view in pixels", low=8, high=4096)
+    epochs: int = option(200, "passes over the data", low=1, high=10**6)
+    batch_size: int = option(256, "images a step, over all GPUs", low=2, high=2**20)
+    labelled_batch_size: int = option(
+        0, "labelled images a step, over all GPUs; 0: a quarter of the batch", low=0, high=2**20
+    )
     lr: float = option(0.03, "learning rate at this batch size, never rescaled; cosine to 0", low=0)
     final_lr: float = option(0.0, "learning rate at the end, as a share of --lr", low=0, high=1)
     optimiser: Literal["sgd", "lars"] = option("sgd", "of encoder and heads")
@@ -64,15 +66,17 @@ class Config:
     fix_predictor_lr: bool = option(True, "SimSiam: keep the predictor's learning rate constant")
 
     # Methods
-    queue_size: int = option(65536, "MoCo: keys in the queue", low=1)
+    queue_size: int = option(65536, "MoCo: keys in the queue", low=1, high=2**24)
     key_bn_splits: int = option(
-        8, "MoCo: groups of the batch, over all GPUs, that the keys' BatchNorm sees apart", low=1
+        8, "MoCo: groups of the batch, over all GPUs, that the keys' BatchNorm sees apart", low=1, high=2**20
     )
     temperature: float = option(0.2, "MoCo, SupCon: temperature", low=1e-3)
     key_momentum: float = option(0.999, "MoCo, BYOL: momentum of the second encoder; BYOL's rises to 1", low=0, high=1)
-    embedding_dim: int = option(128, "MoCo, SupCon, BYOL, INTL: dimension of embeddings", low=1)
-    projector_dim: int = option(2048, "SimSiam: width and output of the projector; BYOL, INTL: its hidden width", low=1)
-    predictor_dim: int = option(512, "SimSiam, BYOL: hidden width of the predictor", low=1)
+    embedding_dim: int = option(128, "MoCo, SupCon, BYOL, INTL: dimension of embeddings", low=1, high=2**16)
+    projector_dim: int = option(
+        2048, "SimSiam: width and output of the projector; BYOL, INTL: its hidden width", low=1, high=2**16
+    )
+    predictor_dim: int = option(512, "SimSiam, BYOL: hidden width of the predictor", low=1, high=2**16)
     whitening_iterations: int = option(4, "INTL: steps of iterative normalisation", low=1, high=20)
     trace_weight: float | None = option(None, "INTL: weight of the trace loss", low=0)
 
@@ -84,7 +88,9 @@ class Config:
     pool: Pool = option("all", "basic augmentations to draw from")
     magnitudes: Magnitudes = option("uniform", "their strengths; released: the authors' fixed level 10")
     recipe: Literal["paper", "released"] = option("paper", "composites on a shared plain crop, or as the released code")
-    released_originals: int = option(5, "crops whose mean embedding is the original in --recipe released", low=1)
+    released_originals: int = option(
+        5, "crops whose mean embedding is the original in --recipe released", low=1, high=100
+    )
     mmnn: Literal["learned", "constants"] = option("learned", "where the target similarities come from")
     constants: tuple[float, ...] = option((0.8, 0.75, 0.65), "targets of lengths 1, 2, 3; extrapolated", low=-1, high=1)
     hypergradient: Literal["exact", "taylor", "released"] = option(
@@ -110,12 +116,12 @@ class Config:
     solarize_prob: tuple[float, ...] = option((0.0,), "probability of solarising, or of each view's", low=0, high=1)
 
     # Machine
-    gpus: int | None = option(None, "GPUs of this machine to use; 0: none, train on the CPU", low=0)
+    gpus: int | None = option(None, "GPUs of this machine to use; 0: none, train on the CPU", low=0, high=1024)
     max_restarts: int = option(0, "times that --gpus N starts all ranks again after one has died", low=0)
-    cpu_ranks: int = option(1, "processes to train with when there is no GPU (--gpus 0)", low=1)
+    cpu_ranks: int = option(1, "processes to train with when there is no GPU (--gpus 0)", low=1, high=1024)
     precision: Literal["bf16", "fp32"] | None = option(None, "arithmetic of the networks")
     execution: Execution = option("auto", "of a step: as written, compiled, as one CUDA graph, or (fused) both")
-    workers: int = option(0, "CPU threads of a GPU's loader; 0: its share of the CPUs", low=0)
+    workers: int = option(0, "CPU threads of a GPU's loader; 0: its share of the CPUs", low=0, high=1024)
     hw_decoder_load: float = option(0.65, "share of JPEGs for the GPU's hardware decoder (DALI)", low=0, high=1)
     seed: int = option(0, "seed of weights, order and views", low=0, high=2**63 - 1)
 
