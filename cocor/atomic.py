@@ -4,6 +4,7 @@ A reader, a killed process or a full disk therefore never leaves half a file und
 there before stays until its successor is complete.
 """
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -28,7 +29,7 @@ def replacing(path: Path) -> Iterator[Path]:
         yield temporary
         _sync(temporary)
         temporary.replace(path)
-        _sync(path.parent)  # the rename itself
+        _sync_rename(path.parent)
     except OSError as error:
         remedy = "free some space or choose another --output"
         raise UserError(f"cannot write {path.name} in {path.parent}: {error.strerror or error}; {remedy}") from error
@@ -41,6 +42,14 @@ def write_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` as UTF-8, whole or not at all."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def _sync_rename(folder: Path) -> None:
+    try:
+        _sync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):  # as some network file systems say
+            raise
 
 
 def _sync(path: Path) -> None:

@@ -8,6 +8,7 @@ is on disk. A damaged newest file is named and the one before it used. One rank 
 """
 
 import logging
+import os
 import platform
 import zipfile
 from collections.abc import Mapping
@@ -24,10 +25,10 @@ from torch import Tensor
 import cocor
 from cocor import atomic
 from cocor.config import FREE_TO_CHANGE, Config
+from cocor.run_folder import CHECKPOINTS as FOLDER
 from loaders.decode import describe as describe_fault
 from loaders.errors import UserError
 
-FOLDER = "checkpoints"
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _log = logging.getLogger(__name__)
 
@@ -49,12 +50,19 @@ def save(folder: Path, state: Mapping[str, Any], *, keep: int, milestones: int =
         except RuntimeError as error:  # torch's writer hides the system's own error behind one of its own
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
     for stale in folder.glob(f".*{atomic.TEMPORARY}"):  # of killed runs
-        stale.unlink()
+        _remove(stale)
     # Later steps are damaged or of another run's making: not counted, not touched.
     for old in [other for other in _listed(folder) if _step(other) <= _step(path)][keep:]:
         if not milestones or _step(old) % milestones:
-            old.unlink()
+            _remove(old)
     return path
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        _log.warning(f"cannot remove {path}: {error.strerror}")
 
 
 def describe(config: Config, digest: str) -> dict[str, Any]:
@@ -89,7 +97,7 @@ def load(path: Path) -> dict[str, Any]:
         raise
     except Exception as error:  # a broken file can fail anywhere in zip, pickle or torch
         raise UserError(f"{path} is damaged or no checkpoint: {describe_fault(error)[:200]}") from None
-    if not isinstance(state, dict) or not isinstance(state.get("step"), int):
+    if not isinstance(state, dict) or type(state.get("step")) is not int or state["step"] < 0:
         raise UserError(f"{path} is no checkpoint of cocor: it has no step")
     return state
 
@@ -130,7 +138,7 @@ def find(resume: str, output: Path) -> tuple[Path, dict[str, Any]] | None:
     own = output / FOLDER
     if resume == "auto":
         return newest(own)
-    path = Path(resume).expanduser()
+    path = Path(os.path.expanduser(resume))  # noqa: PTH111 (a Path's own raises for unknown users)
     if path.is_dir():
         found = newest(path / FOLDER if (path / FOLDER).is_dir() else path)
         if found is None:
@@ -140,6 +148,11 @@ def find(resume: str, output: Path) -> tuple[Path, dict[str, Any]] | None:
     if path.parent.resolve() == own.resolve() and later:
         raise UserError(f"--resume {path}: {later[0]} is later; remove the later ones or use another --output")
     return path, load(path)
+
+
+def exists(resume: str | None, output: Path) -> bool:
+    """Whether :func:`find` finds something, whatever is in it."""
+    return resume is not None and (resume != "auto" or bool(_listed(output / FOLDER)))
 
 
 def compare(state: Mapping[str, Any], config: Config, digest: str) -> list[str]:

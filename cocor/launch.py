@@ -10,6 +10,7 @@ them, and go on from the last checkpoint, as they do when torchrun restarts them
 """
 
 import ctypes
+import errno
 import json
 import logging
 import os
@@ -24,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cocor import stop
+from cocor import start, stop
 from cocor.config import Config, check_ranks
 from loaders.errors import UserError
 
@@ -34,6 +35,15 @@ _LAUNCHED = "COCOR_LAUNCHED"  # the launcher's process number, set for ranks tha
 _STARTED = "COCOR_STARTED"  # when it began
 _RESTARTS = "COCOR_RESTARTS"  # how often it has started them again
 _MOST_WORKERS = 16
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or name another folder"),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "check its permissions, or name another one"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n 4096)"),
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV), "is the disk still there?"),
+    **dict.fromkeys((errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EISDIR), "check the path"),
+    errno.ENOENT: "check the path, and whether something removes files meanwhile",
+    errno.EAGAIN: "too many processes: lower --workers, or raise the limit (ulimit -u)",
+}
 _SUDDEN_ENDS = {
     signal.SIGKILL: "SIGKILL: killed by hand or for lack of memory",
     signal.SIGSEGV: "SIGSEGV, a crash in compiled code",
@@ -57,21 +67,40 @@ class RanksFailed(Exception):
 def command(name: str, body: Callable[[], None]) -> int:
     """Run a console command's body and return its exit code. A user's mistake becomes one line on stderr."""
     try:
+        start.listen()
         body()
         return 0
     except UserError as error:
-        return _fail(f"{name}: error: {error}", USER_ERROR)
+        return fail(f"{name}: error: {error}", USER_ERROR)
     except RanksFailed as error:
-        print(error, file=sys.stderr)
-        return error.code
+        return fail(str(error), error.code)
     except stop.Stopped as ended:
-        return _fail(f"{name}: {ended}", ended.code)
+        return fail(f"{name}: {ended}", ended.code)
     except KeyboardInterrupt:
         return stop.INTERRUPTED
-    except Exception:
+    except Exception as error:
+        lack = lacking(error)
+        if lack:
+            return fail(f"{name}: error: {lack}", USER_ERROR)
         if _LAUNCHED not in os.environ:
             raise
-        return _fail(traceback.format_exc(), 1)
+        return fail(traceback.format_exc(), 1)
+
+
+def lacking(error: Exception) -> str:
+    """What the machine lacks if that, and no bug, is behind ``error``: one line with a remedy; else nothing."""
+    words = " ".join(str(error).split())[:300]
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in words:
+        return f"out of memory: lower the batch size, the number of workers or other sizes ({words or 'MemoryError'})"
+    if "can't start new thread" in words:
+        return "no more threads can be started: lower --workers, or raise the limit (ulimit -u)"
+    remedy = _REMEDIES.get(error.errno or 0) if isinstance(error, OSError) else None
+    return f"{words}; {remedy}" if remedy else ""
+
+
+def begins() -> bool:
+    """Whether this process is the first of a run: not one of the ranks that a launcher starts, perhaps again."""
+    return not {"RANK", _LAUNCHED, "SLURM_STEP_NUM_TASKS"} & os.environ.keys()
 
 
 def run(config: Config, argv: Sequence[str], work: Callable[[Config, Any], None], module: str) -> None:
@@ -165,12 +194,14 @@ def _launch(ranks: int, module_and_arguments: list[str], max_restarts: int) -> N
     for restarts in range(max_restarts + 1):
         os.environ[_RESTARTS] = str(restarts)
         try:
-            _start(ranks, module_and_arguments)
+            with stop.at_once(tell):  # between two starts; PyTorch's launcher leaves handlers of its own behind
+                _start(ranks, module_and_arguments)
             return
         except RanksFailed as failure:
             if restarts == max_restarts or not failure.may_pass:
                 raise
-            print(f"{failure}\nstarting all ranks again ({restarts + 1} of {max_restarts})", file=sys.stderr)
+            with suppress(OSError):
+                print(f"{failure}\nstarting all ranks again ({restarts + 1} of {max_restarts})", file=sys.stderr)
 
 
 def _start(ranks: int, module_and_arguments: list[str]) -> None:
@@ -231,18 +262,25 @@ def _first_failure(folder: Path, error: Any) -> RanksFailed:
     return RanksFailed(f"rank {rank} ended with exit code {failure.exitcode}", code)
 
 
-def _fail(message: str, code: int) -> int:
-    """Tell the user, or in a launched rank the launcher, what happened."""
+def fail(message: str, code: int) -> int:
+    """Tell the user, or in a launched rank the launcher, what happened; returns ``code``."""
+    if _LAUNCHED in os.environ or not _told_by_another(message):
+        tell(message, code)
+    return code
+
+
+def tell(message: str, code: int) -> None:
+    """As :func:`fail`, by this process for itself: also where a signal has interrupted it."""
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if _LAUNCHED in os.environ and report:
         expected = code in (USER_ERROR, stop.STOPPED, stop.INTERRUPTED)
         rank = "" if expected else f"rank {os.environ.get('RANK')} failed\n"
         content = {"message": rank + message, "code": code, "time": time.time(), "timestamp": int(time.time())}
-        Path(report).write_text(json.dumps(content))
-    elif not _told_by_another(message):
         with suppress(OSError):
-            print(message, file=sys.stderr)
-    return code
+            Path(report).write_text(json.dumps(content))
+            return
+    with suppress(OSError, RuntimeError):  # a closed terminal; a signal while something is printed
+        print(message, file=sys.stderr)
 
 
 def _told_by_another(message: str) -> bool:

@@ -34,23 +34,25 @@ _SHOWN = 12  # names of skipped files in the log
 _log = logging.getLogger(__name__)
 
 
-def train(config: Config, world: World) -> None:
-    """Train on this rank as ``config`` says. UserError for whatever the user can mend."""
+def train(config: Config, world: World, asked: Config) -> None:
+    """Train on this rank as ``config`` says, which is what was ``asked`` for, settled for this machine. UserError for
+    whatever the user can mend."""
     set_up_logging(world)
     with ExitStack() as stack:
+        lock = RunLock(config.output)
+        stack.callback(lock.release)
+        if world.main and not config.dry_run:
+            run_folder.check(config)
+            lock.take(make=False)
         run = stack.enter_context(closing(build(config, world)))
         if config.dry_run:
             report(run)
             return
-        lock = RunLock(config.output)
-        stack.callback(lock.release)
-        if world.main:
-            lock.take(make=False)
-        barrier()
         checkpoint_read = resume.restore(run)  # before anything is written
         if world.main:
             sets = (run.data.train, run.data.held_out)
-            run_folder.prepare(config, [data.root for data in sets if data is not None], lock)
+            roots = [data.root for data in sets if data is not None]
+            run_folder.prepare(config, asked, roots, lock, resumes=checkpoint_read is not None)
         barrier()
         set_up_logging(world, config.output / "log.txt")
         describe(run, checkpoint_read)

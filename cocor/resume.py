@@ -55,6 +55,7 @@ def _write(run: Run) -> None:
         "knn_is_due": run.knn_is_due,
         "geometry": geometry(run),
         "training": run.step.state_dict(),
+        "labelled": _labelled(run),
         **checkpoint.describe(config, run.data.train.digest),
     }
     folder, milestones = config.output / checkpoint.FOLDER, config.keep_every_epochs * per_epoch
@@ -76,7 +77,8 @@ def restore(run: Run) -> Path | None:
     if found is None:
         return None
     path, state = found
-    differences = checkpoint.compare(state, config, run.data.train.digest)
+    _refuse_strangers(path, state)
+    differences = [*checkpoint.compare(state, config, run.data.train.digest), *_other_labels(run, state)]
     if differences:
         raise UserError(f"--resume {path}: another run: {'; '.join(differences)}")
     if state["dataset"] != run.data.train.digest:
@@ -84,11 +86,29 @@ def restore(run: Run) -> Path | None:
     _compare_ranks(run, path, state)
     try:
         run.step.load_state_dict(state["training"])
-    except (KeyError, ValueError, RuntimeError) as error:
-        last_line = str(error).strip().splitlines()[-1].strip()
+    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        last_line = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
         raise UserError(f"--resume {path}: does not fit this run: {last_line}") from None
     run.done, run.knn_is_due = state["step"], state.get("knn_is_due", False)
     return path
+
+
+def _refuse_strangers(path: Path, state: Mapping[str, Any]) -> None:
+    parts = {"config": dict, "dataset": str, "training": dict, "geometry": dict}
+    missing = [name for name, kind in parts.items() if not isinstance(state.get(name), kind)]
+    if missing:
+        raise UserError(f"--resume {path}: no checkpoint of a run: it has no {missing[0]}")
+
+
+def _labelled(run: Run) -> str:
+    """The digest of the images whose labels the MMNN may see; empty if it needs none."""
+    return "" if run.data.labelled is None else run.data.labelled.digest
+
+
+def _other_labels(run: Run, state: Mapping[str, Any]) -> list[str]:
+    if run.config.force_data or state.get("labelled", _labelled(run)) == _labelled(run):
+        return []
+    return ["labelled images: others than in the checkpoint; --force-data goes on with them"]
 
 
 def geometry(run: Run) -> dict[str, int]:
@@ -109,7 +129,7 @@ def geometry(run: Run) -> dict[str, int]:
 def _compare_ranks(run: Run, path: Path, state: Mapping[str, Any]) -> None:
     """Refuse ranks on which a step would mean something else, unless ``--force-ranks``."""
     now = geometry(run)
-    saved = state.get("geometry", now)
+    saved = state["geometry"]
     if saved == now:
         return
     both = f"{_show(saved)} in the checkpoint; {_show(now)} now"

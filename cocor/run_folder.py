@@ -3,48 +3,82 @@
 runs/NAME/  config.yaml  log.txt  metrics.jsonl  checkpoints/  backbone.safetensors  views.png  (faults.jsonl)
 """
 
+import os
 import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from cocor import atomic, checkpoint
+from cocor import atomic, run_lock
 from cocor.config import Config
 from cocor.run_lock import RunLock
 from loaders.errors import UserError
 from loaders.names import printable
 
 CONFIG = "config.yaml"
+CHECKPOINTS = "checkpoints"
 _MARK = "# cocor "  # begins the line of versions in a run's config.yaml
 _OF_A_RUN = frozenset(
-    {CONFIG, "log.txt", "metrics.jsonl", checkpoint.FOLDER, "backbone.safetensors", "views.png", "faults.jsonl"}
+    {CONFIG, run_lock.FILE, "metrics.jsonl", CHECKPOINTS, "backbone.safetensors", "views.png", "faults.jsonl"}
 )
 
 
-def prepare(config: Config, images: Sequence[Path], lock: RunLock) -> None:
-    """Make the output folder of a new run, or accept that of a run to resume; save the configuration in it. ``lock``
-    is held afterwards.
+def check(config: Config) -> None:
+    """Raise a UserError if the run must not write to its output folder; changes nothing. Called before anything else is
+    done, and again once nobody else can be writing there.
 
-    UserError if something else is there: a run is only replaced with ``--overwrite``, nothing that is no run ever is,
-    and the folders of ``images`` and the run stay apart.
+    A run is only replaced with ``--overwrite``, nothing that is no run ever is, the folders of images and run stay
+    apart, and what a run starts from is not removed.
+    """
+    folder = config.output
+    for place in () if config.loader == "synthetic" else (config.data, config.val_data):
+        if place is not None and not {"train", "val"} <= {entry.name for entry in _inside(place)}:
+            refuse_overlap(folder, place)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--output {folder} is a file; choose another --output")
+    if config.overwrite:
+        for key in ("init", "labels", "label_split"):
+            file = getattr(config, key)
+            if file is not None and file.resolve().is_relative_to(folder.resolve()):
+                flag = f"--{key.replace('_', '-')}"
+                raise UserError(f"{flag} {file} is in --output {folder}, which --overwrite empties; choose another")
+    if folder.exists() and any(map(_kept, folder.iterdir())):
+        _accept(config, _is_run(folder))
+
+
+def prepare(config: Config, asked: Config, images: Sequence[Path], lock: RunLock, *, resumes: bool) -> None:
+    """Make the output folder of a new run, or accept that of a run that ``resumes``; save in it what was ``asked`` for.
+    ``lock`` is held afterwards.
+
+    UserError as in :func:`check`, with all folders of ``images``, or if another process was faster.
     """
     folder = config.output
     for place in images:
-        _refuse_overlap(folder, place)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--output {folder} is a file; choose another --output")
-    if folder.exists() and any(folder.iterdir()):
-        _accept(config, is_run=_is_run(folder) or not any(map(_kept, folder.iterdir())))
+        refuse_overlap(folder, place)
+    check(config)
     try:
-        (folder / checkpoint.FOLDER).mkdir(parents=True, exist_ok=True)
+        (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--output {folder}: cannot be made: {error.strerror}; choose another --output") from None
     lock.take(make=True)
+    check(config)
+    if config.overwrite:
+        _empty(folder)
+    elif not resumes and any((folder / CHECKPOINTS).glob("step_*.pt")):  # as long as the lock could not be had
+        raise UserError(f"--output {folder}: another process has begun this run meanwhile; start the command again")
     for leftover in folder.glob(f".*{atomic.TEMPORARY}"):  # of killed runs
         leftover.unlink(missing_ok=True)
-    _save_config(config)
+    _save_config(config, asked)
+
+
+def _inside(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir()) if folder.is_dir() else []
+    except OSError:  # as whoever reads the images will say
+        return []
 
 
 def _is_run(folder: Path) -> bool:
@@ -58,50 +92,62 @@ def _is_run(folder: Path) -> bool:
 
 def _kept(entry: Path) -> bool:
     """Whether ``entry`` of an output folder is more than what a run leaves that is killed while it begins."""
-    if entry.name == checkpoint.FOLDER and entry.is_dir():
+    if entry.name == CHECKPOINTS and entry.is_dir():
         return any(entry.iterdir())
-    begun = entry.name == "log.txt" and entry.stat().st_size == 0
+    begun = entry.name == run_lock.FILE and entry.stat().st_size == 0
     return not begun and not (entry.name.startswith(".") and entry.name.endswith(atomic.TEMPORARY))
 
 
 def _accept(config: Config, is_run: bool) -> None:
-    """Settle what becomes of an output folder that is not empty: kept to resume in, or emptied."""
+    """Raise a UserError unless an output folder that is not empty may be resumed in, or emptied."""
     folder = config.output
     if not is_run and (config.overwrite or config.resume is not None):
         raise UserError(f"--output {folder} holds something, but no run; choose another --output")
     if config.overwrite:
-        _empty(folder)
+        strange = [entry.name for entry in folder.iterdir() if entry.name not in _OF_A_RUN and entry.name[0] != "."]
+        if strange:
+            what = f"holds {printable(strange[0])}, which is of no run"
+            raise UserError(f"--output {folder} {what}; choose another --output")
     elif config.resume is not None:
-        own = config.resume == "auto" or Path(config.resume).expanduser().resolve().is_relative_to(folder.resolve())
+        place = Path(os.path.expanduser(config.resume))  # noqa: PTH111 (a Path's own raises for unknown users)
+        own = config.resume == "auto" or place.resolve().is_relative_to(folder.resolve())
         if not own:
             raise UserError(f"--output {folder} holds another run than --resume; choose another --output")
     else:
         raise UserError(f"--output {folder} is in use; pass --resume, --overwrite, or another --output")
 
 
-def _refuse_overlap(folder: Path, images: Path) -> None:
+def refuse_overlap(folder: Path, images: Path) -> None:
+    """Raise a UserError if one of a run's ``folder`` and a folder of ``images`` lies in the other."""
     output, place = folder.resolve(), images.resolve()
     if output.is_relative_to(place) or place.is_relative_to(output):
         raise UserError(f"--output {folder} and the images in {images} overlap; choose another --output")
 
 
 def _empty(folder: Path) -> None:
-    """Remove a run. UserError, with nothing removed, if the folder holds anything that no run writes."""
-    strange = [entry.name for entry in folder.iterdir() if entry.name not in _OF_A_RUN and entry.name[0] != "."]
-    if strange:
-        raise UserError(f"--output {folder} holds {printable(strange[0])}, which is of no run; choose another --output")
+    """Remove a run, but for the file that carries the lock."""
     try:
-        for entry in folder.iterdir():
-            if entry.is_dir() and not entry.is_symlink():
+        for entry in sorted(folder.iterdir(), key=lambda entry: entry.name == CONFIG):  # that says it is a run: last
+            if entry.name == run_lock.FILE and not entry.is_symlink():
+                os.truncate(entry, 0)
+            elif entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
             else:
                 entry.unlink()
+        (folder / CHECKPOINTS).mkdir()
     except OSError as error:
         raise UserError(f"--output {folder}: cannot be emptied: {error.strerror}; choose another --output") from None
 
 
-def _save_config(config: Config) -> None:
-    """Write the resolved configuration, with the command and the versions that produced the run."""
+def _save_config(config: Config, asked: Config) -> None:
+    """Write the resolved configuration, with the command and the versions that produced the run.
+
+    How many GPUs and threads this machine has is told, but not prescribed to the next one.
+    """
+    from cocor import checkpoint  # with PyTorch behind it
+
     versions = ", ".join(f"{name} {version}" for name, version in checkpoint.versions().items())
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    config.save(config.output / CONFIG, f"{printable(command)}\n{versions}")
+    machine = f"{config.gpus or 'no'} GPUs here, {config.workers} threads a loader"
+    kept = replace(config, gpus=asked.gpus, workers=asked.workers)
+    kept.save(config.output / CONFIG, f"{printable(command)}\n{versions}\n{machine}")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from loaders.errors import UserError
 
+FILE = "log.txt"
 _PATIENCE = 30.0  # seconds
 _log = logging.getLogger(__name__)
 _held: set[int] = set()  # file descriptors
@@ -23,7 +24,7 @@ class RunLock:
     """The lock on the run in ``folder``, which need not exist yet."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder, self._path = folder, folder / FILE
         self._handle: int | None = None
 
     def take(self, *, make: bool) -> None:
@@ -32,17 +33,15 @@ class RunLock:
         Raises:
             UserError: another process still holds it after half a minute.
         """
-        path = self._folder / "log.txt"
-        if self._holds(path):
-            return
-        try:
-            handle = os.open(path, os.O_RDWR | (os.O_CREAT if make else 0), 0o666)
-        except OSError:
-            return  # no run there, or a folder in which nothing can be written, as others will say
-        _held.add(handle)
-        self.release()
-        self._handle = handle
-        self._wait(handle)
+        while not self.held:  # also where another process has removed the file that this one was waiting for
+            try:
+                handle = os.open(self._path, os.O_RDWR | (os.O_CREAT if make else 0), 0o666)
+            except OSError:
+                return  # no run there, or a folder in which nothing can be written, as others will say
+            _held.add(handle)
+            self.release()
+            self._handle = handle
+            self._wait(handle)
 
     def release(self) -> None:
         """Let others have it. Calling it twice is allowed."""
@@ -51,10 +50,11 @@ class RunLock:
             os.close(self._handle)
             self._handle = None
 
-    def _holds(self, path: Path) -> bool:
-        """Whether this already holds the lock on the file that is there now."""
+    @property
+    def held(self) -> bool:
+        """Whether this holds the lock on the file that is there now."""
         with suppress(OSError):
-            return self._handle is not None and os.path.samestat(os.fstat(self._handle), path.stat())
+            return self._handle is not None and os.path.samestat(os.fstat(self._handle), self._path.stat())
         return False
 
     def _wait(self, handle: int) -> None:

@@ -4,18 +4,18 @@
     SIGUSR1           Slurm's warning before the time limit           exit code 75
     SIGINT            Ctrl-C                                          exit code 130: a loop in the shell ends as well
 
-Before training has begun there is nothing to save, and the first signal ends the process at once with the same code.
+Before training has begun there is nothing to save, and the first signal ends the process at once with the same code:
+without raising anything (:func:`at_once`) while PyTorch loads, since code that is being imported may catch it.
 A second signal always does, with 128 plus its number. Schedulers often signal a launcher *and* its ranks, so the same
 request arrives twice; what follows the first signal within half a second counts as an echo of it.
 """
 
 import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
@@ -37,7 +37,6 @@ class Stopped(Exception):
 
 @dataclass
 class _State:
-    active: bool = False
     deferred: bool = False
     signum: int = 0
     since: float = 0.0
@@ -53,23 +52,44 @@ def requested() -> int:
 
 @contextmanager
 def obeyed() -> Iterator[None]:
-    """Within, signals raise :class:`Stopped`, or are noted where :func:`deferred`. Only in the main thread; signals
-    that are ignored (nohup) stay so."""
+    """Within, signals raise :class:`Stopped`, or are noted where :func:`deferred`."""
     global _state
+    _state = _State()
+    try:
+        with _received_by(_receive):
+            yield
+    finally:
+        _state = _State()
+
+
+@contextmanager
+def _received_by(receive: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Only in the main thread; signals that are ignored (nohup) stay so."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _state = _State(active=True)
     before = {number: signal.getsignal(number) for number in SIGNALS}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
-            signal.signal(number, _receive)
+            signal.signal(number, receive)
     try:
         yield
     finally:
-        _state = _State()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def at_once(tell: Callable[[str, int], object]) -> Iterator[None]:
+    """Within, a signal ends the process at once, after ``tell(message, exit code)``, unless :func:`obeyed`."""
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        stopped = Stopped(number)
+        tell(str(stopped), stopped.code)
+        os._exit(stopped.code)
+
+    with _received_by(receive):
+        yield
 
 
 @contextmanager
@@ -89,5 +109,6 @@ def _receive(number: int, frame: FrameType | None) -> None:
         if not _state.deferred:
             raise Stopped(number)
     elif now - _state.since > _ECHO_SECONDS:
-        sys.stderr.write("left at once, as asked twice\n")
+        with suppress(OSError):  # a closed terminal; past sys.stderr, which this may have interrupted
+            os.write(2, b"left at once, as asked twice\n")
         os._exit(128 + number)

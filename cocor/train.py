@@ -2,29 +2,41 @@
 
     main -> launch.run -> on every rank: cocor.loop.train
 
-The launcher needs none of what its ranks need, and a mistake in a flag should be told at once: so PyTorch and the rest
-are imported where they are used.
+The launcher needs none of what its ranks need, a mistake in a flag should be told at once, and signals be looked after
+from the first moment: so everything is imported where it is used.
 """
 
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from cocor import launch
-from cocor.config import Config, load
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The console command; returns the exit code (2 for a user's mistake)."""
+    from cocor import launch
+
     arguments = sys.argv[1:] if argv is None else list(argv)
-    return launch.command("cocor-train", lambda: launch.run(load(arguments), arguments, _train, "cocor.train"))
+    return launch.command("cocor-train", lambda: _run(arguments))
 
 
-def _train(config: Config, world: Any) -> None:
-    from cocor.loop import train
+def _run(arguments: list[str]) -> None:
+    from cocor import launch, run_folder, stop
+    from cocor.config import load
 
-    train(config, world)
+    with stop.at_once(launch.tell):
+        asked = load(arguments)
+        if launch.begins() and not asked.dry_run:
+            run_folder.check(asked)
+
+        def train(config: Any, world: Any) -> None:
+            from cocor.loop import train
+
+            train(config, world, asked)
+
+        launch.run(asked, arguments, train, "cocor.train")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from cocor.start import train
+
+    sys.exit(train())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_train import environment, flags, run
+from test_train import command, environment, flags, run
 
 from cocor.train import main
 
@@ -64,6 +64,7 @@ class TestData:
         spoil(photo_copy / "chelsea" / "3.jpg", how)
         line = refused(data=photo_copy)
         assert line.startswith(f"{photo_copy}/chelsea/3.jpg: ") and "; remove it, or " in line
+        assert how != "empty" or "3.jpg: an empty file; remove" in line
 
     def test_fewer_images_than_a_batch(self, refused: Refused, photo_folder: Path) -> None:
         line = refused(data=photo_folder, batch_size=32, queue_size=64)
@@ -96,6 +97,34 @@ class TestOptions:
             refused("--config", f"{tmp_path}/gone.yaml") == f"--config {tmp_path}/gone.yaml: No such file or directory"
         )
 
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [("image_size", 100_000), ("queue_size", 10**12), ("workers", 10**6), ("batch_size", 10**9), ("gpus", 10**6),
+         ("cpu_ranks", 10**6), ("projector_dim", 10**9), ("embedding_dim", 10**9), ("epochs", 10**12),
+         ("synthetic_images", 10**12), ("released_originals", 10**6)],
+    )  # fmt: skip
+    def test_an_absurd_size(self, refused: Refused, photo_folder: Path, key: str, value: int) -> None:
+        assert refused(data=photo_folder, **{key: value}).startswith(f"{key}: {value} is too large; the most is ")
+
+    def test_a_home_of_nobody(self, refused: Refused) -> None:
+        line = refused(data="~nobody-of-this-name/images")
+        assert line == "--data: '~nobody-of-this-name/images' is not a path: there is no such user"
+
+    @pytest.mark.parametrize("ranks", ["gpus", "cpu_ranks"])
+    def test_a_batch_that_the_ranks_cannot_share(self, refused: Refused, photo_folder: Path, ranks: str) -> None:
+        options = {"gpus": 0} | {ranks: 3}
+        line = refused(data=photo_folder, **options)
+        assert line == "batch_size: 8 is no multiple of the 3 ranks; try 9"
+
+    def test_an_image_size_that_the_backbone_cannot_take(self, refused: Refused, photo_folder: Path) -> None:
+        line = refused(data=photo_folder, backbone="test_vit", image_size=100)
+        assert line.startswith("--image-size 100: test_vit cannot take it (Input height (100) should be divisible by")
+        assert "use another, such as 160" in line
+
+    def test_one_that_it_can_take_though_it_is_not_its_own(self, photo_folder: Path, tmp_path: Path) -> None:
+        options = {"data": photo_folder, "output": tmp_path / "run", "loader": "torch", "consistency": "none"}
+        assert main(flags(**options, backbone="vit_tiny_patch16_224", image_size=32, epochs=1)) == 0
+
     def test_a_backbone_that_does_not_exist(self, refused: Refused, photo_folder: Path) -> None:
         line = refused(data=photo_folder, backbone="resnet5O")
         assert line == "--backbone resnet5O: timm has no such model; did you mean resnet50?"
@@ -114,6 +143,15 @@ class TestOptions:
 
 
 class TestMachine:
+    def test_no_memory(self, refused: Refused, photo_folder: Path) -> None:
+        line = refused(data=photo_folder, queue_size=2**24, embedding_dim=2**16)  # 4 TiB
+        assert line.startswith("out of memory: lower the batch size, the number of workers or other sizes (")
+
+    def test_no_place_for_temporary_files(self, photo_folder: Path, tmp_path: Path) -> None:
+        shell = ["env", "TMPDIR=/dev/null", *command(*flags(data=photo_folder, output=tmp_path / "run", cpu_ranks=2))]
+        done = subprocess.run(shell, env=environment(), capture_output=True, text=True, check=False, timeout=120)
+        assert "Traceback" not in done.stderr
+
     def test_more_gpus_than_there_are(self, refused: Refused, photo_folder: Path) -> None:
         have = torch.cuda.device_count()
         sizes = {"batch_size": 8 * (have + 4), "labelled_batch_size": 2 * (have + 4), "queue_size": 999}

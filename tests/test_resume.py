@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -183,6 +184,78 @@ class TestCheckpoints:
         assert min(moments.values()) > 0
 
 
+class TestStrangers:
+    """Checkpoints that are whole, and of something else."""
+
+    @pytest.mark.parametrize(
+        "edit",
+        [
+            lambda state: state.pop("config"),
+            lambda state: state.pop("training"),
+            lambda state: state.update(training=[1, 2]),
+            lambda state: state.update(dataset=None),
+            lambda state: state.update(geometry=7),
+            lambda state: state["training"].pop("optimiser"),
+            lambda state: state["training"].update(method=None),
+            lambda state: state["training"].update(optimiser={}),
+            lambda state: state["training"]["optimiser"].update(param_groups=[1, 2]),
+        ],
+    )
+    def test_they_are_refused_in_one_line(
+        self,
+        plain: Path,
+        photo_folder: Path,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        edit: Callable[[dict[str, Any]], None],
+    ) -> None:
+        folder = tmp_path / "run"
+        shutil.copytree(plain, folder, ignore=shutil.ignore_patterns("step_0000001.pt", "step_000000[3-6].pt"))
+        change(folder, 2, edit)
+        assert main([*flags(data=photo_folder, output=folder, **PLAIN), "--resume"]) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert line.startswith(f"cocor-train: error: --resume {folder}/checkpoints/step_0000002.pt: ")
+        assert "no checkpoint of a run" in line or "does not fit this run" in line
+
+    def test_a_folder_that_is_no_run_is_left_alone(
+        self, photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "thesis.tex").write_text("years of work")
+        assert main([*flags(data=photo_folder, output=tmp_path, **PLAIN), "--resume"]) == 2
+        assert f"--output {tmp_path} holds something, but no run" in capsys.readouterr().err
+        assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+class TestOtherMachines:
+    def test_the_saved_configuration_does_not_prescribe_what_was_not_asked_for(self, plain: Path) -> None:
+        text = (plain / "config.yaml").read_text()
+        asked = load(["--config", str(plain / "config.yaml")])
+        assert (asked.gpus, asked.workers, asked.precision) == (0, 1, "fp32")  # as the flags said
+        assert "# no GPUs here, 1 threads a loader" in text
+
+    def test_it_leaves_gpus_and_threads_to_the_machine(
+        self, plain: Path, photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        folder = tmp_path / "run"
+        arguments = flags(data=photo_folder, output=folder, epochs=1, **PLAIN, workers=0)
+        assert main([argument for argument in arguments if argument != "--gpus=0"]) == 0
+        saved = ["--config", str(folder / "config.yaml")]
+        assert (load(saved).gpus, load(saved).workers) == (None, 0)
+        assert main([*saved, "--resume"]) == 0
+
+    def test_the_weights_it_started_from_may_be_gone(self, plain: Path, photo_folder: Path, tmp_path: Path) -> None:
+        folder, init = tmp_path / "run", tmp_path / "start.safetensors"
+        shutil.copyfile(plain / "backbone.safetensors", init)
+        arguments = flags(data=photo_folder, output=folder, **PLAIN, **EVERY_STEP, init=init)
+        assert main(arguments) == 0
+        interrupted(folder, tmp_path / "again", step=2)
+        init.unlink()
+        again = flags(data=photo_folder, output=tmp_path / "again", **PLAIN, init=init)
+        assert main([*again, "--resume"]) == 0
+        assert_same_bits(final_state(tmp_path / "again"), final_state(folder))
+
+
 class TestTheSameCommandAgain:
     def test_whatever_a_killed_start_left_it_begins(self, photo_folder: Path, tmp_path: Path) -> None:
         folder = tmp_path / "run"
@@ -286,8 +359,57 @@ class TestFolderInUse:
         lock.take(make=False)
         assert not list(tmp_path.iterdir())
         config = Config(data=tmp_path / "images", output=tmp_path / "new")
-        run_folder.prepare(config, [tmp_path / "images"], lock)
-        assert lock._holds(tmp_path / "new" / "log.txt")
+        run_folder.prepare(config, config, [tmp_path / "images"], lock, resumes=False)
+        assert lock.held
+        lock.release()
+
+    def test_the_lock_is_that_on_the_file_that_is_there(self, holder: "subprocess.Popen[str]", tmp_path: Path) -> None:
+        """Waiting for a file that is removed meanwhile and made again."""
+        lock = RunLock(tmp_path)
+        waiting = threading.Thread(target=lock.take, kwargs={"make": True})
+        waiting.start()
+        time.sleep(0.3)
+        assert not lock.held or waiting.is_alive()
+        (tmp_path / "log.txt").unlink()
+        holder.kill()
+        waiting.join(20)
+        assert lock.held and (tmp_path / "log.txt").exists()
+        lock.release()
+
+    def test_a_new_run_in_it_is_refused_at_once_and_before_data_is_read(
+        self, plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(flags(data=tmp_path / "gone", output=plain)) == 2
+        assert f"--output {plain} is in use" in capsys.readouterr().err.splitlines()[-1]
+
+    @pytest.mark.parametrize("how", ["--resume", "--overwrite", "--no-overwrite"])
+    def test_two_starts_at_once_make_one_run(self, photo_folder: Path, tmp_path: Path, how: str) -> None:
+        folder = tmp_path / "run"
+        arguments = [*flags(data=photo_folder, output=folder, **PLAIN, **EVERY_STEP, log_samples=True), how]
+        starts = [
+            subprocess.Popen(command(*arguments), env=environment(), stderr=subprocess.PIPE, text=True)
+            for _ in range(2)
+        ]
+        ends = [(start.communicate(timeout=120)[1], start.returncode) for start in starts]
+        assert 0 in [code for _, code in ends], ends
+        for error, code in ends:
+            last = error.splitlines()[-1]
+            refused = last.startswith(f"cocor-train: error: --output {folder}") and code == 2
+            assert code == 0 or refused, ends
+        steps = [line["step"] for line in metrics(folder, "samples")]
+        assert steps == list(range(1, 2 * STEPS + 1))
+        assert sorted(checkpoint.load(path)["step"] for path in (folder / "checkpoints").iterdir()) == steps
+
+    def test_a_run_that_began_while_this_one_waited_is_not_begun_again(self, tmp_path: Path) -> None:
+        """Neither had found a checkpoint when it looked."""
+        folder, lock = tmp_path / "run", RunLock(tmp_path / "run")
+        config = Config(data=tmp_path / "images", output=folder, resume="auto")
+        run_folder.prepare(config, config, [], lock, resumes=False)
+        checkpoint.save(folder / "checkpoints", {"step": 3}, keep=1)
+        lock.release()
+        with pytest.raises(UserError, match="another process has begun this run meanwhile; start the command again"):
+            run_folder.prepare(config, config, [], lock, resumes=False)
+        run_folder.prepare(config, config, [], lock, resumes=True)
         lock.release()
 
 

@@ -71,6 +71,48 @@ def test_a_signal_stops_a_run_that_goes_on_later_as_if_nothing_had_been(photo_fo
         assert rows == expected
 
 
+_BEGIN = "import sys; print('begun', flush=True); from cocor.start import train; sys.exit(train())"
+
+
+class TestTheFirstSeconds:
+    """While Python and PyTorch load, and what comes before training."""
+
+    def start(self, *arguments: str) -> "subprocess.Popen[str]":
+        process = subprocess.Popen(
+            [sys.executable, "-c", _BEGIN, *arguments],
+            env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert process.stdout is not None and process.stdout.readline() == "begun\n"
+        return process
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    @pytest.mark.parametrize("ranks", [1, 2])
+    def test_a_signal_ends_them_without_a_traceback(
+        self, photo_folder: Path, tmp_path: Path, number: signal.Signals, ranks: int
+    ) -> None:
+        options = OPTIONS | {"epochs": 2000, "cpu_ranks": ranks}
+        code = 130 if number == signal.SIGINT else 75
+        for delay in (0.05, 0.2, 0.6, 1.2, 2.2):
+            arguments = flags(data=photo_folder, output=tmp_path / f"{delay}", **options)
+            with self.start(*arguments) as process:
+                time.sleep(delay)
+                os.kill(process.pid, number)
+                error = process.communicate(timeout=60)[1]
+            assert "Traceback" not in error and len(error.splitlines()) <= 1, (delay, error)
+            assert process.returncode in (code, -number, 128 + number), (delay, process.returncode, error)
+
+    def test_the_whole_group_as_ctrl_c_reaches_it(self, photo_folder: Path, tmp_path: Path) -> None:
+        command = [sys.executable, "-m", "cocor.train", *flags(data=photo_folder, output=tmp_path / "x", cpu_ranks=2)]
+        for delay in (1.5, 4.0):
+            with subprocess.Popen(
+                command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
+            ) as process:
+                time.sleep(delay)
+                os.killpg(process.pid, signal.SIGINT)
+                error = process.communicate(timeout=60)[1]
+            assert "Traceback" not in error and process.returncode in (130, -signal.SIGINT), error
+
+
 class TestSignals:
     def test_before_training_they_end_the_process_at_once(self) -> None:
         with pytest.raises(stop.Stopped, match="SIGTERM before training began") as caught, stop.obeyed():

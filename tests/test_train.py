@@ -263,6 +263,15 @@ class TestOutput:
         assert (files / "checkpoints").is_dir() and (other / "thesis.tex").exists()
         assert "is a file" in self.refused(capsys, *flags(**short, output=files / "thesis.tex"))
 
+    @pytest.mark.parametrize("key", ["init", "labels", "label_split"])
+    def test_overwrite_spares_what_the_run_starts_from(
+        self, files: Path, photo_folder: Path, capsys: pytest.CaptureFixture[str], key: str
+    ) -> None:
+        options = {"data": photo_folder, "output": files, key: files / "backbone.safetensors"}
+        line = self.refused(capsys, *flags(**options), "--overwrite")
+        assert f"--{key.replace('_', '-')} {files}/backbone.safetensors is in --output {files}" in line
+        assert (files / "backbone.safetensors").is_file() and (files / "checkpoints").is_dir()
+
     def test_a_run_stays_out_of_the_held_out_images(
         self, photo_folder: Path, photo_copy: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
