@@ -4,6 +4,7 @@ Three loaders serve a run, all of one kind and over one index of the images: the
 views, the labelled batches that steer the MMNN, and the plain views on which k-NN is measured.
 """
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,14 +14,17 @@ import torch
 from cocor.config import Config, labelled_batch_size
 from cocor.distributed import World
 from loaders.batch import Loader
-from loaders.dataset import ImageDataset, read_label_split
+from loaders.dataset import ImageDataset, folder_above, read_label_split
 from loaders.errors import UserError
+from loaders.names import printable
 from loaders.open import open_images, open_loader
 from loaders.order import BatchOrder, CyclicOrder
 from loaders.plan import Augmentation, ViewPlan
 from loaders.prep.demo import make_demo
 from loaders.split import stratified_split
 from loaders.synthetic import synthetic_dataset
+
+_log = logging.getLogger(__name__)
 
 # k-NN looks at no more images than this: enough for a trend, seconds on a GPU.
 KNN_BANK, KNN_QUERIES = 20_000, 5_000
@@ -52,12 +56,20 @@ def open_data(config: Config) -> Data:
             f"{config.data}: --method supcon learns from the label of every image, {unlabelled:,} of {len(train):,} "
             "have none; pass --labels FILE or another --method"
         )
+    if len(train.classes) == 1 and (uses_labels(config) or config.method == "supcon"):
+        raise UserError(
+            f"{config.data}: holds one class, {printable(train.classes[0])}, so that its labels say nothing; give a "
+            "folder of several class folders, or train without labels (--mmnn constants, another --method)"
+        )
     held_out = None
     if held_out_root is not None:
         held_out = open_images(
             held_out_root, None, config.on_error, config.workers or None, classes=train.classes or None
         )
-    return Data(train, _labelled(config, train), held_out)
+    labelled = _labelled(config, train)
+    if (above := folder_above(train)) is not None:
+        _log.info(f"{config.data}: no class folders in it; if it is one class of several, give {printable(above)}")
+    return Data(train, labelled, held_out)
 
 
 def uses_labels(config: Config) -> bool:
@@ -81,9 +93,11 @@ def _labelled(config: Config, train: ImageDataset) -> ImageDataset | None:
     if not uses_labels(config):
         return None
     if (train.labels < 0).all():
+        above = folder_above(train)
+        hint = f"; if it is one class of several, give {printable(above)}" if above else ""
         raise UserError(
             f"{config.data}: no labels, which the MMNN learns from; pass --labels FILE, --mmnn constants, "
-            "or --consistency none"
+            f"or --consistency none{hint}"
         )
     if config.label_split is not None:
         return train.subset(read_label_split(config.label_split, train))

@@ -81,6 +81,21 @@ class TestData:
         split.write_text("astronaut/0.jpg\nastronaut/77.jpg\n")
         assert refused(data=photo_folder, label_split=split).startswith(f"{split}:2: astronaut/77.jpg is not")
 
+    def test_a_class_folder_instead_of_the_folder_of_classes(
+        self, refused: Refused, photo_copy: Path, tmp_path: Path
+    ) -> None:
+        line = refused(data=photo_copy / "rocket")
+        assert "no labels" in line and f"if it is one class of several, give {photo_copy}" in line
+        (tmp_path / "one").mkdir()
+        (tmp_path / "one" / "rocket").symlink_to(photo_copy / "rocket")
+        assert "holds one class, rocket, so that its labels say nothing" in refused(data=tmp_path / "one")
+
+    def test_the_folder_above_the_data_sets(self, refused: Refused, photo_copy: Path, tmp_path: Path) -> None:
+        (tmp_path / "sets").mkdir()
+        (tmp_path / "sets" / "photos").symlink_to(photo_copy)
+        line = refused(data=tmp_path / "sets")
+        assert "its only class would be photos" in line and f"give {tmp_path / 'sets' / 'photos'}" in line
+
 
 class TestOptions:
     def test_a_misspelt_key(self, refused: Refused, tmp_path: Path) -> None:

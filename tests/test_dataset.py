@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from loaders import size_index
-from loaders.dataset import ImageDataset, open_folder, read_label_split
+from loaders.dataset import ImageDataset, folder_above, open_folder, read_label_split
 from loaders.decode import decode, decode_array
 from loaders.errors import UserError
 from loaders.names import printable
@@ -84,6 +84,48 @@ class TestFolders:
         write(tmp_path / "val" / "cat" / "a.jpg", small)
         with pytest.raises(UserError, match="holds the splits train, val"):
             open_quietly(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("folders", "complaint"),
+        [
+            (["train", "val"], "holds the splits train, val, not classes; give one of them, such as .*/train"),
+            (["train/cat", "train/dog"], "holds the splits train, not classes"),
+            (["Train/cat", "Test/cat"], "holds the splits Test, Train, not classes"),
+            (["cifar/train/cat", "cifar/val/cat", "photos/a"], "cifar: holds the splits train, val and is no class"),
+            (
+                ["imagenet/cat", "imagenet/dog"],
+                "its only class would be imagenet, which holds 2 folders .* give .*/imagenet",
+            ),
+            (["a/b/train/cat", "a/c/val/cat"], "its only class would be a,"),
+        ],
+    )
+    def test_a_folder_too_high_is_refused_with_the_one_to_give(
+        self, tmp_path: Path, small: Image.Image, folders: list[str], complaint: str
+    ) -> None:
+        for folder in folders:
+            write(tmp_path / folder / "x.jpg", small)
+        with pytest.raises(UserError, match=complaint) as error:
+            open_quietly(tmp_path)
+        assert "\n" not in str(error.value)
+
+    @pytest.mark.parametrize(
+        "folders",
+        [["train", "plane"], ["a/images", "b/images"], ["a/images"], ["a", "a/x", "a/y"], ["a/val", "a", "b"]],
+    )
+    def test_folders_within_classes_are_no_reason(self, tmp_path: Path, small: Image.Image, folders: list[str]) -> None:
+        for folder in folders:
+            write(tmp_path / folder / "x.jpg", small)
+        assert open_quietly(tmp_path).classes == sorted({folder.partition("/")[0] for folder in folders})
+
+    def test_a_class_folder_given_alone_stays_usable_and_its_parent_is_guessed(
+        self, tmp_path: Path, small: Image.Image
+    ) -> None:
+        for name in ("data/cat", "data/dog", "flat"):
+            write(tmp_path / name / "x.jpg", small)
+        alone = open_quietly(tmp_path / "data" / "cat")
+        assert len(alone) == 1 and folder_above(alone) == tmp_path / "data"
+        assert folder_above(open_quietly(tmp_path / "flat")) is None  # beside it are folders, but not of images
+        assert folder_above(open_quietly(tmp_path / "data")) is None
 
     def test_names_that_are_not_utf8_survive(self, tmp_path: Path, small: Image.Image) -> None:
         raw = os.fsencode(tmp_path) + b"/caf\xe9"
