@@ -178,6 +178,45 @@ class TestOnePlan:
         assert all(torch.equal(batch, copy) for batch, copy in zip(kept, copies, strict=True))
 
 
+class TestOneDecode:
+    """Decoding is what costs: an image is decoded once for all the views of a sample."""
+
+    @pytest.mark.parametrize("recipe", ["paper", "released"])
+    def test_ffcv_decodes_an_image_once_a_sample(
+        self, images: StoredDataset, recipe: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        load_ffcv()
+        from loaders import ffcv_decoder
+
+        plan = ViewPlan(SIZE) if recipe == "paper" else ViewPlan(SIZE, original="weak", originals=5)
+        decoded: list[int] = []
+        decode_crops = ffcv_decoder.decode_crops
+
+        def counting(places: np.ndarray, stored: np.ndarray, *rest: object) -> None:
+            decoded.extend(stored[places, ffcv_decoder.ROW].tolist())
+            decode_crops(places, stored, *rest)
+
+        monkeypatch.setattr(ffcv_decoder, "decode_crops", counting)
+        monkeypatch.setattr(type(images.file), "decode", lambda *_: pytest.fail("decoded again, by Pillow"))
+        loader = FfcvLoader(images, plan, order=BatchOrder(24, 8), workers=2)
+        for epoch in range(2):
+            decoded.clear()
+            batches = list(loader.epoch(epoch))
+            assert sorted(decoded) == list(range(24)) == sorted(torch.cat([b.index for b in batches]).tolist())
+            assert batches[0].views.shape[:2] == (2, 8) and len(batches[0].composites) == 3
+        assert plan.layout.crops == (3 if recipe == "paper" else 2 + 5 + 3)
+        loader.close()
+
+    def test_dalis_graph_has_one_decoder_for_all_crops(self, make: Callable[..., Loader]) -> None:
+        loader = make("dali")
+        assert isinstance(loader, DaliLoader)
+        fed: list[int] = []
+        feed, loader._next_inputs = loader._next_inputs, lambda: fed.append(len((given := feed())[0])) or given
+        assert len(list(loader.epoch(0))) == 3 and fed == [8, 8, 8]
+        kinds = [op.name.strip("_").rpartition("_")[0] for op in loader._pipeline._ops]
+        assert kinds.count("Image") == 1 and kinds.count("Resize") == PLAN.layout.crops == 3
+
+
 class TestPixels:
     @pytest.mark.parametrize("raw", [False, True])
     def test_oddities_keep_their_colours_and_their_orientation(self, tmp_path: Path, raw: bool) -> None:
