@@ -84,13 +84,16 @@ def read_run(path: Path) -> list[Record]:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}; name the folder of a run") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{file}: not a text file; name the folder of a run") from None
     records = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(json.loads(line))
-        except ValueError:
+            record = json.loads(line)
+            records.append(record | {"kind": record["kind"]})
+        except (ValueError, TypeError, KeyError):
             if number < len(lines):
-                raise UserError(f"{file}:{number}: not a line of JSON") from None
+                raise UserError(f"{file}:{number}: not a measurement in JSON") from None
     if not any(record.get("kind") in ("train", "knn") for record in records):
         raise UserError(f"{file}: has no measurements yet")
     return records

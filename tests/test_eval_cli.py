@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -111,7 +112,18 @@ def test_datasets_are_chosen_by_name() -> None:
         ("knn", ["--data", "DATA/pets", "--k", "0"], "--k: 0 is not a whole number"),
         ("fewshot", ["--data", "DATA/pets", "--shots", "9"], "--shots 9"),
         ("retrieval", ["--data", "DATA/pets", "--neighbours", "99"], "--neighbours 99"),
+        ("retrieval", ["--data", "DATA/pets/test/coffee/4.jpg"], "one file is one split"),
         ("transfer", ["--root", "nowhere"], "--root nowhere"),
+        ("knn", ["--data", "ONE"], "all images of the bank are of 1 class"),
+        ("linear", ["--data", "ONE", "--probe", "moco"], "1 class"),
+        ("linear", ["--data", "DATA/pets", "--probe", "moco", "--crop", "ten"], "--learn-from features"),
+        (
+            "fewshot",
+            ["--data", "DATA/pets", "--shots", "2", "--ways", "9", "--tasks", "1"],
+            "--tasks 0 leaves tasks out",
+        ),
+        ("consistency", ["--data", "DATA/pets", "--filter", "bicubic"], "as training does"),
+        ("knn", ["--data", "DATA/pets", "--workers", "-1"], "--workers: -1 is not a whole number"),
         ("linear", ["--data", "DATA/pets", "--gpu", "maybe"], "invalid choice"),
     ],
 )
@@ -129,6 +141,25 @@ def test_mistakes_are_one_line(
     error = capsys.readouterr().err
     last = error.splitlines()[-1]
     assert last.startswith("cocor-eval: error: ") and message in last
+
+
+def test_unusable_files_stop_or_are_left_out_with_a_note(
+    data: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(data / "pets", tmp_path / "pets"))
+    (folder / "test" / "coffee" / "4.jpg").write_bytes(b"rubbish")
+    assert call("knn", cache, tmp_path, "--data", str(folder)) == 2
+    assert "4.jpg: not an image" in capsys.readouterr().err
+    assert call("knn", cache, tmp_path, "--data", str(folder), "--on-error", "skip") == 0
+    assert "note: 1 unusable files are left out" in capsys.readouterr().out
+
+
+def test_an_encoder_of_one_image_size_says_so(
+    data: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vit = ("random:vit_tiny_patch16_224",)
+    assert call("knn", cache, tmp_path, "--data", str(data / "pets"), weights=vit) == 2
+    assert "--image-size 32: the encoder refuses it: " in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_weights_without_an_encoder_are_one_line(data: Path, cache: Path, tmp_path: Path) -> None:

@@ -59,6 +59,8 @@ def test_numbers_are_kept(tmp_path: Path) -> None:
         (["a", "a"], "same name"),
         (["a", "--output", "x.txt"], ".png"),
         (["empty"], "no measurements"),
+        (["odd"], "metrics.jsonl:1: not a measurement in JSON"),
+        (["bytes"], "not a text file"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -72,6 +74,9 @@ def test_mistakes_are_one_line(
     write_run(tmp_path / "a", consistent=False)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "metrics.jsonl").touch()
+    for name, content in (("odd", b'[1]\n{"kind": "train"}\n'), ("bytes", b"\xff\xfe\x00")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_bytes(content)
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1

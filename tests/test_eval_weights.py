@@ -127,6 +127,17 @@ def test_a_half_fitting_file_is_refused_with_counts_and_names(reference: nn.Modu
         load_encoder(tmp_path / "w.pth", architecture="resnet18")
 
 
+def test_weights_of_another_shape_or_without_value_are_named(reference: nn.Module, tmp_path: Path) -> None:
+    state = dict(reference.state_dict())
+    torch.save(state | {"conv1.weight": torch.zeros(64, 3, 9, 9)}, tmp_path / "w.pth")
+    message = r"of another shape: 1 \(conv1.weight\), \(64, 3, 9, 9\) instead of \(64, 3, 7, 7\)"
+    with pytest.raises(UserError, match=message):
+        load_encoder(tmp_path / "w.pth")
+    torch.save(state | {"layer1.0.bn1.weight": torch.full((64,), torch.nan)}, tmp_path / "w.pth")
+    with pytest.raises(UserError, match=r"1 \(layer1.0.bn1.weight\) of its weights are not finite"):
+        load_encoder(tmp_path / "w.pth")
+
+
 class Harmful:
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return print, ("code ran",)

@@ -139,6 +139,9 @@ def _data(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--data", type=Path, metavar="DIR", help="holds train/CLASS/... and test/CLASS/... (or val, or .beton)"
     )
+    group.add_argument(
+        "--on-error", choices=["stop", "skip"], default="stop", help="unusable files of --data: stop, or leave out"
+    )
     group.add_argument("--dataset", metavar="NAME", help=_names())
     group.add_argument("--root", type=Path, metavar="DIR", help="the folder that --dataset lies in")
 

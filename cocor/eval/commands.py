@@ -116,6 +116,8 @@ def knn(options: argparse.Namespace) -> None:
     most = len(bank) - options.leave_one_out
     if most < 1 or not len(queries):
         raise UserError("k-NN needs images with labels in the bank and among the queries")
+    if len(bank.labels.unique()) < 2:
+        raise UserError("all images of the bank are of 1 class; k-NN needs two or more class folders")
     too_large = [k for k in options.k or () if k > most]
     if too_large:
         raise UserError(f"--k {too_large[0]}: the bank holds {most:,} images; use {most} or fewer")
@@ -173,7 +175,7 @@ def retrieval(options: argparse.Namespace) -> None:
     if not options.world.main:
         return
     if options.neighbours > len(bank):
-        raise UserError(f"--neighbours {options.neighbours}: the bank holds {len(bank):,} images")
+        raise UserError(f"--neighbours {options.neighbours}: the bank holds {len(bank):,} images; use that or fewer")
     rows = min(options.queries, len(queries))
     found = retrieve(
         queries, bank, rows=rows, k=options.neighbours, seed=options.seed, device=options.world.device

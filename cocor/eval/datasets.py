@@ -18,7 +18,7 @@ import torch
 
 from cocor.eval.archives import ARCHIVES, Listed
 from cocor.eval.protocols import CALTECH_SPLIT, DEFAULT_VAL_SHARE, PROTOCOLS, VAL_SHARE, Protocol, of_folder
-from loaders.dataset import ImageDataset, open_folder
+from loaders.dataset import ImageDataset, OnError, open_folder
 from loaders.errors import UserError
 from loaders.folder import Listing
 from loaders.names import available_cores
@@ -88,7 +88,7 @@ def open_named(name: str, root: Path, cache: Path, workers: int | None = None) -
     raise Absent(f"{protocol.title}: not found; looked for {where}")
 
 
-def open_splits(folder: Path, workers: int | None = None) -> Splits:
+def open_splits(folder: Path, workers: int | None = None, on_error: OnError = "stop") -> Splits:
     """Class folders below ``folder``'s train folder and its val and test folders, or .beton files of these names. One
     of val and test is enough: then 10 % of every class of the training images validate.
 
@@ -104,18 +104,24 @@ def open_splits(folder: Path, workers: int | None = None) -> Splits:
         missing = "train" if train_root is None else "val or test"
         needed = "train/CLASS/... and test/CLASS/..., or train.beton and test.beton"
         raise UserError(f"{folder}: has no {missing} folder; a probe needs {needed}")
-    train = open_images(train_root, workers=workers)
+    train = open_images(train_root, on_error=on_error, workers=workers)
     if not train.classes:
         raise UserError(f"{train_root}: no class folders; a probe needs labels")
 
     def held_out(root: Path) -> ImageDataset:
-        return open_images(root, workers=workers, classes=train.classes)
+        return open_images(root, on_error=on_error, workers=workers, classes=train.classes)
 
     protocol = of_folder(folder.resolve().name)
     if val_root is not None and test_root is not None:
-        return Splits(protocol, train, held_out(val_root), held_out(test_root))
+        parts = (train, held_out(val_root), held_out(test_root))
+        return Splits(protocol, *parts, _left_out(*parts))
     test = held_out(test_root or val_root)  # type: ignore[arg-type]
-    return Splits(protocol, *_hold_out(train, DEFAULT_VAL_SHARE, 0), test)
+    return Splits(protocol, *_hold_out(train, DEFAULT_VAL_SHARE, 0), test, _left_out(train, test))
+
+
+def _left_out(*datasets: ImageDataset) -> tuple[str, ...]:
+    count = sum(len(dataset.skipped) for dataset in datasets)
+    return (f"{count:,} unusable files are left out",) if count else ()
 
 
 def _first(folder: Path, names: tuple[str, ...]) -> Path | None:

@@ -181,7 +181,10 @@ def _batches(backbone, dataset, how, name):  # type: ignore[no-untyped-def]
 def encode(backbone: nn.Module, images: Tensor, how: Extraction) -> Tensor:
     """Features float32 (N, D) of ``images`` (N, 3, H, W), by a backbone that is in evaluation mode."""
     with torch.autocast(images.device.type, how.precision, enabled=how.precision != torch.float32):
-        output: Tensor = backbone(images).float()
+        try:
+            output: Tensor = backbone(images).float()
+        except (AssertionError, ValueError) as error:  # transformers take one size only
+            raise UserError(f"--image-size {images.shape[-1]}: the encoder refuses it: {error}") from None
     if output.ndim != 2:
         raise UserError(f"the encoder gives {tuple(output.shape[1:])} an image instead of one feature vector")
     return output

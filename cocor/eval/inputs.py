@@ -24,7 +24,7 @@ def chosen_splits(options: argparse.Namespace) -> Splits:
     if (options.data is None) == (options.dataset is None):
         raise UserError("name the images: --data DIR, or --dataset NAME --root DIR")
     if options.data is not None:
-        return open_splits(options.data, options.workers)
+        return open_splits(options.data, options.workers, options.on_error)
     if options.dataset not in PROTOCOLS:
         raise UserError(f"--dataset {options.dataset}: no such set{nearest(options.dataset, PROTOCOLS)}")
     if options.root is None:
@@ -39,7 +39,7 @@ def images_to_look_at(options: argparse.Namespace) -> ImageDataset:
             return open_images(options.data)
         inside = {path.stem for path in options.data.iterdir()} if options.data.is_dir() else set()
         if options.data.is_dir() and not inside & {"train", "training", "trn"}:
-            return open_images(options.data, workers=options.workers)
+            return open_images(options.data, on_error=options.on_error, workers=options.workers)
     return chosen_splits(options).test
 
 

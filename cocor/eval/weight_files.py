@@ -86,9 +86,8 @@ def _read_pickle(path: Path) -> Any:
                 f"{path}: opening it would run code of its own ({culprit}); where you trust it, keep only its tensors: "
                 "torch.save(torch.load(FILE, weights_only=False)['state_dict'], NEW)"
             ) from None
-        raise UserError(
-            f"{path}: damaged, or no file of weights: {text.splitlines()[0][:160] if text else error}"
-        ) from None
+        reason = f"{type(error).__name__}: {text.splitlines()[0][:160]}" if text else type(error).__name__
+        raise UserError(f"{path}: damaged, or no file of weights ({reason})") from None
 
 
 def _weights_of(content: Mapping[Any, Any], which: Which) -> Mapping[Any, Any]:

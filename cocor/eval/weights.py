@@ -97,6 +97,8 @@ def load_encoder(
     """
     source, colon, model = str(weights).partition(":")
     if colon and source in ("timm", "random"):
+        if not model:
+            raise UserError(f"{source}: name a model of timm's behind it, such as {source}:resnet50")
         return _without_file(source, model, stem or "imagenet")
     file = read_weights(_file(Path(weights), which), which)
     prefix, origin, found = _recognise(file, which)
@@ -104,7 +106,10 @@ def load_encoder(
     guess, guessed_stem = _guess(found)
     architecture = architecture or file.hints.get("architecture") or guess
     if architecture is None:
-        raise UserError(f"{file.path}: its shapes are no ResNet's that is known here; name the model with --backbone")
+        raise UserError(
+            f"{file.path}: the shapes of its {_few(list(found))} weights are no ResNet's that is known here; "
+            "name the model with --backbone"
+        )
     stem = stem or file.hints.get("stem") or guessed_stem
     backbone = build_backbone(architecture, stem)
     matched = _fill(backbone, found, file.path, prefix, architecture)
@@ -233,12 +238,21 @@ def _fill(backbone: nn.Module, found: dict[str, Tensor], path: Path, prefix: str
     strange = [name for name in found if name not in fitting and not _HEAD.match(name)]
     if prefix == "":  # a bare file may hold anything beside the encoder, which begins no other encoder
         strange = [name for name in strange if re.match(r"(layer|blocks|stages)", name)]
+    other = [name for name in found if name in wanted and name not in fitting]
     if missing or strange:
+        shapes = ""
+        if other:
+            has, needs = (tuple(part[other[0]].shape) for part in (found, wanted))
+            shapes = f"of another shape: {_few(other)}, {has} instead of {needs} at first; "
         below = f" below {prefix!r}" if prefix else ""
         raise UserError(
             f"{path}: only {len(fitting)} of the {len(wanted)} tensors of {architecture} match{below}; "
-            f"missing: {_few(missing)}; left over: {_few(strange)}; name another model with --backbone or --stem"
+            f"missing: {_few(missing)}; left over: {_few(strange)}; {shapes}"
+            "name another model with --backbone or --stem"
         )
+    broken = [name for name, value in fitting.items() if not value.isfinite().all()]
+    if broken:
+        raise UserError(f"{path}: {_few(broken)} of its weights are not finite; the training has failed")
     backbone.load_state_dict(fitting, strict=False)
     return len(fitting)
 
