@@ -19,7 +19,7 @@ import yaml
 from cocor import atomic, cli
 from cocor.cli import option
 from loaders.errors import UserError
-from loaders.ops import Magnitudes, Pool
+from loaders.ops import Magnitudes, Order, Pool
 
 Method = Literal["moco", "simsiam", "supcon", "byol", "intl"]
 Loader = Literal["dali", "torch", "synthetic", "ffcv"]
@@ -87,6 +87,7 @@ class Config:
     lengths: tuple[int, ...] = option((1, 2, 3), "lengths of the composite augmentations", low=1, high=10)
     pool: Pool = option("all", "basic augmentations to draw from")
     magnitudes: Magnitudes = option("uniform", "their strengths; released: the authors' fixed level 10")
+    composite_order: Order = option("random", "their order; fixed1: geometry first, fixed2: geometry last")
     recipe: Literal["paper", "released"] = option("paper", "composites on a shared plain crop, or as the released code")
     released_originals: int = option(
         5, "crops whose mean embedding is the original in --recipe released", low=1, high=100
@@ -187,7 +188,7 @@ _NOTES = {  # shown in the help in place of a default
     "output": "default: runs/NAME, after the config file or the method",
     "gpus": "default: all",
     "precision": "default: bf16 on GPUs, fp32 on the CPU",
-    "execution": "auto: fused on GPUs, eager on the CPU",
+    "execution": "auto: fused in long runs on GPUs, graph in short ones, eager on the CPU",
     "trace_weight": "default: 0.01 (log2(batch) - 3)",
 }
 
@@ -268,6 +269,12 @@ def check(config: Config) -> None:
             len(config.solarize_prob) > 2
         ),
         "--overwrite and --resume exclude each other": config.overwrite and config.resume is not None,
+        f"--execution {config.execution}: forward derivatives cannot be compiled; use graph with --consistency abs": (
+            config.consistency == "abs" and config.execution in ("compiled", "fused")
+        ),
+        f"--execution {config.execution}: LARS cannot be recorded; use compiled with --optimiser lars": (
+            config.optimiser == "lars" and config.execution in ("graph", "fused")
+        ),
         "--cpu-ranks needs --gpus 0": config.cpu_ranks > 1 and bool(config.gpus),
     }
     for message, wrong in mistakes.items():

@@ -119,6 +119,7 @@ def training_plan(config: Config) -> ViewPlan:
         lengths=config.lengths,
         pool=config.pool,
         magnitudes=config.magnitudes,
+        order=config.composite_order,
         weak=contrastive[0],
     )
 

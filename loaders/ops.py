@@ -12,6 +12,7 @@ from typing import Literal
 
 Pool = Literal["all", "color", "affine"]
 Magnitudes = Literal["uniform", "released"]
+Order = Literal["random", "fixed1", "fixed2"]
 
 END = 255
 
@@ -50,6 +51,14 @@ POOLS: dict[Pool, tuple[Op, ...]] = {
     "all": BASIC,
     "color": tuple(op for op in BASIC if op not in AFFINE),
     "affine": tuple(op for op in BASIC if op in AFFINE or op == Op.IDENTITY),
+}
+
+# The paper's ablation on the order of a composite's augmentations: as drawn, or always the same. Of its two fixed orders
+# it tells only that the first has Rotate before Brightness: here geometry comes first, and last in the second.
+ORDERS: dict[Order, tuple[Op, ...]] = {
+    "random": (),
+    "fixed1": (*(op for op in BASIC if op in AFFINE), *(op for op in BASIC if op not in AFFINE)),
+    "fixed2": (*(op for op in BASIC if op not in AFFINE), *(op for op in BASIC if op in AFFINE)),
 }
 
 # (low, high, integer, random sign) of each op. FixMatch's ranges, on which the authors' code builds; ops that take no

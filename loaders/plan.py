@@ -101,6 +101,7 @@ class ViewPlan:
     lengths: tuple[int, ...] = (1, 2, 3)
     pool: ops.Pool = "all"
     magnitudes: ops.Magnitudes = "uniform"
+    order: ops.Order = "random"
     weak: Augmentation = field(default_factory=Augmentation)
     filter: Filter = "bilinear"
 
@@ -141,19 +142,19 @@ class ViewPlan:
         codes = np.full((batch, layout.views, self.program_length), END, np.uint8)
         magnitudes = np.zeros((batch, layout.views, self.program_length), np.float32)
         composition = np.zeros((layout.composites, batch, len(ops.BASIC)), np.uint8)
-        crop_rows, view_rows, lengths, pool, ranges = self._tables
+        crop_rows, view_rows, lengths, pool, ranges, places = self._tables
         index = np.ascontiguousarray(index, np.int64)
         sizes = np.ascontiguousarray(sizes, np.int32)
         _draw_crops(self.seed, epochs, index, sizes, crop_rows, boxes, flips)
         _draw_programs(
-            self.seed, epochs, index, view_rows, lengths, pool, ranges, layout.contrastive + layout.originals,
+            self.seed, epochs, index, view_rows, lengths, pool, ranges, places, layout.contrastive + layout.originals,
             codes, magnitudes, composition,
         )  # fmt: skip
         return PlannedBatch(index, boxes, flips, codes, magnitudes, composition)
 
     @cached_property
     def _tables(self) -> tuple[npt.NDArray[Any], ...]:
-        """The plan as arrays: crop rows (C, 4), view rows (T, 10), lengths, pool codes, ranges (14, 4)."""
+        """Arrays: crop rows (C, 4), view rows (T, 10), lengths, pool codes, ranges (14, 4), places in the order (14,)."""
         layout, row_length = self.layout, len(self.weak.row())
         crop_rows = [[*a.crop_scale, a.flip_prob, 0.0] for a in self.contrastive]
         view_rows = [a.row() for a in self.contrastive]
@@ -172,6 +173,9 @@ class ViewPlan:
             np.array(self.lengths, np.int64),
             np.array([int(op) for op in ops.POOLS[self.pool]], np.uint8),
             np.array(ranges, np.float64),
+            np.argsort(np.array(ops.ORDERS[self.order], np.int64))
+            if ops.ORDERS[self.order]
+            else np.zeros(len(ops.BASIC), np.int64),
         )
 
 
@@ -277,9 +281,10 @@ def _draw_magnitude(seed, epoch, index, stream, number, limits):  # type: ignore
 
 @jit
 def _draw_programs(  # type: ignore[no-untyped-def]
-    seed, epochs, index, rows, lengths, pool, ranges, first_composite, codes, magnitudes, composition
+    seed, epochs, index, rows, lengths, pool, ranges, places, first_composite, codes, magnitudes, composition
 ):
-    """Programs of all views; composites append their draws to the (perhaps empty) augmentation of their row."""
+    """Programs of all views; composites append their draws to the (perhaps empty) augmentation of their row, sorted by
+    the ``places`` (14,) of the operations; equal places leave the order in which they were drawn."""
     for b in range(len(index)):
         for t in range(len(rows)):
             stream = _VIEW_STREAM + t
@@ -293,3 +298,15 @@ def _draw_programs(  # type: ignore[no-untyped-def]
                 magnitudes[b, t, at] = _draw_magnitude(seed, epochs[b], index[b], stream, number + 1, ranges[op])
                 composition[t - first_composite, b, op] += 1
                 at += 1
+            _sort(codes[b, t], magnitudes[b, t], at - lengths[t - first_composite], at, places)
+
+
+@jit
+def _sort(codes, magnitudes, first, end, places):  # type: ignore[no-untyped-def]
+    """Put codes[first:end] with their magnitudes in the order of ``places``; stable."""
+    for i in range(first + 1, end):
+        code, magnitude, j = codes[i], magnitudes[i], i
+        while j > first and places[codes[j - 1]] > places[code]:
+            codes[j], magnitudes[j] = codes[j - 1], magnitudes[j - 1]
+            j -= 1
+        codes[j], magnitudes[j] = code, magnitude

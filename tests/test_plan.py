@@ -170,3 +170,28 @@ def test_impossible_plans_are_refused() -> None:
         ViewPlan(lengths=(0,))
     with pytest.raises(UserError, match="original"):
         ViewPlan(original="none", lengths=(1,))
+
+
+@pytest.mark.parametrize("original", ["shared", "weak"])
+@pytest.mark.parametrize(
+    ("order", "first", "second"), [("fixed1", Op.ROTATE, Op.BRIGHTNESS), ("fixed2", Op.COLOR, Op.SHEAR_X)]
+)
+def test_a_fixed_order_sorts_what_a_random_one_draws(original: str, order: ops.Order, first: Op, second: Op) -> None:
+    options = {"original": original, "lengths": (1, 3, 10)}
+    drawn, fixed = draw(ViewPlan(**options), 300), draw(ViewPlan(**options, order=order), 300)  # type: ignore[arg-type]
+    assert np.array_equal(drawn.composition, fixed.composition) and np.array_equal(drawn.boxes, fixed.boxes)
+    place = {op: at for at, op in enumerate(ops.ORDERS[order])}
+    assert sorted(place) == list(ops.BASIC) and place[first] < place[second]
+    composites = slice(len(fixed.codes[0]) - 3, None)
+    assert np.array_equal(drawn.codes[:, : composites.start], fixed.codes[:, : composites.start])
+    for drawn_row, row, drawn_by, by in zip(
+        *(
+            array[:, composites].reshape(900, -1)
+            for array in (drawn.codes, fixed.codes, drawn.magnitudes, fixed.magnitudes)
+        ),
+        strict=True,
+    ):
+        assert sorted(zip(drawn_row, drawn_by, strict=True)) == sorted(zip(row, by, strict=True))
+    longest = fixed.codes[:, -1]
+    tails = [row[row != END][-10:] for row in longest]
+    assert all([place[Op(code)] for code in tail] == sorted(place[Op(code)] for code in tail) for tail in tails)

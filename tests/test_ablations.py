@@ -1,0 +1,165 @@
+"""Every ablation of the paper is a flag, and the flag does what it says."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_step import WORLD, build, config_for
+
+from cocor.build import build_target
+from cocor.config import Config, load
+from cocor.data import open_data, training_loader, training_plan
+from cocor.mmnn import MMNN, Constants
+from loaders import ops
+from loaders.errors import UserError
+from loaders.plan import PlannedBatch
+
+
+def drawn(*flags: str, count: int = 400) -> PlannedBatch:
+    sizes = np.tile(np.array([[60, 80]], np.int32), (count, 1))
+    return training_plan(load([*flags])).draw(0, np.arange(count), sizes)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (4,), (2, 5), (1, 2, 3, 10), (10,)])
+def test_lengths(lengths: tuple[int, ...]) -> None:
+    composition = drawn("--lengths", ",".join(map(str, lengths))).composition
+    assert tuple(composition.sum(2)[:, 0]) == lengths and (composition.sum(2) == np.array(lengths)[:, None]).all()
+
+
+@pytest.mark.parametrize("lengths", ["11", "1,0", "2,2"])
+def test_lengths_that_make_no_sense_are_refused(lengths: str) -> None:
+    with pytest.raises(UserError, match="lengths"):
+        load(["--lengths", lengths])
+
+
+def test_a_run_with_one_long_length(photo_folder: Path) -> None:
+    step, pairs = build(config_for(photo_folder, lengths=(10,)))
+    metrics = step(*pairs[0], 0)
+    assert {"similarity_10", "target_10"} <= metrics.keys() and "similarity_1" not in metrics
+
+
+@pytest.mark.parametrize("pool", ["all", "color", "affine"])
+def test_pools(pool: ops.Pool) -> None:
+    used = drawn("--pool", pool).composition.sum((0, 1)) > 0
+    assert [op for op in ops.BASIC if used[op]] == list(ops.POOLS[pool])
+
+
+def test_magnitudes() -> None:
+    released = drawn("--magnitudes", "released")
+    angles = released.magnitudes[released.codes == ops.Op.ROTATE]
+    assert set(np.abs(angles)) == {30.0} and len({*angles}) == 2
+    uniform = drawn().magnitudes[drawn().codes == ops.Op.ROTATE]
+    assert len({*uniform}) > 100 and np.abs(uniform).max() <= 30
+
+
+@pytest.mark.parametrize("order", ["random", "fixed1", "fixed2"])
+def test_composite_orders(order: ops.Order) -> None:
+    assert training_plan(load(["--composite-order", order])).order == order
+
+
+def test_recipes() -> None:
+    paper, released = (training_plan(load(["--recipe", name])).layout for name in ("paper", "released"))
+    assert (paper.originals, paper.crop_of_view) == (1, (0, 1, 2, 2, 2, 2))
+    assert (released.originals, released.crop_of_view) == (5, tuple(range(10)))
+
+
+@pytest.mark.parametrize(("fraction", "images"), [(1.0, 24), (0.5, 12), (0.2, 4)])
+def test_label_fractions(photo_folder: Path, fraction: float, images: int) -> None:
+    data = open_data(config_for(photo_folder, label_fraction=fraction))
+    assert data.labelled is not None
+    assert abs(len(data.labelled) - images) <= 4 and set(data.labelled.labels) == {0, 1, 2, 3}
+
+
+def test_targets() -> None:
+    composition = torch.tensor([[3] + [0] * 13, [1, 1, 1] + [0] * 11])
+    learned, constants = (build_target(load(["--mmnn", mode]), WORLD) for mode in ("learned", "constants"))
+    assert isinstance(learned, MMNN) and isinstance(constants, Constants)
+    assert constants(composition).tolist() == pytest.approx([0.65, 0.65])
+    assert build_target(load(["--consistency", "none"]), WORLD) is None
+    chosen = build_target(load(["--mmnn", "constants", "--constants", "0.9,0.5"]), WORLD)
+    assert chosen is not None and chosen(composition).tolist() == pytest.approx([0.1, 0.1])
+
+
+@pytest.mark.parametrize("change", [{"consistency": "abs"}, {"consistency_beta": 8.0}, {"consistency_weight": 3.0}])
+def test_the_consistency_loss(photo_folder: Path, change: dict[str, object]) -> None:
+    """Each option changes the total and the step, and the contrastive part not at all."""
+    results = []
+    for options in ({}, change):
+        step, pairs = build(config_for(photo_folder, mmnn="constants", **options))
+        metrics = step(*pairs[0], 0)
+        results.append((metrics, step.parameters[0].detach().clone()))
+    (plain, before), (other, after) = results
+    assert torch.equal(plain["contrastive_loss"], other["contrastive_loss"])
+    assert not torch.allclose(plain["loss"], other["loss"]) and not torch.equal(before, after)
+    if "consistency_weight" in change:
+        assert torch.allclose(other["loss"], other["contrastive_loss"] + 3 * other["consistency_loss"])
+
+
+@pytest.mark.parametrize("hypergradient", ["exact", "taylor", "released"])
+def test_hypergradients_move_the_mmnn_each_in_its_way(photo_folder: Path, hypergradient: str) -> None:
+    step, pairs = build(config_for(photo_folder, hypergradient=hypergradient))
+    assert step.target is not None
+    encoder = [p.detach().clone() for p in step.parameters]
+    step(*pairs[0], 0)
+    moved = [p.grad.clone() for p in step.target.parameters() if p.grad is not None]
+    other, pairs = build(config_for(photo_folder, hypergradient="taylor" if hypergradient == "exact" else "exact"))
+    other(*pairs[0], 0)
+    assert other.target is not None
+    assert all(g.abs().max() > 0 for g in moved[-1:])
+    assert not all(torch.equal(a, b.grad) for a, b in zip(moved, other.target.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(step.parameters, other.parameters, strict=True))  # the encoder's step
+    assert not all(torch.equal(a, b) for a, b in zip(step.parameters, encoder, strict=True))
+
+
+def test_views_may_differ_from_each_other() -> None:
+    plan = training_plan(load(["--method", "byol"]))
+    assert [view.blur_prob for view in plan.contrastive] == [1.0, 0.1]
+    assert [view.solarize_prob for view in plan.contrastive] == [0.0, 0.2]
+    assert [view.crop_scale for view in plan.contrastive] == [(0.08, 1.0)] * 2
+    with pytest.raises(UserError, match=r"blur_prob: .* one for each of the 2 views"):
+        load(["--blur-prob", "0,1,0"])
+
+
+class TestAuthorsSettings:
+    @pytest.mark.parametrize(
+        ("method", "settings"),
+        [
+            ("moco", {"lr": 0.03, "temperature": 0.2, "key_momentum": 0.999, "optimiser": "sgd", "final_lr": 0.0}),
+            ("simsiam", {"lr": 0.05, "projector_dim": 2048, "fix_predictor_lr": True, "sync_bn": True}),
+            ("supcon", {"lr": 0.03, "epochs": 100, "temperature": 0.07, "embedding_dim": 128, "blur_prob": (0.0,)}),
+            ("byol", {"lr": 0.3, "optimiser": "lars", "weight_decay": 1e-6, "key_momentum": 0.99, "warmup_epochs": 10}),
+            ("intl", {"lr": 0.5, "weight_decay": 1e-5, "embedding_dim": 8192, "warmup_epochs": 2, "final_lr": 1e-3}),
+        ],
+    )
+    def test_they_are_the_defaults_and_flags_win(self, method: str, settings: dict[str, object]) -> None:
+        config = load(["--method", method])
+        assert {key: getattr(config, key) for key in settings} == settings
+        assert load(["--method", method, "--lr", "0.7", "--optimiser", "sgd"]).lr == 0.7
+
+    def test_a_file_wins_over_them(self, tmp_path: Path) -> None:
+        (tmp_path / "mine.yaml").write_text("method: byol\noptimiser: sgd\nweight_decay: 5e-4\n")
+        config = load(["--config", str(tmp_path / "mine.yaml")])
+        assert (config.optimiser, config.weight_decay, config.key_momentum) == ("sgd", 5e-4, 0.99)
+
+    def test_a_short_run_has_a_short_warm_up(self) -> None:
+        assert [load(["--method", "byol", "--epochs", str(n)]).warmup_epochs for n in (300, 50, 5)] == [10, 5, 0]
+        assert load(["--method", "byol", "--epochs", "50", "--warmup-epochs", "8"]).warmup_epochs == 8
+
+
+def test_supcon_needs_every_label(photo_folder: Path, tmp_path: Path) -> None:
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    for number, path in enumerate(sorted(photo_folder.glob("*/*.jpg"))[:12]):
+        (flat / f"{number}.jpg").write_bytes(path.read_bytes())
+    with pytest.raises(UserError, match="--method supcon learns from the label of every image, 12 of 12 have none"):
+        open_data(Config(data=flat, method="supcon", loader="torch", consistency="none"))
+
+
+def test_supcon_sees_its_batch_s_labels(photo_folder: Path) -> None:
+    config = config_for(photo_folder, method="supcon", consistency="none")
+    data = open_data(config)
+    loader = training_loader(config, data, WORLD, torch.float64)
+    batch = next(iter(loader.epoch(0)))
+    loader.close()
+    assert batch.label.tolist() == data.train.labels[batch.index.numpy()].tolist()
