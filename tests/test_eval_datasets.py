@@ -16,6 +16,9 @@ from cocor.eval.protocols import PROTOCOLS, TRANSFER
 from loaders.decode import decode
 from loaders.errors import UserError
 from loaders.prep.classes import read_classes
+from loaders.prep.convert import convert
+from loaders.prep.encode import Settings
+from loaders.prep.sources import open_source
 
 
 def jpeg(path: Path, value: int = 0) -> None:
@@ -256,3 +259,25 @@ def test_the_table_of_protocols_adds_up() -> None:
         "sun397": (19850, 19850), "food101": (75750, 25250), "flowers102": (2040, 6149), "pets": (3680, 3669),
         "aircraft": (6667, 3333), "cars": (8144, 8041),
     }  # fmt: skip
+
+
+def test_the_readme_states_the_protocols() -> None:
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    for name, row in PROTOCOLS.items():
+        train, val = (f"{count:,}" if count else None for count in (row.train, row.val))
+        seed = "authors'" if row.seed is None else row.seed
+        end = f"{row.test:,} | {seed} | {row.metric} | {row.source} |"
+        found = next(line for line in text.splitlines() if line.startswith(f"| `{name}` |"))
+        assert found.endswith(end) and (train is None or found.startswith(f"| `{name}` | {train} / {val} / "))
+
+
+def test_prepared_files_stand_for_class_folders(corner_folder: Path, tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        convert(open_source(corner_folder), tmp_path / f"{split}.beton", "beton", Settings(), workers=1)
+    found = open_splits(tmp_path)
+    assert (len(found.train), len(found.val), len(found.test)) == (4, 2, 6)
+    both = found.learned_from()
+    assert sorted(both.names) == sorted(found.test.names)
+    assert sorted(both.image(place).decode().size for place in range(6)) == sorted(
+        found.test.image(place).decode().size for place in range(6)
+    )

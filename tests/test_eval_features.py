@@ -17,6 +17,7 @@ from torchvision.transforms import v2
 from cocor.distributed import World
 from cocor.eval.crops import CropPlan
 from cocor.eval.features import Extraction, _rows_of_rank, features_of, summary
+from cocor.eval.protocols import VIEWS
 from cocor.eval.weights import Encoder, digest, load_encoder
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
 from loaders.dataset import open_folder
@@ -136,6 +137,12 @@ class Poisoned(torch.nn.Module):
             images = images.clone()
             images[-1] = torch.nan
         return images
+
+
+def test_probes_see_images_as_their_sources_do() -> None:
+    seen = {probe: (view.crop, view.filter) for probe, view in VIEWS.items()}
+    assert {seen[probe] for probe in ("lbfgs", "fewshot", "transfer")} == {("full", "bicubic")}
+    assert {seen[probe] for probe in ("moco", "simsiam", "knn")} == {("central", "bilinear")}
 
 
 def test_ten_crops_are_torchvisions(encoder: Encoder) -> None:
