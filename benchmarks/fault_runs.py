@@ -61,6 +61,7 @@ class Lane:
     flags: dict[str, Any]
     folder: Path
     torchrun: bool = False
+    forked: bool = True  # not after this process has looked at a GPU
     reference: tuple[dict[int, list[int]], dict[str, Any]] | None = None
 
     def command(self, *more: str) -> list[str]:
@@ -97,7 +98,7 @@ class Start:
 
 def start(lane: Lane, *more: str) -> Start:
     """Start ``lane`` in a session of its own. Forked, or by torchrun."""
-    output = Path(tempfile.gettempdir(), f"cocor-fault-{os.getpid()}.txt")
+    output = Path(tempfile.gettempdir(), f"cocor-fault-{os.getpid()}-{lane.name}.txt")
     output.touch()
     sys.stdout.flush()
     began = time.time()
@@ -115,6 +116,8 @@ def start(lane: Lane, *more: str) -> Start:
                 ranks = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "3", "-m", "cocor.train"]
                 command = [sys.executable, "-m", "torch.distributed.run", *ranks, *lane.command(*more)]
                 os.execv(sys.executable, command)
+            if not lane.forked:
+                os.execv(sys.executable, [sys.executable, "-m", "cocor.train", *lane.command(*more)])
             code = main(lane.command(*more))
         finally:
             os._exit(code)

@@ -8,12 +8,23 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def test_broken_runs_lose_and_repeat_nothing() -> None:
-    call = [sys.executable, str(ROOT / "benchmarks" / "faults.py"), "--rounds", "3", "--lanes", "torch"]
+def benchmark(name: str, *arguments: str) -> str:
+    """What it prints."""
+    call = [sys.executable, str(ROOT / "benchmarks" / name), *arguments]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         call, capture_output=True, text=True, timeout=400, env=os.environ | {"PYTHONPATH": paths}, check=False
     )
-    assert done.returncode == 0, done.stderr
-    assert "3 rounds" in done.stdout and "1 whole runs compared" in done.stdout
-    assert "samples lost: 0, repeated: 0; weights that differ: 0" in done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_broken_runs_lose_and_repeat_nothing() -> None:
+    printed = benchmark("faults.py", "--rounds", "3", "--lanes", "torch")
+    assert "3 rounds" in printed and "1 whole runs compared" in printed
+    assert "samples lost: 0, repeated: 0; weights that differ: 0" in printed
+
+
+def test_on_the_cpu_a_resumed_run_is_no_further_from_an_unbroken_one_than_another() -> None:
+    printed = benchmark("resume_noise.py", "--device", "cpu", "--loaders", "synthetic")
+    assert "same samples, 0 lost, 0 repeated; two runs 0.0e+00 apart, the resumed one 0.0e+00" in printed
