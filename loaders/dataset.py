@@ -28,6 +28,7 @@ from loaders.size_index import size_index
 OnError = Literal["stop", "skip"]
 
 _SPLIT_NAMES = frozenset({"train", "training", "val", "valid", "validation", "test"})
+_SHARDS = (".tar", ".parquet")
 _LOOKED_AT = 20  # folders and names, where a guess is enough
 
 
@@ -167,7 +168,8 @@ def _list(root: Path, labels: str | os.PathLike[str] | None) -> Listing:
     if not root.exists():
         raise UserError(f"{printable(root)}: no such folder; check the path")
     if not root.is_dir():
-        raise UserError(f"{printable(root)}: not a folder; give the folder that holds the images")
+        remedy = f"; {_convert(root)}" if root.suffix in _SHARDS else ""
+        raise UserError(f"{printable(root)}: not a folder; give the folder that holds the images{remedy}")
     listing = list_folder(str(root))
     if labels is not None:  # the label file may lie beside the images
         keep = [i for i, name in enumerate(listing.names) if not _same_file(root / name, Path(labels))]
@@ -176,6 +178,8 @@ def _list(root: Path, labels: str | os.PathLike[str] | None) -> Listing:
         )  # fmt: skip
     if not listing.names and not listing.faults:
         raise UserError(f"{printable(root)}: an empty folder; check the path")
+    if listing.names and all(name.endswith(_SHARDS) for name in listing.names):
+        raise UserError(f"{printable(root)}: holds no images but {printable(listing.names[0])}; {_convert(root)}")
     if labels is None:
         _refuse_what_is_no_class(root, listing)
     return listing
@@ -191,14 +195,14 @@ def _refuse_what_is_no_class(root: Path, listing: Listing) -> None:
     if inside and _are_splits(inside):
         raise UserError(
             f"{printable(root)}: holds the splits {', '.join(listing.folders)}, not classes; "
-            f"give one of them, such as {printable(root / listing.folders[0])}"
+            f"give one of them, such as {printable(root / _for_training(inside))}"
         )
     for folder, within in inside.items():
         place = printable(root / folder)
         if within and _are_splits(within):
             raise UserError(
                 f"{place}: holds the splits {', '.join(sorted(within))} and is no class; "
-                f"give one of them, such as {printable(root / folder / min(within))}"
+                f"give one of them, such as {printable(root / folder / _for_training(within))}"
             )
         if len(inside) == 1 and len(within) > 1 and "" not in within:
             raise UserError(
@@ -207,8 +211,16 @@ def _refuse_what_is_no_class(root: Path, listing: Listing) -> None:
             )
 
 
+def _convert(path: Path) -> str:
+    return f"or convert it first: cocor-prep convert {printable(path)} NAME.beton"
+
+
 def _are_splits(folders: Iterable[str]) -> bool:
     return all(folder.lower() in _SPLIT_NAMES for folder in folders)
+
+
+def _for_training(splits: Iterable[str]) -> str:
+    return min(splits, key=lambda name: (not name.lower().startswith("train"), name))
 
 
 def _same_file(path: Path, other: Path) -> bool:

@@ -117,6 +117,15 @@ class TestFolders:
             write(tmp_path / folder / "x.jpg", small)
         assert open_quietly(tmp_path).classes == sorted({folder.partition("/")[0] for folder in folders})
 
+    @pytest.mark.parametrize("suffix", ["tar", "parquet"])
+    def test_tars_and_parquet_shards_are_to_be_converted(self, tmp_path: Path, suffix: str) -> None:
+        (tmp_path / "set").mkdir()
+        for number in range(2):
+            (tmp_path / "set" / f"{number}.{suffix}").write_bytes(b"x")
+        for path in (tmp_path / "set", tmp_path / "set" / f"0.{suffix}"):
+            with pytest.raises(UserError, match=f"convert it first: cocor-prep convert {path} NAME.beton"):
+                open_quietly(path)
+
     def test_a_class_folder_given_alone_stays_usable_and_its_parent_is_guessed(
         self, tmp_path: Path, small: Image.Image
     ) -> None:
@@ -177,7 +186,7 @@ class TestUnusableFiles:
 
     def test_stop_names_the_first_and_counts_the_others(self, photo_copy: Path) -> None:
         self.spoil(photo_copy)
-        with pytest.raises(UserError, match=r"coffee/empty.jpg: not an image .*and 3 more"):
+        with pytest.raises(UserError, match=r"coffee/empty.jpg: an empty file .and 3 more"):
             open_quietly(photo_copy)
 
     def test_skip_lists_all_of_them(self, photo_copy: Path) -> None:
