@@ -53,7 +53,7 @@ POOLS: dict[Pool, tuple[Op, ...]] = {
     "affine": tuple(op for op in BASIC if op in AFFINE or op == Op.IDENTITY),
 }
 
-# The paper's ablation on the order of a composite's augmentations: as drawn, or always the same. Of its two fixed orders
+# The paper's ablation on a composite's order: as drawn, or always the same. Of its two fixed orders
 # it tells only that the first has Rotate before Brightness: here geometry comes first, and last in the second.
 ORDERS: dict[Order, tuple[Op, ...]] = {
     "random": (),

@@ -154,7 +154,7 @@ class ViewPlan:
 
     @cached_property
     def _tables(self) -> tuple[npt.NDArray[Any], ...]:
-        """Arrays: crop rows (C, 4), view rows (T, 10), lengths, pool codes, ranges (14, 4), places in the order (14,)."""
+        """Arrays: crop rows (C, 4), view rows (T, 10), lengths, pool codes, ranges (14, 4), places in order (14,)."""
         layout, row_length = self.layout, len(self.weak.row())
         crop_rows = [[*a.crop_scale, a.flip_prob, 0.0] for a in self.contrastive]
         view_rows = [a.row() for a in self.contrastive]
