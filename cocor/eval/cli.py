@@ -4,11 +4,13 @@
     cocor-eval transfer runs/moco runs/moco_cocor --datasets all --root data
 
 Weights may be of any origin. Numbers go to the terminal and, with the picture, to ``--output``. Under torchrun all
-ranks make the features, and the first goes on alone. Exit codes: 0 done, 2 a mistake in the call or the data.
+ranks make the features, and the first goes on alone. Exit codes: 0 done, 2 a mistake in the call or the data, 130 and 143
+interrupted.
 """
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,7 +42,16 @@ def _run(options: argparse.Namespace) -> None:
     from cocor.eval import commands
 
     run: Callable[[argparse.Namespace], None] = getattr(commands, options.command)
-    commands.in_its_place(options, run)
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        commands.in_its_place(options, run)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _leave(number: int, frame: object) -> None:
+    """Asked to end: in order, so that no worker is left to complain that this process has gone."""
+    raise SystemExit(128 + number)
 
 
 def _parser() -> argparse.ArgumentParser:
