@@ -3,9 +3,9 @@
     cocor-eval linear runs/moco --data data/cifar10
     cocor-eval transfer runs/moco runs/moco_cocor --datasets all --root data
 
-Weights may be of any origin. Numbers go to the terminal and, with the picture, to ``--output``. Under torchrun all
-ranks make the features, and the first goes on alone. Exit codes: 0 done, 2 a mistake in the call or the data, 130 and 143
-interrupted.
+Weights may be of any origin. Numbers go to the terminal and, with the picture, to ``--output``. Under torchrun ranks
+share the encoding and the search for neighbours; solvers run on the first alone. Exit codes: 0 done, 2 a mistake in the
+call or the data, 130 and 143 interrupted.
 """
 
 import argparse
