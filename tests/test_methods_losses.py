@@ -53,7 +53,9 @@ class TestSupCon:
 
     def test_gradients_are_those_of_finite_differences(self) -> None:
         labels = torch.tensor([0, 1, 0, 1, 0])
-        assert torch.autograd.gradcheck(lambda z: supervised_contrastive(F.normalize(z, dim=1), labels, 0.2), rows(5, 4))
+        assert torch.autograd.gradcheck(
+            lambda z: supervised_contrastive(F.normalize(z, dim=1), labels, 0.2), rows(5, 4)
+        )
 
     def test_a_lonely_label_has_its_other_view(self) -> None:
         method = supcon()
@@ -74,7 +76,10 @@ class TestSupCon:
     def test_it_has_its_authors_head(self) -> None:
         method = SupCon(backbone())
         width = method.head[0].in_features
-        assert [tuple(m.weight.shape) for m in method.head if isinstance(m, nn.Linear)] == [(width, width), (128, width)]
+        assert [tuple(m.weight.shape) for m in method.head if isinstance(m, nn.Linear)] == [
+            (width, width),
+            (128, width),
+        ]
 
 
 class TestByol:
@@ -186,7 +191,7 @@ class TestIntl:
         assert losses[0] == losses[1]
 
     def test_more_images_than_dimensions_are_refused(self) -> None:
-        with pytest.raises(UserError, match="embedding_dim: INTL whitens the 256 images.*not 128; raise"):
+        with pytest.raises(UserError, match=r"embedding_dim: INTL whitens the 256 images.*not 128; raise"):
             load(["--method", "intl", "--embedding-dim", "128"])
 
     def test_it_has_its_authors_layers(self) -> None:

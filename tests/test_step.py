@@ -79,8 +79,10 @@ def build(config: Config) -> tuple[TrainingStep, Pairs]:
 
 
 class Sgd:
-    """``buffer = momentum buffer + gradient + decay weight; weight -= lr buffer``, without writing in place. LARS scales
-    what comes behind the plus by a factor of each weight, which does not depend on the MMNN."""
+    """``buffer = momentum buffer + gradient + decay weight; weight -= lr buffer``, without writing in place.
+
+    LARS scales what joins the buffer by a factor of each weight, which does not depend on the MMNN.
+    """
 
     def __init__(self, momentum: float, decay: float, biases: bool = True, lars: bool = False) -> None:
         self.momentum, self.decay, self.biases, self.lars, self.buffers = momentum, decay, biases, lars, {}
@@ -185,8 +187,10 @@ class Literal:
         return {"labelled_loss": cross_entropy.detach(), "hypergradient_norm": norm}
 
     def taylor(self, batch, labelled, loss, target, similarity, new, cross_entropy) -> list[Tensor]:
-        """Paper, eq. 12, sign mended: ``-dCE sum_l w c_l (d sim_l / dL) d mean g_l``, c by the loss before the step. The
-        released code has the other sign and c behind the step."""
+        """Paper, eq. 12, sign mended: ``-dCE sum_l w c_l (d sim_l / dL) d mean g_l``, c by the loss before the step.
+
+        The released code has the other sign, and c by the loss behind the step.
+        """
         old = {name: p.detach().clone() for name, p in trained(self.method).items()}
         before = self.cross_entropy(labelled, old).detach()
         assign(self.method, new)

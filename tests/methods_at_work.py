@@ -1,0 +1,108 @@
+"""Two steps of every method on each rank, as a program: ``python -m methods_at_work FILE FLAGS...``.
+
+The main rank writes to FILE what the steps did: losses, averaged gradients of encoder, MMNN and classifier, and the
+state behind them. :mod:`test_methods_ranks` compares the files of runs on 1, 2 and 4 ranks.
+"""
+
+import copy
+import sys
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from cocor import config as configuration
+from cocor import launch
+from cocor.build import build_method, build_target
+from cocor.config import Config, resolve
+from cocor.data import labelled_loader, open_data, training_loader
+from cocor.distributed import World, mean_over_ranks
+from cocor.step import TrainingStep
+from loaders.batch import Batch
+
+STEPS, CLASSES = 2, 4
+SMALL: dict[str, Any] = {
+    "loader": "torch",
+    "workers": 1,
+    "gpus": 0,
+    "precision": "fp32",
+    "backbone": "test_resnet",
+    "image_size": 32,
+    "batch_size": 8,
+    "labelled_batch_size": 8,
+    "label_fraction": 0.5,
+    "epochs": 1,
+    "lr": 0.05,
+    "final_lr": 0.0,
+    "queue_size": 16,
+    "key_bn_splits": 4,
+    "embedding_dim": 12,
+    "projector_dim": 16,
+    "predictor_dim": 8,
+    "mmnn_lr": 1.0,
+    "mmnn_wait_epochs": 0,
+    "mmnn_warmup_epochs": 0,
+    "sync_bn": True,
+}
+
+
+def batches(config: Config, world: World) -> list[tuple[Batch, Batch]]:
+    """This rank's share of the first steps, in float64."""
+    data = open_data(config)
+    loader = training_loader(config, data, world, torch.float64)
+    labelled = labelled_loader(config, data, world, torch.float64, loader.steps_per_epoch)
+    assert labelled is not None
+    with closing(loader), closing(labelled), closing(loader.epoch(0)) as one, closing(labelled.epoch(0)) as other:
+        return [pair for pair, _ in zip(zip(one, other, strict=False), range(STEPS), strict=False)]
+
+
+def in_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
+    return replace(batch, **{name: getattr(batch, name).to(dtype) for name in ("views", "original", "composites")})
+
+
+def steps(
+    config: Config, world: World, mmnn: nn.Module, pairs: list[tuple[Batch, Batch]], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """What steps on ``pairs`` did, and the state behind them."""
+    method, target = build_method(config, world), copy.deepcopy(mmnn)
+    with torch.no_grad():
+        for name, parameter in method.named_parameters():  # timm starts some at 0, behind which nothing would learn
+            if parameter.ndim == 1 and not parameter.any() and "weight" in name:
+                parameter.fill_(0.5)
+    torch.manual_seed(0)
+    step = TrainingStep(config, method, target, CLASSES, steps_per_epoch=STEPS)
+    parts: dict[str, nn.Module] = {"method": method, "mmnn": target, "classifier": step.classifier}
+    for part in parts.values():
+        part.to(dtype)
+    done: dict[str, Tensor] = {}
+    for number, (batch, labelled) in enumerate(pairs):
+        metrics = step(in_dtype(batch, dtype), in_dtype(labelled, dtype), number)
+        done |= {f"{number} {name}": mean_over_ranks(value) for name, value in metrics.items()}
+        for place, part in parts.items():
+            gradients = {name: p.grad for name, p in part.named_parameters() if p.grad is not None}
+            done |= {f"{number} gradient {place}.{name}": value.clone() for name, value in gradients.items()}
+    done |= {f"{place}.{name}": value for place, part in parts.items() for name, value in part.state_dict().items()}
+    return done
+
+
+def work(given: Config, world: World) -> None:
+    results: dict[str, dict[str, Any]] = {"float64": {}, "float32": {}}
+    config = resolve(SMALL | {"data": given.data})
+    pairs, mmnn = batches(config, world), build_target(config, world)  # fitting an MMNN takes a second
+    assert mmnn is not None
+    for method in get_args(configuration.Method):
+        config = resolve(SMALL | {"method": method, "data": given.data})
+        results["float64"][method] = steps(config, world, mmnn, pairs, torch.float64)
+        results["float32"][method] = steps(config, world, mmnn, pairs[:1], torch.float32)
+    if world.main:
+        torch.save(results, Path(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    arguments = sys.argv[2:]
+    sys.exit(
+        launch.command("test", lambda: launch.run(configuration.load(arguments), sys.argv[1:], work, "methods_at_work"))
+    )

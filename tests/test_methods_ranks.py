@@ -1,0 +1,108 @@
+"""A step is the same on 1, 2 and 4 ranks, of every method with CoCor and its MMNN: it sees the same 8 images."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import timm
+import torch
+from test_distributed import LAUNCHERS, TESTS
+from torch import Tensor, nn
+
+from cocor.config import Method, load
+from cocor.methods.sync_norm import GlobalBatchNorm, synchronise_batch_norm
+from loaders.errors import UserError
+
+Results = dict[str, dict[str, dict[str, Tensor]]]  # by precision, method, name
+
+
+@pytest.fixture(scope="module")
+def results(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Results]:
+    """What two steps did, by the number of ranks and the method."""
+    environment = {key: value for key, value in os.environ.items() if key not in LAUNCHERS}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]), "OMP_NUM_THREADS": "1"}
+    folder = tmp_path_factory.mktemp("ranks")
+    found = {}
+    for ranks in (1, 2, 4):
+        flags = ["--data", str(photo_folder), "--gpus", "0", "--cpu-ranks", str(ranks)]
+        command = [sys.executable, "-m", "methods_at_work", str(folder / f"{ranks}.pt"), *flags]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
+        assert run.returncode == 0, run.stderr
+        found[ranks] = torch.load(folder / f"{ranks}.pt", weights_only=True)
+    return found
+
+
+def compared(
+    results: dict[int, Results], precision: str, method: str, ranks: int
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Name, value on ``ranks`` ranks and on one."""
+    one, several = results[1][precision][method], results[ranks][precision][method]
+    assert one.keys() == several.keys()
+    assert {"0 loss", "0 similarity_3", "0 labelled_loss", "0 hypergradient_norm"} <= one.keys()
+    for name, value in one.items():
+        own = "feature_std" in name or "top1" in name  # of each rank's own images
+        keys = "key_backbone" in name and ("running" in name or "num_batches" in name)  # as are these statistics
+        if not own and not keys:
+            yield name, several[name], value
+
+
+@pytest.mark.parametrize("method", get_args(Method))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_losses_gradients_and_state_do_not_depend_on_the_number_of_ranks(
+    results: dict[int, Results], method: str, ranks: int
+) -> None:
+    for name, several, one in compared(results, "float64", method, ranks):
+        torch.testing.assert_close(several, one, rtol=1e-8, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}")
+    learned = [value for name, value in results[1]["float64"][method].items() if name.startswith("0 gradient mmnn")]
+    assert learned and any(value.abs().max() > 1e-8 for value in learned)
+
+
+@pytest.mark.parametrize("method", get_args(Method))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_in_single_precision_ranks_err_no_more_than_one_does(
+    results: dict[int, Results], method: str, ranks: int
+) -> None:
+    """Rounding: this small network, on 8 images, magnifies it up to 100,000 times on a single rank already."""
+    rows: list[tuple[Tensor, Tensor, Tensor]] = []
+    for name, several, one in compared(results, "float32", method, ranks):
+        if name in ("0 loss", "0 contrastive_loss", "0 consistency_loss"):
+            torch.testing.assert_close(several, one, rtol=1e-6, atol=1e-6)
+        if name.startswith("0 gradient method"):
+            rows.append((several.double(), one.double(), results[1]["float64"][method][name]))
+    gradients = [torch.cat([value.flatten() for value in column]) for column in zip(*rows, strict=True)]
+    several, one, true = (value / gradients[2].norm() for value in gradients)
+    assert (several - true).norm() < 1.5 * (one - true).norm() + 1e-5
+
+
+def test_batch_norm_over_one_rank_is_batch_norm() -> None:
+    plain = timm.create_model("test_resnet", num_classes=0).double()
+    other = timm.create_model("test_resnet", num_classes=0).double()
+    other.load_state_dict(plain.state_dict())
+    names = list(other.state_dict())
+    other = synchronise_batch_norm(other, torch.device("cpu"))
+    assert list(other.state_dict()) == names
+    assert any(isinstance(module, GlobalBatchNorm) for module in other.modules())
+    images = torch.randn(4, 3, 32, 32, dtype=torch.float64)
+    for training in (True, False):
+        assert torch.equal(plain.train(training)(images), other.train(training)(images))
+
+
+def test_what_timm_puts_inside_a_norm_stays_behind_it() -> None:
+    norm = timm.layers.BatchNormAct2d(3)
+    converted = synchronise_batch_norm(nn.Sequential(norm), torch.device("cpu"))
+    images = torch.randn(4, 3, 5, 5)
+    assert torch.equal(converted(images), norm(images)) and converted(images).min() == 0
+
+
+def test_methods_synchronise_as_their_authors_do_and_a_flag_overrides() -> None:
+    defaults = {method: load(["--method", method]).sync_bn for method in get_args(Method)}
+    assert defaults == {"moco": False, "simsiam": True, "supcon": False, "byol": True, "intl": True}
+    assert not load(["--method", "simsiam", "--no-sync-bn"]).sync_bn
+    flags = ["--method", "simsiam", "--consistency", "abs", "--gpus", "2"]
+    with pytest.raises(UserError, match=r"sync_bn: consistency abs .* --hypergradient taylor"):
+        load(flags)
+    assert load([*flags, "--no-sync-bn"]).consistency == "abs"
