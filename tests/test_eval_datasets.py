@@ -281,3 +281,19 @@ def test_prepared_files_stand_for_class_folders(corner_folder: Path, tmp_path: P
     assert sorted(both.image(place).decode().size for place in range(6)) == sorted(
         found.test.image(place).decode().size for place in range(6)
     )
+
+
+@pytest.mark.parametrize("make", SIZES, ids=lambda make: make.__name__)
+def test_damaged_lists_are_one_line(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path)
+    lists = [path for path in sorted(tmp_path.rglob("*")) if path.is_file() and path.suffix != ".jpg"]
+    for path in lists:
+        whole = path.read_bytes()
+        for content in (b"", b"rubbish\n", b"\xff\xfe\x00 1 2\n", whole[: len(whole) // 2], b"[1, 2]"):
+            path.write_bytes(content)
+            try:
+                open_named(make.__name__, tmp_path, tmp_path / "cache")
+            except UserError as error:
+                assert "\n" not in str(error) and str(tmp_path) in str(error)
+        path.write_bytes(whole)
+    open_named(make.__name__, tmp_path, tmp_path / "cache")

@@ -83,9 +83,10 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _write(images: dict[str, np.ndarray], folder: Path) -> None:
     """All files or none: into a folder beside, which is renamed at the end."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=".cifar-", dir=folder.parent))
+    temporary: Path | None = None
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=".cifar-", dir=folder.parent))
         for split, pixels in images.items():
             (temporary / split).mkdir()
             numbered = track(enumerate(pixels), len(pixels), f"unpacking {split}", "images")
@@ -101,4 +102,5 @@ def _write(images: dict[str, np.ndarray], folder: Path) -> None:
     except OSError as error:
         raise UserError(f"cannot unpack into {folder.parent}: {error.strerror}; choose another --cache") from None
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)

@@ -81,7 +81,12 @@ def open_named(name: str, root: Path, cache: Path, workers: int | None = None) -
     archive = ARCHIVES[name]
     base = archive.find(root, name)
     if base is not None:
-        return _checked(_split(protocol, archive.read(base, cache), workers))
+        try:
+            listed = archive.read(base, cache)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:  # whatever a damaged list holds
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(f"{base}: damaged lists ({reason}); unpack the archive of {protocol.title} again") from None
+        return _checked(_split(protocol, listed, workers))
     if _first(root / name, _TRAIN) is not None:
         return _checked(replace(open_splits(root / name, workers), protocol=protocol))
     where = ", ".join(f"{root / folder}" for folder in (*archive.folders, f"{name}/train"))
