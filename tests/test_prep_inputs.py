@@ -170,3 +170,18 @@ class TestOutputs:
             line = refused(command[0], images / "a", "--labels", labels, command[1], labels, "--force")
             assert "labels.csv: the output would replace its own source" in line
         assert labels.read_text().startswith("0.jpg,x")
+
+    def test_force_replaces_only_what_it_could_have_made(
+        self, images: Path, tmp_path: Path, refused: Callable[..., str]
+    ) -> None:
+        mine = tmp_path / "mine"
+        mine.mkdir()
+        (mine / "thesis.txt").write_text("precious")
+        os.mkfifo(tmp_path / "pipe")
+        for output in (mine, tmp_path / "pipe"):
+            assert "--force replaces files and folders that cocor-prep made" in refused(
+                "convert", images, output, "--force"
+            )
+        assert (mine / "thesis.txt").read_text() == "precious"
+        for _ in range(2):
+            assert main(["convert", str(images), str(tmp_path / "out"), "--workers", "1", "--force"]) == 0

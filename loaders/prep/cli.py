@@ -140,9 +140,9 @@ def _check_output(options: argparse.Namespace, output: Path | None) -> None:
     """Refuse, before any work is done, an output that may not be made or that would replace what it is made from."""
     if output is None:
         return
-    refuse_existing(output, options.force)
     lists = (Path(name) for key in ("labels", "classes") if (name := getattr(options, key, None)) is not None)
     refuse_overlap(output, options.source, *lists)
+    refuse_existing(output, options.force)
 
 
 def _scan(options: argparse.Namespace) -> int:

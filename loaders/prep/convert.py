@@ -57,8 +57,8 @@ def convert(
     ``on_error``: "stop" ends at the first unusable image, "skip" leaves such images out and lists them. Raises
     :class:`UserError`, and then nothing is left behind.
     """
-    refuse_existing(output, force)
     refuse_overlap(output, source.path)
+    refuse_existing(output, force)
     if source.faults and on_error == "stop":
         raise unusable(source, *source.faults[0])
     names = stored_names(source)

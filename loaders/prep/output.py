@@ -17,6 +17,7 @@ from pathlib import Path
 
 from loaders.errors import UserError
 from loaders.names import printable
+from loaders.prep.record import FOLDER_RECORD
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -31,7 +32,8 @@ def staged(target: Path, *, folder: bool, force: bool = False) -> Iterator[Path]
         force: replace an existing ``target`` (at the end, in one rename).
 
     Raises:
-        UserError: ``target`` exists and ``force`` is off, its parent is missing, or the disk is full.
+        UserError: ``target`` exists and ``force`` is off or may not replace it, its parent is missing, or the disk is
+            full.
     """
     target = target.absolute()
     refuse_existing(target, force)
@@ -62,8 +64,25 @@ def refuse_existing(target: Path, force: bool) -> None:
     if not os.path.isdir(target.parent):  # noqa: PTH112 (a Path's own would raise where a folder on the way is locked)
         parent, name = printable(target.parent), printable(target.name)
         raise UserError(f"{parent}: no such folder for the output {name}; make it first")
-    if os.path.lexists(target) and not force:
+    if not os.path.lexists(target):
+        return
+    if not force:
         raise UserError(f"{printable(target)} exists; name another output or pass --force to replace it")
+    if not _replaceable(target):
+        raise UserError(
+            f"{printable(target)}: --force replaces files and folders that cocor-prep made, and this is neither; "
+            "name another output"
+        )
+
+
+def _replaceable(target: Path) -> bool:
+    """Whether an existing output may be replaced as a whole: never a device, nor a folder of anything else."""
+    if target.is_symlink() or target.is_file():
+        return True
+    if not target.is_dir():
+        return False
+    names = os.listdir(target)  # noqa: PTH208 (names, not paths)
+    return not names or FOLDER_RECORD in names
 
 
 def refuse_overlap(output: Path, *sources: Path | None) -> None:
