@@ -246,3 +246,12 @@ def test_a_mistake_of_all_ranks_is_said_once(data: Path, tmp_path: Path) -> None
     assert [code for code, _ in found] == [2, 2]
     said = [line for _, error in found for line in error.splitlines() if "--k 99: the bank holds 16" in line]
     assert len(said) == 1
+
+
+def test_under_torchrun_a_wrong_flag_is_said_once() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "cocor.eval.cli", "knn", WEIGHTS, "--kk", "3"]
+    place = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    found = subprocess.run(command, env=place, capture_output=True, text=True, timeout=100)
+    assert found.returncode != 0
+    assert found.stderr.count("cocor-eval: error: unrecognized arguments: --kk 3") == 1
