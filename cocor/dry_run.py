@@ -10,6 +10,7 @@ import yaml
 from torch import Tensor
 
 from cocor.distributed import barrier
+from cocor.execution import WARM_UP, executable
 from cocor.log import duration
 from cocor.run import Run
 from loaders.batch import Batch
@@ -18,13 +19,15 @@ STEPS = 2
 
 
 def report(run: Run) -> None:
-    """Make two steps of ``run`` and print shapes, memory, estimated time and the resolved configuration on stdout."""
+    """Make a few steps of ``run`` and print shapes, memory, estimated time and the resolved configuration on stdout."""
     seconds = []
     batches = run.pairs(0, 0)
     batch = None
-    for number, (batch, labelled) in zip(range(STEPS), batches, strict=False):
+    make_step = executable(run.step, run.execution)
+    steps = STEPS + (WARM_UP if run.execution in ("graph", "fused") else 0)
+    for number, (batch, labelled) in zip(range(steps), batches, strict=False):
         begin = time.perf_counter()
-        metrics = run.step(batch, labelled, number)
+        metrics = make_step(batch, labelled, number)
         loss = metrics["loss"].item()  # waits for the device
         seconds.append(time.perf_counter() - begin)
     batches.close()

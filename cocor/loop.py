@@ -20,6 +20,7 @@ from cocor import resume, run_folder, stop
 from cocor.config import Config
 from cocor.distributed import World, barrier, gather
 from cocor.dry_run import report
+from cocor.execution import executable, uncompiled
 from cocor.log import RunLog, duration, set_up_logging
 from cocor.run import Run, build
 from cocor.run_lock import RunLock
@@ -79,7 +80,7 @@ def describe(run: Run, checkpoint_read: Path | None) -> None:
     elif config.resume is not None:
         _log.info(f"no checkpoint in {config.output} yet: starting anew")
     kind = config.method if config.consistency == "none" else f"{config.method} + CoCor ({config.mmnn} targets)"
-    place = f"{run.world.size} x {run.world.device.type}, {config.precision}"
+    place = f"{run.world.size} x {run.world.device.type}, {config.precision}, {run.execution}"
     _log.info(f"{kind}, {config.backbone}, {place}, {config.batch_size // run.world.size} images a step and rank")
     labels = "" if data.labelled is None else f", {len(data.labelled):,} of them with labels for the MMNN"
     classes = f"in {len(data.train.classes):,} classes" if data.train.classes else "without labels"
@@ -101,7 +102,9 @@ def fit(run: Run, log: RunLog) -> None:
         Stopped: a signal asked for it; a checkpoint of this position is written.
     """
     started = time.monotonic()
-    make_step = SkippingStep(run.step) if run.config.on_nan == "skip" else run.step
+    make_step = executable(run.step, run.execution)
+    if run.config.on_nan == "skip":
+        make_step = SkippingStep(run.step, make_step)
     with stop.deferred():
         if run.knn_is_due:
             measure_knn(run, log)
@@ -182,7 +185,8 @@ def measure_knn(run: Run, log: RunLog) -> None:
     """k-NN accuracy of the present backbone, on the main rank; the others wait. It stays due if a signal comes."""
     finished = True
     if run.knn is not None:
-        result = run.knn(run.step.method.backbone, interrupted=stop.requested)
+        with uncompiled():
+            result = run.knn(run.step.method.backbone, interrupted=stop.requested)
         finished = result is not None
         if result is not None:
             epoch = run.done // run.loader.steps_per_epoch

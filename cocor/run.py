@@ -11,6 +11,7 @@ from cocor.build import build_method, build_target
 from cocor.config import Config
 from cocor.data import Data, knn_loaders, labelled_loader, open_data, training_loader
 from cocor.distributed import World, barrier
+from cocor.execution import choose
 from cocor.launch import usable_cpus
 from cocor.online_knn import OnlineKnn
 from cocor.step import TrainingStep
@@ -32,6 +33,7 @@ class Run:
     knn: OnlineKnn | None
     watch: Watch
     votes: Votes
+    execution: str  # see cocor.execution
     done: int = 0  # finished steps
     knn_is_due: bool = True  # at this very step
     saved: float = field(default_factory=time.monotonic)  # when the last checkpoint was written
@@ -74,6 +76,7 @@ def build(config: Config, world: World) -> Run:
         torch.set_num_threads(max(1, min(torch.get_num_threads(), usable_cpus() - 1)))
     method = build_method(config, world)
     loader = training_loader(config, data, world, precision)
+    execution = choose(config, world, config.epochs * loader.steps_per_epoch)
     labelled = labelled_loader(config, data, world, precision, loader.steps_per_epoch)
     step = TrainingStep(
         config,
@@ -86,4 +89,4 @@ def build(config: Config, world: World) -> Run:
     evaluation = knn_loaders(config, data, world, precision) if world.main else None
     knn = OnlineKnn(config, *evaluation, precision) if evaluation is not None else None
     watch = Watch(config, world, data.train.names)
-    return Run(config, world, data, step, loader, labelled, knn, watch, Votes(world.device))
+    return Run(config, world, data, step, loader, labelled, knn, watch, Votes(world.device), execution)

@@ -11,18 +11,19 @@ import torch
 from torch import Tensor
 
 from cocor.distributed import mean_over_ranks
+from cocor.execution import Step
 from cocor.step import Metrics, TrainingStep
 from loaders.batch import Batch
 
 
 class SkippingStep:
-    """Makes the steps of ``step`` and undoes those that are not finite; the metric ``skipped`` is 1 for these, else 0.
+    """Makes the steps of ``step`` by ``execute`` and undoes those that are not finite; the metric ``skipped`` is 1 for these, else 0.
 
     Costs a copy of the training state: its memory once more, and the time to move it twice a step.
     """
 
-    def __init__(self, step: TrainingStep) -> None:
-        self._step = step
+    def __init__(self, step: TrainingStep, execute: Step) -> None:
+        self._step, self._execute = step, execute
         self._before: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -31,7 +32,7 @@ class SkippingStep:
             room = self._before.get(name)
             self._before[name] = tensor.clone() if room is None else room.copy_(tensor)
         with torch.enable_grad():
-            metrics = self._step(batch, labelled, number)
+            metrics = self._execute(batch, labelled, number)
         fine = self._finite(metrics["loss"])
         for name, tensor in _tensors(self._step.state_dict()):
             # An optimiser makes its moments in its first step; without a gradient they are 0.

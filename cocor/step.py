@@ -8,26 +8,43 @@
 The gradients of the similarities are taken length by length and kept, because the exact hyper-gradient is made of their
 inner products with the gradient of the cross-entropy; the consistency loss itself then costs no further backward pass.
 Without consistency loss, or with constant targets, what is not needed is left out.
+
+A step never waits for the device. What the host decides (learning rates) is written into the optimisers by
+``set_rates``; all else, ``compute``, depends on tensors alone, so that it can be recorded once and played back
+(``cocor.execution``).
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 from cocor.config import Config
 from cocor.consistency import Consistency, abs_loss, latent_similarity, normalised, softplus_loss
 from cocor.distributed import mean_over_ranks, reduce_gradients
-from cocor.hypergradient import Measured, exact, inner_products, sample_inner_products, taylor
+from cocor.hypergradient import Measured, exact, inner_products, released, sample_inner_products, taylor
 from cocor.methods.base import Method, batch_statistics_only, feature_size
+from cocor.optimiser import build_optimiser, rates_to_device, set_rate, sgd, state_of, trust_ratios
 from cocor.schedule import Cosine
 from loaders.batch import Batch
 
 Metrics = dict[str, Tensor]
+Timer = Callable[[str], AbstractContextManager[object]]
+
+
+@dataclass
+class _Lengths:
+    """The similarities of a batch, length by length."""
+
+    target: Tensor  # (L, B) with the MMNN's graph
+    originals: Tensor  # (B, d)
+    gradients: list[Sequence[Tensor]]  # a list of parameter gradients a length, see _similarity_gradients
+    similarity: list[Tensor]  # a detached (B,) a length
 
 
 @dataclass
@@ -35,9 +52,9 @@ class _Pull:
     """The consistency loss of a batch and what later parts of the step need of it."""
 
     consistency: Consistency
-    target: Tensor  # (L, B) with the MMNN's graph
-    originals: Tensor  # (B, d)
-    gradients: list[Sequence[Tensor]]  # a list of parameter gradients a length, see _similarity_gradients
+    target: Tensor  # as in _Lengths
+    originals: Tensor
+    gradients: list[Sequence[Tensor]]
     similarity: Tensor  # (L, B) detached
 
 
@@ -60,25 +77,22 @@ class TrainingStep:
     ) -> None:
         self.config, self.method, self.target, self.precision = config, method, target, precision
         self.device = next(method.parameters()).device
+        self.timer: Timer = nullcontext  # told what is being worked on, see cocor.profile
+        self.streams: list[torch.cuda.Stream] = []  # where to run the lengths beside the contrastive part, if anywhere
+        self.learning_rate = config.lr  # the encoder's in the last step
         total, epoch = config.epochs * steps_per_epoch, steps_per_epoch
-        self.schedule = Cosine(total, warmup=config.warmup_epochs * epoch)
-        self.optimiser = torch.optim.SGD(
-            method.parameter_groups(config.weight_decay, config.fix_predictor_lr),
-            lr=config.lr,
-            momentum=config.momentum,
-        )
+        self.schedule = Cosine(total, warmup=config.warmup_epochs * epoch, final=config.final_lr)
+        method.total_steps = total
+        self.optimiser = build_optimiser(config, method)
         self.parameters = [p for group in self.optimiser.param_groups for p in group["params"]]
         self.learns_target = target is not None and any(p.requires_grad for p in target.parameters())
         if self.learns_target:
             assert target is not None and classes is not None
             self.classifier = nn.Linear(feature_size(method.backbone), classes).to(self.device)
-            self.target_optimiser = torch.optim.SGD(
-                target.parameters(), lr=config.mmnn_lr, momentum=config.mmnn_momentum
+            self.target_optimiser = sgd(target.parameters(), config.mmnn_lr, config.mmnn_momentum)
+            self.classifier_optimiser = sgd(
+                self.classifier.parameters(), config.classifier_lr, 0.9, config.classifier_weight_decay
             )
-            self.classifier_optimiser = torch.optim.SGD(
-                self.classifier.parameters(), lr=config.classifier_lr, momentum=0.9,
-                weight_decay=config.classifier_weight_decay,
-            )  # fmt: skip
             # A run shorter than the MMNN's wait and warm-up learns it from the start: better than never.
             wait, warmup = config.mmnn_wait_epochs * epoch, config.mmnn_warmup_epochs * epoch
             patient = wait + warmup < total
@@ -89,45 +103,68 @@ class TrainingStep:
 
     def __call__(self, batch: Batch, labelled: Batch | None, step: int) -> Metrics:
         """Make optimiser step number ``step`` of the run; returns detached scalars, not yet read from the device."""
-        factor = self.schedule(step)
+        self.set_rates(step)
+        return self.compute(batch, labelled)
+
+    def set_rates(self, step: int) -> None:
+        """The learning rates of optimiser step number ``step``."""
+        config, factor = self.config, self.schedule(step)
+        self.learning_rate = config.lr * factor
         for group in self.optimiser.param_groups:
-            group["lr"] = self.config.lr * (1.0 if group["fixed_lr"] else factor)
+            set_rate(group, config.lr if group["fixed_lr"] else self.learning_rate)
+        if self.learns_target:
+            for group in self.target_optimiser.param_groups:
+                set_rate(group, config.mmnn_lr * self.target_schedule(step))
+            for group in self.classifier_optimiser.param_groups:
+                set_rate(group, config.classifier_lr * self.classifier_schedule(step))
+
+    def compute(self, batch: Batch, labelled: Batch | None) -> Metrics:
+        """The step itself, at the learning rates that are set."""
         self.optimiser.zero_grad(set_to_none=True)
-        with self._autocast():
-            contrastive = self.method.contrastive(batch.views)
-        contrastive.backward()
+        lengths = self._lengths(batch) if self.target is not None else None
+        with self.timer("contrastive"):
+            with self.autocast():
+                contrastive = self.method.contrastive(batch.views, batch.label)
+            contrastive.backward()
         metrics: Metrics = {f"contrastive_{name}": value for name, value in self.method.metrics.items()}
 
-        pull = self._pull(batch) if self.target is not None else None
+        pull = self._pull(lengths) if lengths is not None else None
         if pull is not None:
             self._add_consistency_gradient(pull)
             metrics |= self._describe(pull.consistency)
-        reduce_gradients([p.grad for p in self.parameters if p.grad is not None])
+        with self.timer("communication"):
+            reduce_gradients([p.grad for p in self.parameters if p.grad is not None])
 
         if pull is not None and self.learns_target:
             assert labelled is not None
-            metrics |= self._step_all(batch, labelled, contrastive.detach(), pull, step)
+            metrics |= self._step_all(batch, labelled, contrastive.detach(), pull)
         else:
-            self.optimiser.step()
-        self.method.after_step()
+            with self.timer("optimiser"):
+                self.optimiser.step()
+        with self.timer("optimiser"):
+            self.method.after_step()
         metrics["loss"] = contrastive.detach()
         if pull is not None:
             metrics["loss"] = metrics["loss"] + self.config.consistency_weight * pull.consistency.loss.detach()
         return metrics
 
-    @property
-    def learning_rate(self) -> float:
-        """The encoder's learning rate in the last step."""
-        return float(self.optimiser.param_groups[0]["lr"])
-
     def state_dict(self) -> dict[str, Any]:
         """Everything a later process needs to go on from here: weights, queues, moving averages and momenta."""
-        return {name: part.state_dict() for name, part in self._parts().items()}
+        return {
+            name: state_of(part) if isinstance(part, Optimizer) else part.state_dict()
+            for name, part in self._parts().items()
+        }
 
     def weights(self) -> list[Tensor]:
         """All that is learned, detached: it must be finite, and is the same on all ranks."""
         modules = [part for part in self._parts().values() if isinstance(part, nn.Module)]
         return [p.detach() for module in modules for p in module.parameters()]
+
+    def rates_to_device(self) -> None:
+        """Let ``compute`` find its learning rates on the device, hence in a recording of it too."""
+        for part in self._parts().values():
+            if isinstance(part, Optimizer):
+                rates_to_device(part)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, part in self._parts().items():
@@ -140,29 +177,49 @@ class TrainingStep:
             parts |= {"classifier": self.classifier, "classifier_optimiser": self.classifier_optimiser}
         return parts
 
-    def _autocast(self) -> AbstractContextManager[None]:
+    def autocast(self) -> AbstractContextManager[None]:
         return torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32)
 
     # --- consistency -------------------------------------------------------------------------------------------------
 
-    def _pull(self, batch: Batch) -> _Pull:
-        """Similarities, their gradients length by length, and the consistency loss made of them."""
+    def _lengths(self, batch: Batch) -> _Lengths:
+        """Similarities and their gradients. With ``streams`` they are still under way when this returns."""
         assert self.target is not None
-        originals = self._embed_originals(batch)
-        target = self.target(batch.composition)
-        gradients, similarities = [], []
-        for at in range(len(batch.composites)):
-            with self._autocast():
-                embedding = self.method.embed_composite(batch.composites[at])
-            similarity = latent_similarity(embedding[None], originals)[0]
-            gradients.append(self._similarity_gradients(similarity, target[at], lengths=len(batch.composites)))
-            similarities.append(similarity.detach())
-        similarity = torch.stack(similarities)
-        return _Pull(self._consistency(similarity, target), target, originals, gradients, similarity)
+        with self.timer("original"):
+            originals = self._embed_originals(batch)
+            target = self.target(batch.composition)
+        lengths = _Lengths(target, originals, [], [])
+        for at, images in enumerate(batch.composites):
+            with self.timer("composites"), self.beside(at):
+                with self.autocast():
+                    embedding = self.method.embed_composite(images)
+                similarity = latent_similarity(embedding[None], originals)[0]
+                lengths.gradients.append(self._similarity_gradients(similarity, target[at], len(batch.composites)))
+                lengths.similarity.append(similarity.detach())
+        return lengths
+
+    @contextmanager
+    def beside(self, number: int) -> Iterator[None]:
+        """Run on a stream of its own, from here on. The memory of what is made there must live until the step ends."""
+        if not self.streams:
+            yield
+            return
+        stream = self.streams[number % len(self.streams)]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            yield
+
+    def _pull(self, lengths: _Lengths) -> _Pull:
+        """Wait for all lengths; the consistency loss made of them."""
+        for stream in self.streams:
+            torch.cuda.current_stream().wait_stream(stream)
+        similarity = torch.stack(lengths.similarity)
+        consistency = self._consistency(similarity, lengths.target)
+        return _Pull(consistency, lengths.target, lengths.originals, lengths.gradients, similarity)
 
     def _embed_originals(self, batch: Batch) -> Tensor:
         """(B, d): the embedding of the original, or the normalised mean over the recipe's several originals."""
-        with self._autocast():
+        with self.autocast():
             embedding = self.method.embed_original(batch.original)
         return normalised(embedding.view(-1, len(batch.index), embedding.shape[1]).mean(0))
 
@@ -205,32 +262,37 @@ class TrainingStep:
 
     # --- the bi-level part -------------------------------------------------------------------------------------------
 
-    def _step_all(self, batch: Batch, labelled: Batch, contrastive: Tensor, pull: _Pull, step: int) -> Metrics:
+    def _step_all(self, batch: Batch, labelled: Batch, contrastive: Tensor, pull: _Pull) -> Metrics:
         """Steps of encoder, MMNN and classifier."""
-        factor, config = self.target_schedule(step), self.config
-        learning_rate = config.lr * self.schedule(step)
-        for group in self.target_optimiser.param_groups:
-            group["lr"] = config.mmnn_lr * factor
-        for group in self.classifier_optimiser.param_groups:
-            group["lr"] = config.classifier_lr * self.classifier_schedule(step)
-        before = self._measure(batch, labelled, contrastive, pull) if config.hypergradient == "taylor" else None
+        config = self.config
+        before = self._measure(batch, labelled, contrastive, pull) if config.hypergradient != "exact" else None
         old = self._weights_copy() if config.consistency == "abs" and before is None else None
-        self.optimiser.step()
-
-        cross_entropy, accuracy, backbone_gradient = self._classify(labelled)
+        ratios = trust_ratios(self.optimiser) if before is None else None
+        with self.timer("optimiser"):
+            self.optimiser.step()
+        with self.timer("labelled"):
+            cross_entropy, accuracy, backbone_gradient = self._classify(labelled)
         curvature = config.consistency_weight * pull.consistency.curvature
         if before is not None:
-            after = self._remeasure(batch, pull, cross_entropy)
-            surrogate = taylor(pull.target, curvature, before, after)
+            after, moved = self._remeasure(batch, pull, cross_entropy)
+            if config.hypergradient == "released":
+                surrogate = released(pull.target, config.consistency_weight * moved.curvature, before, after)
+            else:
+                surrogate = taylor(pull.target, curvature, before, after)
         else:
+            if ratios is not None:  # what a step moves a weight by is part of its derivative
+                inside = [ratio for ratio, is_in in zip(ratios, self.in_backbone, strict=True) if is_in]
+                backbone_gradient = list(torch._foreach_mul(backbone_gradient, inside))
             products = self._products(batch, pull, backbone_gradient, old)
-            surrogate = exact(pull.target, curvature, products, learning_rate)
+            surrogate = exact(pull.target, curvature, products, self.optimiser.param_groups[0]["lr"])
         self.target_optimiser.zero_grad(set_to_none=True)
         surrogate.backward()
         assert self.target is not None
-        reduce_gradients([p.grad for p in self.target.parameters() if p.grad is not None])
-        self.target_optimiser.step()
-        self.classifier_optimiser.step()
+        with self.timer("communication"):
+            reduce_gradients([p.grad for p in self.target.parameters() if p.grad is not None])
+        with self.timer("optimiser"):
+            self.target_optimiser.step()
+            self.classifier_optimiser.step()
         norm = torch.stack([p.grad.norm() for p in self.target.parameters() if p.grad is not None]).norm()
         return {"labelled_loss": cross_entropy, "labelled_accuracy": accuracy, "hypergradient_norm": norm}
 
@@ -250,7 +312,7 @@ class TrainingStep:
 
     def _logits(self, labelled: Batch) -> Tensor:
         """The classifier's output in its own precision, not in autocast's."""
-        with self._autocast(), batch_statistics_only(self.method.backbone):
+        with self.autocast(), batch_statistics_only(self.method.backbone):
             features = self.method.backbone(labelled.original)
         return self.classifier(features.to(self.classifier.weight.dtype))
 
@@ -259,9 +321,10 @@ class TrainingStep:
         if old is None:
             kept = [[g for g, inside in zip(row, self.in_backbone, strict=True) if inside] for row in pull.gradients]
             return inner_products(kept, gradient, mean_over_ranks)
-        names = [f"backbone.{name}" for name, _ in self.method.backbone.named_parameters()]
+        known = {id(p): name for name, p in self.method.named_parameters()}
+        names = [known[id(p)] for p, inside in zip(self.parameters, self.in_backbone, strict=True) if inside]
         direction = dict(zip(names, gradient, strict=True))
-        with self._autocast():
+        with self.autocast():
             return sample_inner_products(self.method, batch.composites, pull.originals, direction, old)
 
     def _weights_copy(self) -> dict[str, Tensor]:
@@ -274,15 +337,15 @@ class TrainingStep:
         return Measured(loss, cross_entropy, self._compared(pull.similarity, pull.consistency))
 
     @torch.no_grad()
-    def _remeasure(self, batch: Batch, pull: _Pull, cross_entropy: Tensor) -> Measured:
+    def _remeasure(self, batch: Batch, pull: _Pull, cross_entropy: Tensor) -> tuple[Measured, Consistency]:
         """Loss and similarities of the same batch at the new weights, the MMNN as before."""
-        with self._autocast():
-            contrastive = self.method.reevaluate(batch.views)
+        with self.autocast():
+            contrastive = self.method.reevaluate(batch.views, batch.label)
             embeddings = torch.stack([self.method.embed_composite(images) for images in batch.composites])
         similarity = latent_similarity(embeddings, self._embed_originals(batch))
         consistency = self._consistency(similarity, pull.target)
         loss = mean_over_ranks(contrastive) + self.config.consistency_weight * consistency.loss
-        return Measured(loss, cross_entropy, self._compared(similarity, consistency))
+        return Measured(loss, cross_entropy, self._compared(similarity, consistency)), consistency
 
     def _compared(self, similarity: Tensor, consistency: Consistency) -> Tensor:
         return similarity if self.config.consistency == "abs" else consistency.similarity

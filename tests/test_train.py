@@ -348,4 +348,4 @@ class TestRanks:
             assert [other[name] for name in names] == pytest.approx([one[name] for name in names], rel=1e-3)
         assert [line["step"] for line in metrics(tmp_path / "two", "knn")] == [0, 3, 6]
         log = (tmp_path / "two" / "log.txt").read_text()
-        assert "2 x cpu, fp32, 4 images a step and rank" in log and "k-NN accuracy after 2 epochs" in log
+        assert "2 x cpu, fp32, eager, 4 images a step and rank" in log and "k-NN accuracy after 2 epochs" in log

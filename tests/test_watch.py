@@ -75,7 +75,7 @@ class TestLossesThatAreNoNumbers:
         for optimiser_is_new in (True, False):
             step, ((batch, labelled), (other, _)) = build(config)
             hostile = replace(batch, views=batch.views.clone().index_fill_(1, torch.tensor([3]), math.nan))
-            skipping = SkippingStep(step)
+            skipping = SkippingStep(step, step)
             if not optimiser_is_new:
                 assert skipping(other, labelled, 0)["skipped"] == 0
             before = checkpoint.portable(step.state_dict())

@@ -25,6 +25,8 @@ class GroupedBatchNorm2d(nn.BatchNorm2d):
         if self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked += self.groups
             mean, var = self.running_mean, self.running_var
+        if torch.compiler.is_compiling():
+            return self._by_formula(input, mean, var)
         assert self.momentum is not None  # see group_batch_norm
         result = torch.empty_like(input)
         used = input.new_empty((2, self.num_features), dtype=torch.promote_types(input.dtype, torch.float32))
@@ -33,6 +35,21 @@ class GroupedBatchNorm2d(nn.BatchNorm2d):
                 part, self.weight, self.bias, mean, var, True, self.momentum, self.eps, out=(out, used[0], used[1])
             )
         return result
+
+    def _by_formula(self, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None) -> Tensor:
+        """The same from plain operations, which a compiler joins with what comes before and after."""
+        groups = input.float().unflatten(0, (self.groups, -1))
+        var, mean = torch.var_mean(groups, (1, 3, 4), correction=0, keepdim=True)
+        if running_mean is not None and running_var is not None:
+            assert self.momentum is not None
+            count = groups[0].numel() // self.num_features
+            for group in range(self.groups):
+                running_mean.lerp_(mean[group].flatten(), self.momentum)
+                running_var.lerp_(var[group].flatten() * (count / (count - 1)), self.momentum)
+        result = (groups - mean) * (var + self.eps).rsqrt()
+        if self.affine:
+            result = result * self.weight[:, None, None] + self.bias[:, None, None]
+        return result.flatten(0, 1).to(input.dtype)
 
 
 def group_batch_norm(module: nn.Module, groups: int) -> bool:

@@ -1,0 +1,251 @@
+"""What a training step costs, and how close it comes to what the card can do.
+
+    python benchmarks/step.py                                  # any machine; on a GPU ResNet-50 at 224 pixels
+    python benchmarks/step.py --methods moco --batch-sizes 256 --executions eager graph compiled fused
+    python benchmarks/step.py --json out.json
+
+Rows: {plain method, + CoCor} x methods x executions (see ``cocor/execution.py``) x images a GPU. Batches are noise that
+lies on the device already: no loader is measured (``benchmarks/throughput.py`` does that). The labelled batch is a
+quarter of the batch, the MMNN learns in every step, its gradient is the exact one.
+
+How each figure is taken, and what would make it wrong
+- images/s: the median of three windows of --steps steps, after the steps that compile and record; the device has
+  finished all of them. Wrong if the card is shared, or hot: compare rows of one run.
+- F/s: forward-equivalents a second. A forward pass counts 1, with its backward pass 3; MoCo makes 4 an image (key 1,
+  query 3), SimSiam 6; CoCor adds 1 for the original, 3 a length, and 3 for each labelled image.
+- of card: these against what the card does when it only passes the backbone forward and back on a batch of the same
+  size, executed alike, in the same process. Above 100 % the step profits from running passes side by side.
+- other: the share of the step that is not passes of the encoder: 1 - (the same passes, with nothing between them) /
+  (step). Losses, optimisers, moving average, queue, MMNN, copies.
+- memory: GiB of tensors at the peak, reserved by PyTorch.
+- start: seconds until the first recorded step, most of it compiling. The compiler keeps its results on disk: a second
+  run starts faster.
+"""
+
+import argparse
+import gc
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cocor.build import build_method, build_target
+from cocor.config import Config, resolve
+from cocor.distributed import World
+from cocor.execution import WARM_UP, executable
+from cocor.launch import command
+from cocor.methods.base import Method, batch_statistics_only
+from cocor.step import TrainingStep
+from common import RESULTS, Column, describe_machine, device_slug, header, machine_line, row, write_json
+from loaders.batch import Batch
+
+COLUMNS = (
+    Column("step", -18), Column("execution", -10), Column("batch", 6), Column("images/s", 9, ",.0f"),
+    Column("±", 5, ".1%"), Column("F/s", 8, ",.0f"), Column("of card", 8, ".0%"), Column("other", 7, ".1%"),
+    Column("memory", 7, ".1f"), Column("start", 7, ".0f"),
+)  # fmt: skip
+CLASSES, WINDOWS, STEPS_PER_EPOCH = 1000, 3, 10_000
+_FORWARD = {"moco": 4, "simsiam": 6}  # forward-equivalents an image of the plain method
+
+
+def measure(config: Config, execution: str, steps: int, device: torch.device) -> dict[str, Any]:
+    """All figures of one row."""
+    begin = time.perf_counter()
+    precision = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    world = World(0, 0, 1, device)
+    method, target = build_method(config, world), build_target(config, world)
+    step = TrainingStep(config, method, target, CLASSES, steps_per_epoch=STEPS_PER_EPOCH, precision=precision)
+    batch = noise(config, config.batch_size, config.image_size, device, precision)
+    labelled = noise(config, max(2, config.batch_size // 4), config.image_size, device, precision, plain=True)
+    run = executable(step, execution)
+    numbers = itertools.count()
+    for _ in range(WARM_UP + 2):
+        run(batch, labelled, next(numbers))
+    _wait(device)
+    start = time.perf_counter() - begin
+    seconds, spread = timed(lambda: run(batch, labelled, next(numbers)), steps, device)
+    memory = (torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30)
+    recorded = execution in ("graph", "fused")
+    passes = timed(_played(lambda: all_passes(step, batch, labelled), recorded, device), steps, device)[0]
+    card = timed(_played(lambda: forward_backward(step, batch.original), recorded, device), steps, device)[0]
+    extra = 0 if target is None else 1 + 3 * len(config.lengths) + 3 * len(labelled.index) / len(batch.index)
+    units = len(batch.index) * (_FORWARD[config.method] + extra) / seconds
+    return {
+        "method": config.method, "cocor": target is not None, "execution": execution, "batch_size": config.batch_size,
+        "images_per_s": len(batch.index) / seconds, "spread": spread, "step_ms": 1000 * seconds,
+        "forward_equivalents_per_s": units, "card_images_per_s": len(batch.index) / card,
+        "of_card": units / (3 * len(batch.index) / card), "other": 1 - passes / seconds,
+        "memory_gib": memory[0], "reserved_gib": memory[1], "start_s": start,
+    }  # fmt: skip
+
+
+def noise(
+    config: Config, count: int, size: int, device: torch.device, dtype: torch.dtype, plain: bool = False
+) -> Batch:
+    """A batch of normal noise; ``plain``: without views, as labelled batches are."""
+    generator = torch.Generator(device).manual_seed(count)
+    lengths = 0 if plain or config.consistency == "none" else len(config.lengths)
+
+    def images(*shape: int) -> Tensor:
+        values = torch.randn(*shape, size, size, 3, device=device, dtype=dtype, generator=generator)
+        return values.movedim(-1, -3)
+
+    composition = torch.zeros(lengths, count, 14, dtype=torch.uint8, device=device)
+    for at in range(lengths):
+        composition[at, :, at % 14] = config.lengths[at]
+    label = torch.arange(count, device=device) % CLASSES
+    return Batch(images(0 if plain else 2, count), images(count), images(lengths, count), composition, label, label)
+
+
+def all_passes(step: TrainingStep, batch: Batch, labelled: Batch) -> None:
+    """The encoder's forward and backward passes of one step and nothing else."""
+    method, parameters = step.method, step.parameters
+    backbone = [p for p in method.backbone.parameters() if p.requires_grad]
+    if step.target is not None:
+        with step.autocast():
+            method.embed_original(batch.original)
+        for at, images in enumerate(batch.composites):
+            with step.beside(at):
+                with step.autocast():
+                    output = method.embed_composite(images).sum()
+                torch.autograd.grad(output, parameters, allow_unused=True)
+    with step.autocast():
+        loss = method.contrastive(batch.views, batch.label)
+    torch.autograd.grad(loss, parameters, allow_unused=True)
+    for stream in step.streams:
+        torch.cuda.current_stream().wait_stream(stream)
+    if step.learns_target:
+        with step.autocast(), batch_statistics_only(method.backbone):
+            output = method.backbone(labelled.original).sum()
+        torch.autograd.grad(output, backbone)
+
+
+def forward_backward(step: TrainingStep, images: Tensor) -> None:
+    """One pass of the backbone, forward and back."""
+    method: Method = step.method
+    with step.autocast(), batch_statistics_only(method.backbone):
+        output = method.backbone(images).sum()
+    torch.autograd.grad(output, [p for p in method.backbone.parameters() if p.requires_grad])
+
+
+def _played(work: Callable[[], object], recorded: bool, device: torch.device) -> Callable[[], object]:
+    """``work`` warmed up, and as a CUDA graph if ``recorded``."""
+    stream = torch.cuda.Stream(device) if recorded else None
+    for _ in range(2):
+        if stream is None:
+            work()
+        else:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                work()
+            torch.cuda.synchronize()
+    if stream is None:
+        return work
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        work()
+    return graph.replay
+
+
+def timed(work: Callable[[], object], steps: int, device: torch.device) -> tuple[float, float]:
+    """Median seconds of one call over windows of ``steps`` calls, and the range over the median."""
+    windows = []
+    for _ in range(WINDOWS):
+        _wait(device)
+        begin = time.perf_counter()
+        for _ in range(steps):
+            work()
+        _wait(device)
+        windows.append((time.perf_counter() - begin) / steps)
+    middle = statistics.median(windows)
+    return middle, (max(windows) - min(windows)) / middle
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description="Time the training step.")
+    parser.add_argument("--backbone", default="resnet50" if on_gpu else "test_resnet")
+    parser.add_argument("--size", type=int, default=224 if on_gpu else 64, help="side of the images in pixels")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[256, 64] if on_gpu else [16])
+    parser.add_argument("--methods", nargs="+", choices=sorted(_FORWARD), default=["moco", "simsiam"])
+    parser.add_argument("--kinds", nargs="+", choices=["plain", "cocor"], default=["plain", "cocor"])
+    parser.add_argument("--executions", nargs="+", choices=["eager", "compiled", "graph", "fused"],
+                        default=["eager", "fused"] if on_gpu else ["eager"])  # fmt: skip
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 3], help="of the composites")
+    parser.add_argument("--steps", type=int, default=20 if on_gpu else 2, help="in each of three windows")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no further row after this time")
+    parser.add_argument("--json", type=Path, help="write the figures here (default on a GPU: results/step-CARD.json)")
+    return parser.parse_args(argv)
+
+
+def _config(arguments: argparse.Namespace, method: str, kind: str, batch_size: int, on_gpu: bool) -> Config:
+    splits = max(n for n in (8, 4, 2, 1) if batch_size // n >= 2)
+    return resolve({
+        "method": method, "backbone": arguments.backbone, "image_size": arguments.size, "batch_size": batch_size,
+        "lengths": tuple(arguments.lengths), "consistency": "softplus" if kind == "cocor" else "none",
+        "constants": tuple(0.8 - 0.05 * n for n in range(max(arguments.lengths))),
+        "queue_size": 65536 if on_gpu else 1024, "key_bn_splits": splits, "mmnn_wait_epochs": 0,
+        "precision": "bf16" if on_gpu else "fp32", "epochs": 100,
+    })  # fmt: skip
+
+
+def _show(result: dict[str, Any]) -> str:
+    name = result["method"] + (" + cocor" if result["cocor"] else "")
+    keys = ("execution", "batch_size", "images_per_s", "spread", "forward_equivalents_per_s", "of_card", "other",
+            "memory_gib", "start_s")  # fmt: skip
+    return row(COLUMNS, [name, *(result[key] for key in keys)])
+
+
+def run(argv: Sequence[str] | None = None) -> None:
+    arguments = _parse(argv)
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    torch.backends.cudnn.benchmark = on_gpu
+    torch.set_float32_matmul_precision("high")
+    machine = describe_machine()
+    print(f"{machine_line(machine)}\n{arguments.backbone}, {arguments.size} pixels\n\n{header(COLUMNS)}", flush=True)
+    path = arguments.json or (RESULTS / f"step-{device_slug(machine)}.json" if on_gpu else None)
+    results: list[dict[str, Any]] = []
+    begin = time.perf_counter()
+    cells = itertools.product(arguments.batch_sizes, arguments.methods, arguments.kinds, arguments.executions)
+    for batch_size, method, kind, execution in cells:
+        if time.perf_counter() - begin > arguments.seconds:
+            print(f"{arguments.seconds:.0f} seconds are over; the rest is left out", flush=True)
+            break
+        config = _config(arguments, method, kind, batch_size, on_gpu)
+        try:
+            results.append(measure(config, execution, arguments.steps, device))
+            print(_show(results[-1]), flush=True)
+        except torch.OutOfMemoryError:
+            print(f"{method} {kind} {execution} {batch_size}: does not fit into the GPU's memory", flush=True)
+        if path is not None:
+            write_json(path, {"machine": machine, "arguments": _plain(arguments), "rows": results})
+        gc.collect()
+        torch._dynamo.reset()
+        if on_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+
+def _plain(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; 2 for a user's mistake."""
+    return command("step.py", lambda: run(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""Compiled and recorded steps make the same step as the one that is written down."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from cocor.build import build_method, build_target
+from cocor.config import Config, resolve
+from cocor.distributed import World
+from cocor.execution import LONG_RUN, WARM_UP, RecordedStep, choose, compile_backbones, executable, uncompiled
+from cocor.skip import SkippingStep
+from cocor.step import TrainingStep
+from loaders.batch import Batch
+from loaders.errors import UserError
+
+CPU, GPU = World(0, 0, 1, torch.device("cpu")), World(0, 0, 1, torch.device("cuda"))
+CLASSES = 5
+
+
+def config_for(**options: object) -> Config:
+    values = {
+        "backbone": "test_resnet", "image_size": 32, "batch_size": 16, "queue_size": 64, "key_bn_splits": 2,
+        "embedding_dim": 16, "projector_dim": 32, "predictor_dim": 16, "epochs": 1, "mmnn_wait_epochs": 0,
+        "mmnn_warmup_epochs": 0, "lr": 0.05, "precision": "fp32",
+    }  # fmt: skip
+    return resolve(values | options)
+
+
+def build(config: Config, world: World) -> TrainingStep:
+    method, target = build_method(config, world), build_target(config, world)
+    return TrainingStep(config, method, target, CLASSES, steps_per_epoch=40)
+
+
+def batches(config: Config, device: torch.device, count: int) -> Iterator[tuple[Batch, Batch]]:
+    """Noise on the device, other in every step."""
+    generator = torch.Generator(device).manual_seed(1)
+    lengths = len(config.lengths) if config.consistency != "none" else 0
+
+    def images(*shape: int) -> Tensor:
+        return torch.randn(*shape, 32, 32, 3, device=device, generator=generator).movedim(-1, -3)
+
+    for step in range(count):
+        size, few = config.batch_size, 6
+        composition = torch.zeros(lengths, size, 14, dtype=torch.uint8, device=device)
+        for at in range(lengths):
+            composition[at, :, step % 14] = at + 1
+        label = torch.arange(size, device=device) % CLASSES
+        yield (
+            Batch(images(2, size), images(size), images(lengths, size), composition, label, label + step),
+            Batch(images(0, few), images(few), images(0, few), composition[:0, :few], label[:few], label[:few]),
+        )
+
+
+def train(config: Config, world: World, execution: str, steps: int) -> tuple[TrainingStep, list[dict[str, float]]]:
+    step = build(config, world)
+    execute = executable(step, execution)
+    rows = []
+    for number, pair in enumerate(batches(config, world.device, steps)):
+        rows.append({name: float(value) for name, value in execute(*pair, number).items()})
+    return step, rows
+
+
+def assert_same(found: list[dict[str, float]], expected: list[dict[str, float]], tolerance: float) -> None:
+    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert one.keys() == other.keys()
+        for name, value in other.items():
+            assert one[name] == pytest.approx(value, rel=tolerance, abs=tolerance), (number, name)
+
+
+class TestChoice:
+    def test_the_cpu_runs_what_is_written(self) -> None:
+        assert choose(config_for(), CPU, 10**6) == "eager"
+
+    @pytest.mark.parametrize(
+        ("options", "steps", "chosen"),
+        [
+            ({}, LONG_RUN, "fused"),
+            ({}, LONG_RUN - 1, "graph"),
+            ({"consistency": "abs"}, LONG_RUN, "graph"),
+            ({"optimiser": "lars"}, LONG_RUN, "compiled"),
+            ({"optimiser": "lars"}, 10, "eager"),
+            ({"execution": "compiled"}, 10, "compiled"),
+        ],
+    )
+    def test_a_gpu_runs_the_fastest_that_is_possible_and_pays(self, options: dict, steps: int, chosen: str) -> None:
+        assert choose(config_for(**options), GPU, steps) == chosen
+
+    def test_a_graph_without_a_gpu_is_refused(self) -> None:
+        with pytest.raises(UserError, match="--execution graph: CUDA graphs need a GPU"):
+            choose(config_for(execution="graph"), CPU, 1)
+
+    @pytest.mark.parametrize(
+        "options", [{"consistency": "abs", "execution": "fused"}, {"optimiser": "lars", "execution": "graph"}]
+    )
+    def test_what_excludes_each_other_is_told_before_anything_is_built(self, options: dict) -> None:
+        with pytest.raises(UserError, match="--execution"):
+            config_for(**options)
+
+
+def test_compiling_changes_no_name_in_a_checkpoint() -> None:
+    step, written = build(config_for(), CPU), build(config_for(), CPU)
+    executable(step, "compiled")  # nothing is compiled before the first step
+    assert list(step.state_dict()["method"]) == list(written.state_dict()["method"])
+
+
+@pytest.mark.parametrize("method", ["moco", "simsiam"])
+def test_what_the_compiler_is_given_is_the_step(method: str) -> None:
+    """All passes as traced (running statistics or not, gradients or not, keys in groups), executed without fusing."""
+    config = config_for(method=method)
+    _, expected = train(config, CPU, "eager", steps=2)
+    step = build(config, CPU)
+    compile_backbones(step.method, backend="aot_eager")
+    rows = [
+        {name: float(value) for name, value in step(*pair, number).items()}
+        for number, pair in enumerate(batches(config, CPU.device, 2))
+    ]
+    assert_same(rows, expected, 1e-4)
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    @pytest.mark.parametrize("method", ["moco", "simsiam"])
+    @pytest.mark.parametrize("execution", ["compiled", "graph", "fused"])
+    def test_twenty_steps_are_those_of_the_written_code(self, method: str, execution: str) -> None:
+        config = config_for(method=method)
+        step, rows = train(config, GPU, execution, steps=20)
+        written, expected = train(config, GPU, "eager", steps=20)
+        # Differences of rounding (1e-7) grow by the step, since these few images are noise and the rate is high.
+        assert_same(rows[:5], expected[:5], 1e-3)
+        assert_same(rows, expected, 0.05)
+        for name, value in written.state_dict()["method"].items():
+            change = (step.state_dict()["method"][name].float() - value.float()).abs().max()
+            assert change <= 0.05 * value.float().abs().max() + 1e-3, name
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"hypergradient": "taylor"},
+            {"consistency": "abs"},
+            {"consistency": "none"},
+            {"mmnn": "constants"},
+            {"method": "byol", "optimiser": "sgd", "sync_bn": False},
+            {"method": "supcon"},
+        ],
+    )
+    def test_whatever_a_step_consists_of_can_be_recorded(self, options: dict) -> None:
+        config = config_for(**options)
+        _, rows = train(config, GPU, "graph", steps=WARM_UP + 3)
+        _, expected = train(config, GPU, "eager", steps=WARM_UP + 3)
+        assert_same(rows, expected, 2e-3)
+
+    def test_lengths_side_by_side_are_the_same_as_one_after_the_other(self) -> None:
+        config = config_for()
+        results = []
+        for parallel in (False, True):
+            step = build(config, GPU)
+            execute = RecordedStep(step, parallel)
+            for number, pair in enumerate(batches(config, GPU.device, WARM_UP + 5)):
+                metrics = execute(*pair, number)
+            results.append([{name: float(value) for name, value in metrics.items()}])
+        assert_same(results[1], results[0], 2e-3)
+
+    def test_learning_rates_reach_the_recording(self) -> None:
+        step = build(config_for(), GPU)
+        execute = executable(step, "graph")
+        pairs = list(batches(step.config, GPU.device, WARM_UP + 2))
+        for number, pair in enumerate(pairs):
+            execute(*pair, number)
+        before = [weight.clone() for weight in step.weights()]
+        step.schedule = step.target_schedule = step.classifier_schedule = lambda _: 0.0  # type: ignore[assignment]
+        execute(*pairs[0], len(pairs))
+        assert all(torch.equal(new, old) for new, old in zip(step.weights(), before, strict=True))
+
+    def test_a_batch_of_another_size_is_an_ordinary_step(self) -> None:
+        step = build(config_for(), GPU)
+        execute = executable(step, "graph")
+        for number, pair in enumerate(batches(step.config, GPU.device, WARM_UP + 2)):
+            execute(*pair, number)
+        batch, labelled = next(batches(config_for(batch_size=8), GPU.device, 1))
+        assert execute(batch, labelled, WARM_UP + 2)["loss"].isfinite()
+
+    def test_steps_without_a_finite_loss_are_undone_in_a_recording_too(self) -> None:
+        step = build(config_for(), GPU)
+        execute = SkippingStep(step, executable(step, "graph"))
+        pairs = list(batches(step.config, GPU.device, WARM_UP + 3))
+        for number, pair in enumerate(pairs[:-1]):
+            execute(*pair, number)
+        before = [weight.clone() for weight in step.weights()]
+        batch, labelled = pairs[-1]
+        batch.views.fill_(float("nan"))
+        metrics = execute(batch, labelled, len(pairs))
+        assert metrics["skipped"] == 1
+        assert all(torch.equal(new, old) for new, old in zip(step.weights(), before, strict=True))
+
+    def test_a_resumed_recording_goes_on_from_the_state_it_was_given(self, tmp_path: Path) -> None:
+        config = config_for()
+        whole = build(config, GPU)
+        execute = executable(whole, "graph")
+        pairs = list(batches(config, GPU.device, 12))
+        for number, pair in enumerate(pairs):
+            if number == 6:
+                torch.save(whole.state_dict(), tmp_path / "state.pt")
+            execute(*pair, number)
+        resumed = build(config, GPU)
+        resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+        execute = executable(resumed, "graph")
+        for number, pair in enumerate(pairs[6:], start=6):
+            execute(*pair, number)
+        for one, other in zip(resumed.weights(), whole.weights(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+    def test_evaluation_compiles_nothing(self) -> None:
+        step = build(config_for(), GPU)
+        execute = executable(step, "compiled")
+        for number, pair in enumerate(batches(step.config, GPU.device, 1)):
+            execute(*pair, number)
+        count = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        with uncompiled(), torch.no_grad():
+            step.method.backbone(torch.zeros(3, 3, 32, 32, device="cuda"))
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == count
