@@ -1,0 +1,216 @@
+"""Does CoCor help? Runs a named study over seeds and says what came out, with deviations.
+
+    D="--data cifar10/train --val-data cifar10/test"
+    python benchmarks/evidence.py --study core $D --seeds 0 1 --epochs 100 --jobs 4
+    python benchmarks/evidence.py --study tune $D --methods moco --seeds 0 --epochs 20 --jobs 6 --only beta8 plain
+    python benchmarks/evidence.py --study core $D -- --batch-size 256 --lr 0.03
+
+A study is a set of variants of a method (:mod:`evidence_studies`), each trained from ``configs/cifar10_METHOD.yaml``
+(or ``--configs``) for every seed, ``--jobs`` runs at a time; what follows ``--`` goes to every run. Small networks
+leave a GPU idle half of the time, so several runs share it. The same command again goes on: finished runs are skipped,
+stopped ones resumed. The result, in ``--output``:
+
+    STUDY.json   all curves    STUDY.md   the table    STUDY.png   k-NN over epochs, similarities and targets
+
+The accuracy is that of k-NN (k = 200, at most 20,000 training and 5,000 held-out images, see cocor/data.py) after the
+last epoch: the last, not the best. Gains are over the plain method of the same seed. Minutes are those of training only
+and depend on what else runs on the GPU.
+"""
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from cocor import atomic, config, launch
+from cocor.cli import Parser
+from common import describe_machine, machine_line, write_json
+from evidence_report import Row, draw, measured, table
+from evidence_runs import Crew, Training
+from evidence_studies import STUDIES, Variant
+from loaders.errors import UserError
+from loaders.names import available_cores
+
+_CONFIGS = str(Path(__file__).resolve().parent.parent / "configs" / "cifar10_{method}.yaml")
+_CURVE = 20  # points of an accuracy curve
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    return launch.command("evidence", lambda: _study(_parser().parse_args(given), given))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser("evidence.py", description="Run a study of CoCor and report it.", allow_abbrev=False)
+    parser.add_argument("--study", required=True, choices=[*STUDIES, "methods"], help="what is compared")
+    parser.add_argument("--data", type=Path, required=True, help="training images: class folders or a .beton file")
+    parser.add_argument("--val-data", type=Path, required=True, help="held-out images for k-NN, likewise")
+    methods = get_args(config.Method)
+    parser.add_argument("--methods", nargs="+", choices=methods, help="default: moco simsiam; for `methods` all five")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="default: 0 1")
+    parser.add_argument("--epochs", type=int, default=100, help="default: 100")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; they share the GPUs (default: 1)")
+    parser.add_argument("--output", type=Path, default=Path("runs/evidence"), help="default: runs/evidence")
+    parser.add_argument("--configs", default=_CONFIGS, metavar="FILE", help="default: configs/cifar10_{method}.yaml")
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="only variants with one of these texts")
+    parser.add_argument("--minutes", type=float, help="stop after so long; the same command goes on from there")
+    parser.add_argument("--gpus", type=int, help="GPUs to spread the runs over (default: all; 0: the CPU)")
+    parser.add_argument(
+        "--report-only", action="store_true", help="train nothing, report what has been measured so far"
+    )
+    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of cocor-train for every run")
+    return parser
+
+
+def _study(options: argparse.Namespace, given: Sequence[str]) -> None:
+    variants = _variants(options)
+    if options.jobs < 1 or options.epochs < 1:
+        raise UserError("--jobs and --epochs: at least 1")
+    gpus = torch.cuda.device_count() if options.gpus is None else options.gpus
+    deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
+    crew = Crew(options.jobs, gpus, deadline)
+    equal = [_training(options, gpus, *place) for place in _places(options, variants) if place[1].like is None]
+    timed = [place for place in _places(options, variants) if place[1].like is not None]
+    if not options.report_only:
+        crew.run(equal)
+    rows = _rows(equal, variants)
+    if timed:
+        longer = [
+            _training(options, gpus, *place, epochs=epochs)
+            for place in timed
+            if (epochs := _as_long(place, rows, options.epochs)) is not None
+        ]
+        if not options.report_only and not crew.stopped:
+            crew.run(longer)
+        rows += _rows(longer, variants)
+    _report(options, rows, given)
+    if crew.failed:
+        raise UserError("; ".join(f"{name}: {why}" for name, why in crew.failed.items()))
+    if crew.stopped:
+        print(f"{len(crew.stopped)} runs are not finished: the same command goes on")
+
+
+Place = tuple[str, Variant, int]
+
+
+def _variants(options: argparse.Namespace) -> list[Variant]:
+    study = STUDIES["cocor" if options.study == "methods" else options.study]
+    chosen = [v for v in study if not options.only or any(text in v.key for text in options.only)]
+    if not chosen:
+        raise UserError(
+            f"--only {' '.join(options.only)}: no such variant; there are {', '.join(v.key for v in study)}"
+        )
+    keys = {variant.key for variant in chosen}
+    lost = [v.key for v in chosen if v.like is not None and not {v.like, "plain"} <= keys]
+    if lost:
+        raise UserError(f"--only: {lost[0]} needs the variants it is timed by as well")
+    return chosen
+
+
+def _places(options: argparse.Namespace, variants: Sequence[Variant]) -> list[Place]:
+    """Seed by seed: a study that is stopped early is complete for some seeds, not for some variants."""
+    methods = options.methods or (get_args(config.Method) if options.study == "methods" else ("moco", "simsiam"))
+    return [(method, variant, seed) for seed in options.seeds for method in methods for variant in variants]
+
+
+def _training(
+    options: argparse.Namespace, gpus: int, method: str, variant: Variant, seed: int, epochs: int | None = None
+) -> Training:
+    """The run of one variant, its flags checked."""
+    file = Path(options.configs.format(method=method))
+    length = epochs or options.epochs
+    flags: dict[str, Any] = {
+        "config": file,
+        "data": options.data,
+        "val_data": options.val_data,
+        "method": method,
+        "epochs": length,
+        "seed": seed,
+        "gpus": min(gpus, 1),
+        "workers": max(1, available_cores() // options.jobs),
+        "knn_every": max(1, length // _CURVE),
+        "checkpoint_every_epochs": max(1, length // 4),
+        "keep_checkpoints": 1,
+        **variant.flags,
+    }
+    flags |= _extra(options.flags)
+    name = f"{method}-{variant.key}-seed{seed}"
+    checked = config.load([f"--{key.replace('_', '-')}={value}" for key, value in flags.items()])
+    return Training(
+        method, variant.key, seed, options.output / "runs" / name, flags | {"batch_size": checked.batch_size}
+    )
+
+
+def _extra(words: Sequence[str]) -> dict[str, Any]:
+    """``--lr 0.1 --stem=small --no-sync-bn`` as flags by name."""
+    result: dict[str, Any] = {}
+    key = None
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            key = name.replace("-", "_")
+            result[key] = value if equals else "true"
+            if name.startswith("no-") and not equals:
+                del result[key]
+                result[name[3:].replace("-", "_")] = "false"
+        elif key is None:
+            raise UserError(f"{word}: flags of cocor-train begin with --")
+        else:
+            result[key], key = word, None
+    return result
+
+
+def _as_long(place: Place, rows: Sequence[Row], epochs: int) -> int | None:
+    """The epochs in which ``place`` takes as long as what it is like; None if that has not been measured."""
+    method, variant, _ = place
+    rates = {
+        row.variant: sum(run.images_per_s for run in row.runs) / len(row.runs) for row in rows if row.method == method
+    }
+    if variant.like not in rates or "plain" not in rates:
+        return None
+    return max(1, round(epochs * rates["plain"] / rates[variant.like]))
+
+
+def _rows(trainings: Sequence[Training], variants: Sequence[Variant]) -> list[Row]:
+    """The finished runs, by method and variant."""
+    titles = {variant.key: variant.title for variant in variants}
+    groups: dict[tuple[str, str], list[Training]] = {}
+    for training in trainings:
+        if training.is_done():
+            groups.setdefault((training.method, training.variant), []).append(training)
+    return [
+        Row(method, key, titles[key], [measured(training) for training in group])
+        for (method, key), group in groups.items()
+    ]
+
+
+def _report(options: argparse.Namespace, rows: list[Row], given: Sequence[str]) -> None:
+    if not rows:
+        print("nothing is finished yet")
+        return
+    order = {key: number for number, key in enumerate(dict.fromkeys(row.method for row in rows))}
+    rows.sort(key=lambda row: order[row.method])
+    machine = describe_machine()
+    text = table(rows)
+    command = shlex.join(["python", "benchmarks/evidence.py", *given])
+    stem = options.output / options.study
+    content = {
+        "study": options.study,
+        "command": command,
+        "machine": machine,
+        "runs": [run.to_dict() for row in rows for run in row.runs],
+    }
+    write_json(stem.with_suffix(".json"), content)
+    atomic.write_text(stem.with_suffix(".md"), f"{text}\n\n{machine_line(machine)}\n\n    {command}\n")
+    draw(rows, stem.with_suffix(".png"), clock=options.study == "clock")
+    print(f"\n{text}\n\n{stem}.md, {stem}.json, {stem}.png")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""What the runs of a study measured: numbers of each run, means and deviations over seeds, a table and a picture."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cocor.panels import legend, panels
+from cocor.plot import epochs_of, lengths_of, read_run
+from common import markdown
+from evidence_runs import Training
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_MOST_SIMILARITIES = 6  # panels of single variants
+Curve = list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run. ``knn``, ``similarity`` and ``target`` are curves over epochs; ``minutes`` is the time spent training."""
+
+    training: Training
+    knn: Curve
+    similarity: dict[int, Curve]
+    target: dict[int, Curve]
+    images_per_s: float
+    minutes: float
+    last: dict[str, float]  # all that was logged last
+
+    @property
+    def accuracy(self) -> float:
+        return self.knn[-1][1] if self.knn else math.nan
+
+    @property
+    def epochs(self) -> int:
+        return round(self.knn[-1][0]) if self.knn else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "method": self.training.method,
+            "variant": self.training.variant,
+            "seed": self.training.seed,
+            "flags": {key: str(value) for key, value in self.training.flags.items() if key not in ("data", "val_data")},
+            "knn": self.knn,
+            "similarity": self.similarity,
+            "target": self.target,
+            "images_per_s": round(self.images_per_s, 1),
+            "minutes": round(self.minutes, 2),
+            "last": self.last,
+        }
+
+
+def measured(training: Training) -> Measured:
+    """Read a run's metrics."""
+    records = read_run(training.folder)
+    steps = [record for record in records if record["kind"] == "train"]
+    epochs = epochs_of(records)
+    knn = [(float(r["epoch"]), float(r["accuracy"])) for r in records if r["kind"] == "knn"]
+
+    def curve(key: str) -> Curve:
+        return [(at, float(r[key])) for at, r in zip(epochs, steps, strict=True) if r.get(key) is not None]
+
+    lengths = lengths_of(records)
+    rates = [float(r["images_per_s"]) for r in steps if r.get("images_per_s")]
+    seconds, before = 0.0, 0
+    for record in steps:
+        if record.get("images_per_s"):
+            seconds += (record["step"] - before) * training.flags["batch_size"] / record["images_per_s"]
+        before = record["step"]
+    last = {key: value for key, value in (steps[-1] if steps else {}).items() if isinstance(value, float)}
+    return Measured(
+        training,
+        knn,
+        {length: curve(f"similarity_{length}") for length in lengths},
+        {length: curve(f"target_{length}") for length in lengths},
+        statistics.median(rates) if rates else math.nan,
+        seconds / 60,
+        last,
+    )
+
+
+@dataclass(frozen=True)
+class Row:
+    """A variant of a method over its seeds."""
+
+    method: str
+    variant: str
+    title: str
+    runs: list[Measured]
+
+    @property
+    def accuracies(self) -> list[float]:
+        return [run.accuracy for run in self.runs]
+
+
+def gains(row: Row, plain: Row | None) -> list[float]:
+    """By how much each seed is better than the same seed of ``plain``."""
+    if plain is None or plain is row:
+        return []
+    other = {run.training.seed: run.accuracy for run in plain.runs}
+    return [run.accuracy - other[run.training.seed] for run in row.runs if run.training.seed in other]
+
+
+def spread(values: Sequence[float], scale: float = 100.0, sign: str = "") -> str:
+    """Mean and standard deviation as text: ``76.3 ± 0.4``; a single value has none."""
+    if not values:
+        return "-"
+    mean = f"{statistics.fmean(values) * scale:{sign}.1f}"
+    return f"{mean} ± {statistics.stdev(values) * scale:.1f}" if len(values) > 1 else mean
+
+
+def table(rows: Sequence[Row]) -> str:
+    """k-NN accuracies with their deviations over seeds, gains over the plain method, similarities against targets."""
+    titles = [
+        "method",
+        "k-NN accuracy, %",
+        "gain over plain",
+        "seeds",
+        "epochs",
+        "minutes",
+        "images/s",
+        "similarity / target",
+    ]
+    lines = []
+    for row in rows:
+        plain = next((other for other in rows if other.method == row.method and other.variant == "plain"), None)
+        lines.append(
+            [
+                f"{row.method} {row.title}",
+                spread(row.accuracies),
+                spread(gains(row, plain), sign="+"),
+                str(len(row.runs)),
+                "/".join(dict.fromkeys(str(run.epochs) for run in row.runs)),
+                spread([run.minutes for run in row.runs], 1.0),
+                f"{statistics.fmean(run.images_per_s for run in row.runs):,.0f}",
+                _similarities(row.runs),
+            ]
+        )
+    return markdown(titles, lines)
+
+
+def _similarities(runs: Sequence[Measured]) -> str:
+    """Of each length, at the end, the mean over seeds: ``0.81/0.80 0.74/0.75 0.66/0.65``."""
+
+    def last(curves: list[dict[int, Curve]], length: int) -> float:
+        return statistics.fmean(curve[length][-1][1] for curve in curves)
+
+    lengths = sorted(runs[0].similarity)
+    pairs = (
+        (last([run.similarity for run in runs], length), last([run.target for run in runs], length))
+        for length in lengths
+    )
+    return " ".join(f"{similarity:.2f}/{target:.2f}" for similarity, target in pairs) or "-"
+
+
+def draw(rows: Sequence[Row], path: Path, clock: bool) -> None:
+    """k-NN over epochs (with ``clock`` also over minutes) of each method, with a band of one standard deviation over
+    seeds; then similarity (solid) and target (dashed) of each length, for the first variants that have them."""
+    methods = list(dict.fromkeys(row.method for row in rows))
+    consistent = [row for row in rows if row.runs[0].similarity][:_MOST_SIMILARITIES]
+    per_method = 2 if clock else 1
+    with panels(path, per_method * len(methods) + len(consistent), columns=3) as axes:
+        places = iter(axes)
+        for method in methods:
+            chosen = [row for row in rows if row.method == method]
+            _accuracies(next(places), method, chosen, minutes=False)
+            if clock:
+                _accuracies(next(places), method, chosen, minutes=True)
+        for row, place in zip(consistent, places, strict=True):
+            _consistency(place, row)
+
+
+def _accuracies(axes: "Axes", method: str, rows: Sequence[Row], *, minutes: bool) -> None:
+    for row in rows:
+        at, mean, deviation = _band([run.knn for run in row.runs])
+        if minutes and row.runs[0].epochs:
+            rate = statistics.fmean(run.minutes / max(run.epochs, 1) for run in row.runs)
+            at = [epoch * rate for epoch in at]
+        percent = [100 * value for value in mean]
+        (line,) = axes.plot(at, percent, label=row.title)
+        low = [100 * (value - error) for value, error in zip(mean, deviation, strict=True)]
+        high = [100 * (value + error) for value, error in zip(mean, deviation, strict=True)]
+        axes.fill_between(at, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+    axes.set_title(f"{method}: k-NN accuracy")
+    axes.set_xlabel("minutes of training" if minutes else "epoch")
+    axes.set_ylabel("accuracy (%)")
+    legend(axes)
+
+
+def _consistency(axes: "Axes", row: Row) -> None:
+    for number, length in enumerate(sorted(row.runs[0].similarity)):
+        colour = f"C{number}"
+        for curves, style, label in (
+            ([run.similarity[length] for run in row.runs], "-", f"length {length}"),
+            ([run.target[length] for run in row.runs], "--", None),
+        ):
+            at, mean, deviation = _band(curves)
+            axes.plot(at, mean, style, color=colour, label=label)
+            low, high = ([m + sign * d for m, d in zip(mean, deviation, strict=True)] for sign in (-1, 1))
+            axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
+    axes.set_title(f"{row.method} {row.title}: similarity, target (dashed)", fontsize=9)
+    axes.set_xlabel("epoch")
+    legend(axes)
+
+
+def _band(curves: Sequence[Curve]) -> tuple[list[float], list[float], list[float]]:
+    """Places, means and standard deviations of curves, at the places that all of them have."""
+    tables = [dict(curve) for curve in curves]
+    places = sorted(set(tables[0]).intersection(*tables[1:]))
+    columns = [[table[place] for table in tables] for place in places]
+    means = [statistics.fmean(column) for column in columns]
+    return places, means, [statistics.stdev(column) if len(column) > 1 else 0.0 for column in columns]

@@ -1,0 +1,81 @@
+"""The studies that :mod:`evidence` runs: which variants of a method are compared.
+
+A variant is a set of flags of ``cocor-train``; a study runs all its variants for every method and seed. ``plain`` is
+the method without CoCor, ``cocor`` CoCor as the configuration has it, and the others change one thing of it.
+"""
+
+import re
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+Flags = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """``flags`` change the configuration. ``like`` names the variant that it shall take as long as (its epochs then
+    follow from both speeds) instead of as many epochs."""
+
+    key: str
+    title: str
+    flags: Flags = field(default_factory=dict)
+    like: str | None = None
+
+
+PLAIN = Variant("plain", "plain", {"consistency": "none"})
+COCOR = Variant("cocor", "+ CoCor")
+CONSTANTS = Variant("constants", "+ CoCor, constants", {"mmnn": "constants"})
+
+
+def _each(flag: str, values: dict[str, Any]) -> list[Variant]:
+    """A variant for every value of one flag, titled by the keys."""
+    name = flag.replace("_", " ")
+    return [Variant(_key(f"{flag}-{word}"), f"+ CoCor, {name} {word}", {flag: value}) for word, value in values.items()]
+
+
+def _key(text: str) -> str:
+    """``text`` as the name of a folder."""
+    return re.sub(r"[^\w.]+", "-", text).strip("-")
+
+
+def _tune() -> list[Variant]:
+    """What the paper leaves open: the softplus' sharpness, the loss' weight, magnitudes, the MMNN's learning rate."""
+    grid = product((1, 4, 8, 16), (1, 3), ("uniform", "released"), (0.05, 5.0))
+    return [
+        Variant(
+            f"beta{beta}-weight{weight}-{magnitudes}-mmnn{rate:g}",
+            f"beta {beta}, weight {weight}, {magnitudes}, MMNN {rate:g}",
+            {
+                "consistency_beta": beta,
+                "consistency_weight": weight,
+                "magnitudes": magnitudes,
+                "mmnn_lr": rate,
+            },
+        )
+        for beta, weight, magnitudes, rate in grid
+    ]
+
+
+# Paper: tables "linear evaluation", "Linear evaluation of CoCor models trained with and without MMNN" (core); "Training
+# Time Comparison" (clock); "Different amounts of labeled data"; figure on single lengths and table "one length l";
+# table "LooC, AugSelf" (pool); table "fixed DA orderings". The others ask what the paper leaves open.
+STUDIES: dict[str, list[Variant]] = {
+    "core": [PLAIN, COCOR, CONSTANTS],
+    "cocor": [PLAIN, COCOR],
+    "clock": [PLAIN, COCOR, Variant("plain-as-long", "plain, as long as + CoCor", PLAIN.flags, like="cocor")],
+    "mmnn": [COCOR, CONSTANTS],
+    "hypergradient": _each("hypergradient", {"exact": "exact", "taylor": "taylor", "released": "released"}),
+    "lengths": [PLAIN, *_each("lengths", {word: word for word in ("1", "2", "3", "5", "10", "1,2,3")})],
+    "pool": _each("pool", {"all": "all", "color": "color", "affine": "affine"}),
+    "labels": [PLAIN, *_each("label_fraction", {"100 %": 1.0, "10 %": 0.1, "1 %": 0.01, "0.1 %": 0.001})],
+    "recipe": _each("recipe", {"paper": "paper", "released": "released"}),
+    "order": [PLAIN, *_each("composite_order", {word: word for word in ("random", "fixed1", "fixed2")})],
+    "loss": [
+        PLAIN,
+        *_each("consistency", {"softplus": "softplus", "abs": "abs"}),
+        *_each("consistency_beta", {"8": 8.0}),
+        *_each("consistency_weight", {"3": 3.0}),
+    ],
+    "tune": [PLAIN, *_tune()],
+}
