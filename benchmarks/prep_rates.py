@@ -2,11 +2,14 @@
 
     python benchmarks/prep_rates.py --data FOLDER
 
-Times the best of several runs, files in the page cache. The loop neither checks, nor flushes to the disk, nor writes
-an index: it reads, decodes where it must, and writes one file an image.
+Files are in the page cache. The loop neither checks, nor flushes to the disk, nor writes an index: it reads, decodes
+where it must, and writes one file an image. All contestants run in turn, several times over, and the best of each
+counts, so that a busy machine is busy for all. The last column is images a second of CPU time, of all processes
+together, relative to the loop: it says what the work costs, whoever else wants the cores.
 """
 
 import argparse
+import os
 import shutil
 import tempfile
 import time
@@ -28,31 +31,49 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="class folders of images")
     parser.add_argument("--shorter-side", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--work", type=Path, help="where to write (default: beside the data)")
     options = parser.parse_args()
     source = open_source(options.data)
-    cores = available_cores()
-    print(f"{len(source):,} images, {cores} cores")
-    with tempfile.TemporaryDirectory(dir=options.data.parent) as place:
-        root = Path(place)
+    print(f"{len(source):,} images, {available_cores()} cores, best of {options.repeats}")
+    with tempfile.TemporaryDirectory(dir=options.work or options.data.parent) as place:
         for side in (None, options.shorter_side):
-            what = f"shorter side {side}" if side else "sizes kept"
-            report(what, "Pillow loop", source, options.repeats, partial(pillow_loop, source, root, side))
-            for workers in sorted({1, cores}):
-                targets: list[tuple[Target, Path]] = [("beton", root / "x.beton"), ("folder", root / "x")]
-                for target, output in targets:
-                    name = f"{target}, {workers} worker" + "s" * (workers > 1)
-                    run = partial(convert, source, output, target, Settings(side), workers=workers, force=True)
-                    report(what, name, source, options.repeats, run)
+            report(
+                source,
+                f"shorter side {side}" if side else "sizes kept",
+                contestants(source, Path(place), side),
+                options.repeats,
+            )
 
 
-def report(what: str, name: str, source: Source, repeats: int, run: Callable[[], object]) -> None:
-    """Print the best rate of several runs."""
-    best = float("inf")
+def contestants(source: Source, root: Path, side: int | None) -> dict[str, Callable[[], object]]:
+    """What is timed, by name; the Pillow loop first."""
+    runs: dict[str, Callable[[], object]] = {"Pillow loop": partial(pillow_loop, source, root, side)}
+    targets: list[tuple[Target, Path]] = [("beton", root / "x.beton"), ("folder", root / "x")]
+    for workers in sorted({1, available_cores()}):
+        for target, output in targets:
+            run = partial(convert, source, output, target, Settings(side), workers=workers, force=True)
+            runs[f"{target}, {workers} worker" + "s" * (workers > 1)] = run
+    return runs
+
+
+def report(source: Source, what: str, runs: dict[str, Callable[[], object]], repeats: int) -> None:
+    """Print the best rate of each run, and its ratio to the first."""
+    wall, cpu = {name: float("inf") for name in runs}, {name: float("inf") for name in runs}
     for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        best = min(best, time.perf_counter() - start)
-    print(f"{what:<20}{name:<20}{len(source) / best:>9,.0f} images/s")
+        for name, run in runs.items():
+            start, spent = time.perf_counter(), cpu_seconds()
+            run()
+            wall[name] = min(wall[name], time.perf_counter() - start)
+            cpu[name] = min(cpu[name], cpu_seconds() - spent)
+    first = next(iter(runs))
+    for name in runs:
+        ratios = f"{wall[first] / wall[name]:>6.2f} x loop{cpu[first] / cpu[name]:>8.2f} x loop a CPU second"
+        print(f"{what:<20}{name:<20}{len(source) / wall[name]:>9,.0f} images/s{ratios}")
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and of its children that have ended."""
+    return sum(os.times()[:4])
 
 
 def pillow_loop(source: Source, root: Path, side: int | None) -> None:
