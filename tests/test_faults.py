@@ -1,6 +1,7 @@
 """The short form of benchmarks/faults.py: runs that are broken at random moments end as if nothing had happened."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,3 +29,17 @@ def test_broken_runs_lose_and_repeat_nothing() -> None:
 def test_on_the_cpu_a_resumed_run_is_no_further_from_an_unbroken_one_than_another() -> None:
     printed = benchmark("resume_noise.py", "--device", "cpu", "--loaders", "synthetic")
     assert "same samples, 0 lost, 0 repeated; two runs 0.0e+00 apart, the resumed one 0.0e+00" in printed
+
+
+def test_every_row_of_what_happens_when_names_its_test() -> None:
+    section = (ROOT / "README.md").read_text().split("### What happens when ...")[1].split("\n#")[0]
+    rows = [row.split("|")[1:4] for row in section.splitlines() if row.startswith("| ")][1:]
+    assert len(rows) > 20
+    file = ""
+    for when, _, tests in rows:
+        names = re.findall(r"`(?:(test_\w+\.py)(?:::)?)?([\w:]*)`", tests)
+        assert names or tests.strip() == "the same", when
+        for module, place in names:
+            file = module or file
+            source = (ROOT / "tests" / file).read_text()
+            assert all(re.search(rf"(def|class) {name}\b", source) for name in place.split("::") if name), (when, place)

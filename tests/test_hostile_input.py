@@ -8,6 +8,8 @@ import pickle
 import random
 import shutil
 import struct
+import subprocess
+import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
@@ -20,12 +22,14 @@ import safetensors.torch
 import torch
 from hostile import Harm, Refused, damaged, one_line_or_none, refusal, run_train
 from prep_cases import corner_image, jpeg_bytes, write_all
+from test_train import environment
 
 import cocor.export_cli
 import loaders.jit
 from cocor.build import build_backbone
 from cocor.eval.weights import load_encoder
 from cocor.train import main as train
+from loaders import philox
 from loaders.dataset import open_folder
 from loaders.prep.cli import main as prep
 from loaders.size_index import CACHE_NAME
@@ -201,3 +205,41 @@ class TestCompiledCode:
             else:
                 os.chown(shared, 12345, 12345)
         assert loaders.jit._cache_folder.__wrapped__() == ""
+
+    def run(self, folder: Path, limit: int | None = None) -> "subprocess.CompletedProcess[str]":
+        """Compiles something, with files of at most ``limit`` bytes."""
+        program = (
+            "import resource, signal, sys\n"
+            "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+            "if len(sys.argv) > 1: resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)\n"
+            "from loaders import philox\n"
+            "print(philox.sort_keys(0, 0, 3, 7).tolist())\n"
+        )
+        call = [sys.executable, "-c", program, *([] if limit is None else [str(limit)])]
+        env = environment() | {"NUMBA_CACHE_DIR": str(folder)}
+        return subprocess.run(call, env=env, capture_output=True, text=True, check=False, timeout=120)
+
+    def test_a_full_disk_and_damaged_files_cost_time_only(self, tmp_path: Path) -> None:
+        expected = f"{philox.sort_keys(0, 0, 3, 7).tolist()}\n"
+        for limit in (100, None):
+            done = self.run(tmp_path, limit)
+            assert (done.stdout, done.stderr) == (expected, "")
+        files = list(tmp_path.rglob("*.nb*"))
+        assert {path.suffix for path in files} == {".nbi", ".nbc"}
+        for path in files:
+            os.truncate(path, path.stat().st_size // 2)
+        assert self.run(tmp_path).stdout == expected
+        assert all(path.stat().st_size for path in files)
+        assert self.run(Path("/dev/null/nowhere")).stdout == expected
+
+    def test_it_depends_on_all_that_it_is_made_of(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        package = Path(loaders.jit.__file__).parent
+        copy = Path(shutil.copytree(package, tmp_path / "loaders", ignore=shutil.ignore_patterns("__pycache__")))
+        monkeypatch.setattr(loaders.jit, "_PACKAGE", copy)
+        before = loaders.jit._digest()
+        for name, changes in (("ops.py", True), ("kernels/lower.py", True), ("philox.py", True), ("torch.py", False)):
+            with (copy / name).open("a") as file:
+                file.write("\n# changed\n")
+            after = loaders.jit._digest()
+            assert (after != before) == changes, name
+            before = after

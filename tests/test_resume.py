@@ -75,7 +75,7 @@ class TestOtherRanks:
         folder = tmp_path / "run"
         interrupted(without_norm, folder, step=2)
         options = {"data": photo_folder, "backbone": "test_nfnet", "loader": "dali", "log_samples": True}
-        two = run(*flags(**options, output=folder, cpu_ranks=2), "--resume")
+        two = run(*flags(**options, **EVERY_STEP, output=folder, cpu_ranks=2), "--resume")
         assert two.returncode == 0, two.stderr
         assert "other ranks, the same batches and steps: 1 ranks, 8 images a rank" in two.stderr
         left, right = flat(final_state(without_norm)), flat(final_state(folder))
@@ -84,6 +84,9 @@ class TestOtherRanks:
                 torch.testing.assert_close(right[name], value, rtol=1e-3, atol=1e-5, msg=name)
         for one, other in zip(metrics(without_norm, "samples"), metrics(folder, "samples"), strict=True):
             assert (one["step"], one["index"]) == (other["step"], other["index"])
+        interrupted(folder, tmp_path / "back", step=4)
+        assert main([*flags(**options, output=tmp_path / "back"), "--resume"]) == 0  # one again
+        assert metrics(tmp_path / "back", "samples")[-1]["index"] == metrics(without_norm, "samples")[-1]["index"]
         for one, other in zip(metrics(without_norm, "train"), metrics(folder, "train"), strict=True):
             assert one["lr"] == other["lr"] and other["loss"] == pytest.approx(one["loss"], rel=1e-3)
 
@@ -479,3 +482,20 @@ def test_other_loaders_go_on_in_mid_epoch_as_well(photo_beton: Path, tmp_path: P
     assert_same_bits(final_state(tmp_path / "run"), final_state(tmp_path / "whole"))
     rows, expected = metrics(tmp_path / "run", "samples"), metrics(tmp_path / "whole", "samples")
     assert [row["index"] for row in rows] == [row["index"] for row in expected]
+
+
+def test_whatever_it_was_writing_when_it_was_killed_it_goes_on(tmp_path: Path) -> None:
+    """Killed while it makes its folder, locks it, syncs or renames a checkpoint, removes an old one."""
+    options = PLAIN | EVERY_STEP | {"loader": "synthetic", "synthetic_images": 24, "keep_checkpoints": 2}
+    moments = ["0.04", "0.1", "0.35", "0.6", "1"]
+    call = [sys.executable, "-m", "killed_at", *moments, "--", str(tmp_path), *flags(**options, log_samples=True)]
+    paths = {"PYTHONPATH": f"{Path(__file__).parent}:{environment()['PYTHONPATH']}"}
+    done = subprocess.run(call, env=environment() | paths, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == len(moments) and all(code == 0 for _, _, code in rows), (rows, done.stderr)
+    for moment, where, _ in rows:
+        folder = tmp_path / str(moment)
+        assert_same_bits(final_state(folder), final_state(tmp_path / "whole"))
+        assert [line["step"] for line in metrics(folder, "samples")] == list(range(1, 2 * STEPS + 1)), where
+        assert not list(folder.rglob(".*")), where
