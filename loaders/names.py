@@ -14,7 +14,10 @@ IMAGE_SUFFIXES = frozenset(
 
 def printable(name: str | os.PathLike[str]) -> str:
     """``name`` with undecodable bytes shown as ``\\xNN`` and control characters escaped, safe to print or to store."""
-    text = os.fsencode(name).decode("utf-8", "backslashreplace")
+    try:
+        text = os.fsencode(name).decode("utf-8", "backslashreplace")
+    except UnicodeEncodeError:  # half of a surrogate pair, as JSON can hold; no file has such a name
+        text = os.fspath(name).encode("utf-8", "backslashreplace").decode()
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

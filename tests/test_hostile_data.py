@@ -138,6 +138,15 @@ class TestBeton:
         )
         assert not list(tmp_path.rglob("*vil*")) and not out.exists()
 
+    def test_facts_that_no_terminal_takes(
+        self, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        data = (prepared / "x.beton").read_bytes()
+        path = tmp_path / "x.beton"
+        path.write_bytes(with_record(data, lambda body: body.replace(b'"name": "images"', b'"name": "\\ud800"')))
+        assert path.read_bytes() != data and prep(["info", str(path)]) == 0
+        assert r"\ud800 (folder)" in capsys.readouterr().out
+
     def test_any_damage_is_refused_or_harmless(self, prepared: Path, tmp_path: Path) -> None:
         """Header, fields, tables, index, images: nothing but a UserError, or images that can be read or are named."""
         content, rng, path = (prepared / "x.beton").read_bytes(), random.Random(0), tmp_path / "x.beton"
@@ -262,6 +271,37 @@ class TestTars:
         assert not list(tmp_path.rglob("evil*")) and not Path("/tmp/evil.jpg").exists()
 
 
+class TestWebDataset:
+    @pytest.mark.parametrize(
+        ("name", "content", "complaint"),
+        [
+            ("1.cls", b"", "x.tar:1: no class"),
+            ("1.cls", b" ", "x.tar:1: no class"),
+            ("1.cls", b"a\0b", "cannot name a class folder"),
+            ("1.cls", b"..", "cannot name a class folder"),
+            ("1.json", b"", "x.tar:1: no class"),
+            ("1.json", b"{", "1.json is not JSON"),
+            ("1.json", b"[" * 100_000, "1.json is not JSON"),
+            ("1.json", b'{"label": ' + b"9" * 5000 + b"}", "1.json is not JSON"),
+            ("1.json", b'{"label": 1e400}', "x.tar:1: no class"),
+            ("1.json", b'{"label": [1]}', "x.tar:1: no class"),
+            ("1.json", b'{"label": "a\\ud800"}', "cannot name a class folder"),
+            ("1.json", b'["label"]', "x.tar:1: no class"),
+        ],
+    )
+    def test_classes_that_are_none(
+        self, name: str, content: bytes, complaint: str, tmp_path: Path, refused: Refused
+    ) -> None:
+        path, image = tmp_path / "x.tar", jpeg_bytes(corner_image())
+        with tarfile.open(path, "w") as tar:
+            for member, data in (("0.jpg", image), ("0.cls", b"5"), ("1.jpg", image), (name, content)):
+                info = tarfile.TarInfo(member)
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+        assert complaint in refused(lambda: prep(["convert", str(path), str(tmp_path / "out"), "--workers", "1"]))
+        assert not (tmp_path / "out").exists()
+
+
 class TestParquet:
     def write(self, path: Path, names: object, inner: str = "x.jpg", notes: bytes | None = None) -> Path:
         arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -278,7 +318,9 @@ class TestParquet:
         found = sorted(str(file.relative_to(tmp_path / "out")) for file in (tmp_path / "out").rglob("*.jpg"))
         assert found == ["a/x_00000000.jpg", "a/x_00000002.jpg", "b/x_00000001.jpg", "b/x_00000003.jpg"]
 
-    @pytest.mark.parametrize("names", [["..", "b"], ["../../evil", "b"], {"a": 1}, [1, 2], "ab", ["", "b"], [["a"]]])
+    @pytest.mark.parametrize(
+        "names", [["..", "b"], ["../../evil", "b"], ["\ud800", "b"], {"a": 1}, [1, 2], "ab", ["", "b"], [["a"]]]
+    )
     def test_class_names_that_lead_astray(self, names: object, tmp_path: Path, refused: Refused) -> None:
         path = self.write(tmp_path / "x.parquet", names)
         assert "x.parquet: " in refused(lambda: prep(["convert", str(path), str(tmp_path / "out"), "--workers", "1"]))

@@ -177,7 +177,7 @@ def make_source(
     if not names and not faults:
         raise UserError(f"{printable(path)}: holds no images; check the path")
     for label in {*label_of, *classes} - {None}:
-        if not label or is_hidden(label) or set(label) & set("/\0\n"):
+        if not label or is_hidden(label) or set(label) & set("/\0\n") or not _encodable(label):
             raise UserError(f"{printable(path)}: {label!r} cannot name a class folder; rename that class")
     astray = next((name for name in names if not stays_inside(name)), None)
     if astray is not None:
@@ -190,6 +190,13 @@ def make_source(
     if double is not None:
         raise UserError(f"{printable(path)}: two images are named {printable(double)}; remove or rename one")
     return Source(path, kind, stored, labels, known, faults, locate)
+
+
+def _encodable(name: str) -> bool:
+    try:
+        return bool(os.fsencode(name))
+    except UnicodeEncodeError:  # half of a surrogate pair, as JSON can hold
+        return False
 
 
 def pad_numbers(labels: Sequence[str | None]) -> list[str | None]:

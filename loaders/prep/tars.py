@@ -113,14 +113,14 @@ def _webdataset(path: Path, shards: list[Path], starts: list[int], members: _Mem
 
 def _webdataset_class(shard: Path, key: str, parts: dict[str, Stretch]) -> str | None:
     text = parts.get(".cls") or parts.get(".json")
-    if text is None or text.length > _LARGEST_TEXT:
+    if text is None or not 0 < text.length <= _LARGEST_TEXT:
         return None
     content = text.read().decode("utf-8", "surrogateescape").strip()
     if ".cls" in parts:
         return content or None
     try:
         values = json.loads(content)
-    except ValueError as fault:
+    except (ValueError, RecursionError) as fault:
         raise UserError(f"{printable(shard)}: {printable(key)}.json is not JSON ({fault})") from fault
     found = [values[name] for name in _CLASS_KEYS if name in values] if isinstance(values, dict) else []
     return str(found[0]) if found and isinstance(found[0], int | str) else None
