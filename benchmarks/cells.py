@@ -8,6 +8,7 @@ import gc
 import os
 import socket
 import statistics
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
@@ -15,14 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from cocor.distributed import World, init, shutdown
+from cocor.execution import WARM_UP
 from images import Images, store
 from loaders.stored import open_stored
 from processes import in_processes
 from sources import Contender, Request, open_source, premade
 from stages import Stage, views_of
-from timing import Window, completed, milliseconds, time_windows
+from timing import Window, completed, milliseconds, time_together, time_windows
 
 _CONVERTING = 600.0
 _PATIENCE = 150.0  # seconds for a rank beyond the timed ones: starting, building, warming up
@@ -41,6 +44,7 @@ class Settings:
     seconds: float
     hw_decoder_load: float
     backbone: str
+    execution: str = "eager"
 
     @property
     def epoch_images(self) -> int:
@@ -169,20 +173,32 @@ def _measure_step(request: Request, world: World, settings: Settings) -> _Rank:
     from trainer import Trainer
 
     with closing(open_source(request)) as source:  # first: it tells what is missing
-        trainer = Trainer(request, world, settings.backbone)
-        before = _premade_seconds(request, trainer, settings.seconds / 2)
+        trainer = Trainer(request, world, settings.backbone, settings.execution)
+        before = _premade_seconds(request, world, trainer, settings.seconds / 2)
         _forget_memory(request.device)
         with closing(trainer.train(source, with_labelled_loader=True)) as trained:
             counts = completed(trained, request.device)
-            windows = time_windows(counts, settings.seconds, source.burst, warm_up=3)
+            windows = _time_steps(counts, settings.seconds, world, source.burst)
             memory = _gpu_memory(request.device)
-    after = _premade_seconds(request, trainer, settings.seconds / 2)
+    after = _premade_seconds(request, world, trainer, settings.seconds / 2)
     return _Rank(windows, *memory, premade=(before + after) / 2, note=source.note)
 
 
-def _premade_seconds(request: Request, trainer: Any, seconds: float) -> float:
+def _time_steps(counts: Iterator[int], seconds: float, world: World, burst: int = 1) -> list[Window]:
+    if world.size == 1:
+        return time_windows(counts, seconds, burst, warm_up=WARM_UP + 1)
+
+    def agree(number: int) -> int:
+        shared = torch.tensor(number, device=world.device)
+        dist.broadcast(shared, src=0)
+        return int(shared)
+
+    return time_together(counts, seconds, agree, burst)
+
+
+def _premade_seconds(request: Request, world: World, trainer: Any, seconds: float) -> float:
     with closing(premade(request)) as source, closing(trainer.train(source, with_labelled_loader=False)) as trained:
-        windows = time_windows(completed(trained, request.device), seconds, warm_up=3)
+        windows = _time_steps(completed(trained, request.device), seconds, world)
         return request.batch_size / statistics.median(w.rate for w in windows)
 
 

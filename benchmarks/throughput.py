@@ -155,6 +155,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no new row after so long")
     parser.add_argument("--hw-decoder-load", type=float, default=0.65, help="share of JPEGs for the GPU's decoder")
     parser.add_argument("--backbone", help="timm name of the trained encoder (default: resnet50; on CPUs resnet18)")
+    parser.add_argument(
+        "--execution", choices=["eager", "compiled", "graph", "fused"],
+        help="of the training step, see cocor/execution.py (default: graph; eager on CPUs)",
+    )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="small and short, every stage: a test, not a measurement")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE, after every row")
     parser.add_argument("--save", action="store_true", help="write them to benchmarks/results/throughput-<device>.json")
@@ -180,6 +184,7 @@ def settings_of(options: argparse.Namespace, machine: dict[str, Any]) -> Setting
         seconds=options.seconds or (0.3 if quick else 6.0),
         hw_decoder_load=options.hw_decoder_load,
         backbone=options.backbone or ("test_resnet" if quick else "resnet50" if gpus else "resnet18"),
+        execution=options.execution or ("graph" if gpus else "eager"),
     )
 
 
@@ -187,7 +192,7 @@ def describe_settings(settings: Settings) -> str:
     place = f"{settings.ranks} GPU" if settings.on_gpu else "CPU"
     return (
         f"{place}, batches of {settings.batch_size}, {settings.size} px, {settings.workers} workers a rank, "
-        f"{settings.seconds:g} s a cell, {settings.backbone} trained"
+        f"{settings.seconds:g} s a cell, {settings.backbone} trained ({settings.execution})"
     )
 
 

@@ -10,7 +10,7 @@ import os
 import resource
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +72,21 @@ def time_windows(counts: Iterable[int], seconds: float, burst: int = 1, warm_up:
     return windows
 
 
+def time_together(
+    counts: Iterable[int], seconds: float, agree: Callable[[int], int], burst: int = 1, warm_up: int = 10
+) -> list[Window]:
+    """As :func:`time_windows`, for ranks that wait for each other in every batch and so must take equally many.
+
+    ``agree`` gives all ranks the main rank's number.
+    """
+    stream = iter(counts)
+    for _ in range(warm_up * burst):
+        next(stream)
+    few = _window(stream, 0.0, burst)
+    batches = agree(max(_FEWEST_BATCHES, round(seconds / WINDOWS * len(few.intervals) / few.seconds)))
+    return [_window(stream, 0.0, burst, fewest=batches) for _ in range(WINDOWS)]
+
+
 def _warm_up(stream: Iterator[int], seconds: float, batches: int, burst: int) -> None:
     """Drop batches, until those that had piled up while the first ones were slow are gone."""
     for _ in range(batches):
@@ -82,12 +97,12 @@ def _warm_up(stream: Iterator[int], seconds: float, batches: int, burst: int) ->
             next(stream)
 
 
-def _window(stream: Iterator[int], seconds: float, burst: int) -> Window:
+def _window(stream: Iterator[int], seconds: float, burst: int, fewest: int = _FEWEST_BATCHES) -> Window:
     samples = 0
     intervals: list[float] = []
     cpu = cpu_seconds()
     start = last = time.perf_counter()
-    while last - start < seconds or len(intervals) < _FEWEST_BATCHES or len(intervals) % burst:
+    while last - start < seconds or len(intervals) < fewest or len(intervals) % burst:
         samples += next(stream)
         now = time.perf_counter()
         intervals.append(now - last)

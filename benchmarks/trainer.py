@@ -12,6 +12,7 @@ from cocor.build import build_method, build_target
 from cocor.config import Config, labelled_batch_size, resolve
 from cocor.data import labelled_plan
 from cocor.distributed import World
+from cocor.execution import executable
 from cocor.step import TrainingStep
 from loaders.batch import Batch
 from loaders.order import CyclicOrder
@@ -24,7 +25,7 @@ _STEPS = 100_000  # of an epoch; the learning-rate schedule must not end
 class Trainer:
     """Networks and optimisers of a run over the images of ``request``, on ``world``."""
 
-    def __init__(self, request: Request, world: World, backbone: str) -> None:
+    def __init__(self, request: Request, world: World, backbone: str, execution: str = "eager") -> None:
         torch.backends.cudnn.benchmark = world.device.type == "cuda"
         torch.set_float32_matmul_precision("high")
         self._request, self._world = request, world
@@ -34,6 +35,7 @@ class Trainer:
         self._step = TrainingStep(
             self.config, method, target, classes, steps_per_epoch=_STEPS, precision=request.dtype
         )  # fmt: skip
+        self._execute = executable(self._step, execution)
         self._number = 0
 
     def train(self, source: Source, with_labelled_loader: bool) -> Generator[int]:
@@ -44,7 +46,7 @@ class Trainer:
             classified_batches = itertools.repeat(self._labelled_batch()) if loader is None else loader.epoch(0)
             for (count, batch), classified in zip(source.batches, classified_batches, strict=False):
                 assert batch is not None
-                self._step(batch, classified, self._number)
+                self._execute(batch, classified, self._number)
                 self._number += 1
                 yield count
 

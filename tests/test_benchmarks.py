@@ -117,6 +117,17 @@ def test_two_ranks_share_the_batch_and_their_rates_add_up(photo_folder: Path) ->
     assert together.samples_per_s > 0 and together.gpu_share is not None
 
 
+def test_the_step_benchmark_runs_anywhere(tmp_path: Path) -> None:
+    words = ("--batch-sizes", 4, "--size", 32, "--steps", 1, "--methods", "moco", "--json", tmp_path / "step.json")
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "step.py", *map(str, words)], capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    plain, cocor = json.loads((tmp_path / "step.json").read_text())["rows"]
+    assert cocor["cocor"] and not plain["cocor"] and plain["images_per_s"] > cocor["images_per_s"] > 0
+
+
 def test_a_loader_that_fails_costs_its_own_cell_only(photo_folder: Path) -> None:
     images = open_images(photo_folder, 16)
     settings = Settings(False, 1, 4, 16, 1, 0.1, 0.65, "no_such_network")

@@ -1,0 +1,110 @@
+"""How training speed grows with the number of GPUs, and what real data costs it.
+
+    python benchmarks/scaling.py --data imagenet/train                # 1, 2, 4, ... GPUs, as many as there are
+    python benchmarks/scaling.py --gpus 1 2 --batch-sizes 64 --loaders synthetic dali --json out.json
+
+Each row trains MoCo + CoCor (ResNet-50, bfloat16) in one process a GPU, as ``cocor-train --gpus N`` does: keys gathered,
+keys shuffled over all GPUs, gradients averaged. The batch a GPU stays the same.
+
+- images/s: of all GPUs together, and how many times the rate of one GPU with the same loader and batch that is.
+- of finished: against training on batches that were made before and lie on the GPU, measured before and after in the
+  same processes; the rest is what the loader costs.
+- epochs: hours for 50 epochs of ImageNet-1K at this rate.
+What would make it wrong: see ``throughput.py``, which measures the rows. GPUs that share their CPU cores with other
+programs scale worse.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import images
+import throughput
+from cells import Absent, Measured, Settings, measure
+from cocor.launch import command
+from common import RESULTS, Column, describe_machine, device_slug, header, machine_line, row, write_json
+from images import open_images
+from loaders.errors import UserError
+from photographs import make_photographs
+from processes import alone
+from sources import Contender
+
+COLUMNS = (
+    Column("loader", -10), Column("a GPU", 6), Column("GPUs", 5), Column("images/s", 9, ",.0f"), Column("±", 5, ".1%"),
+    Column("times", 6, ".2f"), Column("of finished", 11, ".1%"), Column("cores", 6, ".1f"), Column("GiB", 6, ".1f"),
+    Column("50 epochs, h", 12, ".2f"),
+)  # fmt: skip
+_IMAGENET = 1_281_167
+
+
+def main() -> None:
+    options = arguments()
+    machine = alone(describe_machine)
+    gpus = options.gpus or [n for n in (1, 2, 4, 8) if n <= machine["gpus"]]
+    if not gpus or not 0 < min(gpus) <= max(gpus) <= machine["gpus"]:
+        raise UserError(f"--gpus {' '.join(map(str, gpus)) or 1}: there are {machine['gpus']} here")
+    chosen = alone(open_images, options.data or make_photographs(512), 512)
+    print(machine_line(machine), images.line(images.describe(chosen)), header(COLUMNS), sep="\n", flush=True)
+    target = options.json or RESULTS / f"scaling-{device_slug(machine)}.json"
+    rows: list[dict[str, Any]] = []
+    single: dict[tuple[str, int], float] = {}
+    for settings, loader in _cells(options, gpus, machine):
+        cell = measure(loader, "step", chosen, settings)
+        if isinstance(cell, Absent):
+            print(f"{loader}, {settings.ranks} GPUs: {cell.reason}", flush=True)
+            continue
+        result = _describe(cell, settings, single)
+        rows.append(result)
+        print(row(COLUMNS, [result[key] for key in _KEYS]), flush=True)
+        write_json(target, {"benchmark": "scaling", "machine": machine, "rows": rows})
+
+
+_KEYS = ("loader", "images_per_gpu", "gpus", "images_per_s", "spread", "times", "of_finished", "cores", "gib", "hours")
+
+
+def _cells(
+    options: argparse.Namespace, gpus: Sequence[int], machine: dict[str, Any]
+) -> Iterator[tuple[Settings, Contender]]:
+    for loader in options.loaders:
+        for size in options.batch_sizes:
+            for ranks in gpus:
+                given = ["--gpus", str(ranks), "--batch-size", str(size * ranks), "--seconds", str(options.seconds)]
+                settings = throughput.settings_of(throughput.arguments(given), machine)
+                yield replace(settings, execution=options.execution, backbone=options.backbone), loader
+
+
+def _describe(cell: Measured, settings: Settings, single: dict[tuple[str, int], float]) -> dict[str, Any]:
+    """A row; ``single`` remembers the rate of one GPU, of each loader and batch."""
+    each = settings.batch_size // settings.ranks
+    if settings.ranks == 1:
+        single[cell.loader, each] = cell.samples_per_s
+    one = single.get((cell.loader, each))
+    return {
+        "loader": cell.loader, "images_per_gpu": each, "gpus": settings.ranks, "images_per_s": cell.samples_per_s,
+        "spread": cell.spread, "times": None if one is None else cell.samples_per_s / one,
+        "of_finished": None if cell.gpu_share is None else 1 - cell.gpu_share, "cores": cell.cores_busy,
+        "gib": cell.gpu_reserved_gib, "hours": 50 * _IMAGENET / cell.samples_per_s / 3600,
+        "settings": asdict(settings),
+    }  # fmt: skip
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line (default: this process's), parsed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="folder of images (default: JPEG files made for the purpose)")
+    parser.add_argument("--gpus", type=int, nargs="+", help="numbers of GPUs (default: 1, 2, 4, 8 if there are)")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[256, 64], help="images a GPU")
+    parser.add_argument("--loaders", nargs="+", choices=["synthetic", "dali", "ffcv", "torch"],
+                        default=["synthetic", "dali"])  # fmt: skip
+    parser.add_argument("--execution", choices=["eager", "compiled", "graph", "fused"], default="fused")
+    parser.add_argument("--backbone", default="resnet50", help="timm name of the trained encoder")
+    parser.add_argument("--seconds", type=float, default=6.0, help="timed, of every row")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="default: benchmarks/results/scaling-<device>.json")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(command("scaling.py", main))
