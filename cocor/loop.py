@@ -126,6 +126,7 @@ def train_epoch(run: Run, make_step: Callable[[Batch, Batch | None, int], Metric
         for batch, labelled in log.timed(batches):
             if run.world.main and not sheet.exists():
                 save_view_sheet(batch, sheet)
+            seed_step(config.seed, run.done, run.world)
             metrics = make_step(batch, labelled, run.done)
             run.done += 1
             run.knn_is_due = False
@@ -145,6 +146,12 @@ def train_epoch(run: Run, make_step: Callable[[Batch, Batch | None, int], Metric
                 run.votes.forget()  # in some of these a checkpoint was due still
 
 
+def seed_step(seed: int, step: int, world: World) -> None:
+    """Make what a network draws itself (dropout, stochastic depth) a function of the step: a checkpoint then needs no
+    state of random numbers, and it does not matter who else has drawn some."""
+    torch.manual_seed((seed * 1_000_003 + step * 4096 + world.rank) % 2**63)
+
+
 def finish_epoch(run: Run, log: RunLog) -> None:
     """After an epoch's last step: k-NN and a checkpoint, if it is their turn."""
     config, last = run.config, run.done == run.total
@@ -155,7 +162,6 @@ def finish_epoch(run: Run, log: RunLog) -> None:
 
     run.watch.look(run.step.learning_rate)  # before k-NN, which would only find that features are no numbers
     run.knn_is_due = turn(config.knn_every)
-    run.watch.look(run.step.learning_rate)  # a run that has diverged has nothing to measure
     leave_if_asked(run)
     if run.knn_is_due:
         # Measured before saving: a run that stops in between and resumes neither doubles nor misses a measurement.

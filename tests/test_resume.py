@@ -499,3 +499,12 @@ def test_whatever_it_was_writing_when_it_was_killed_it_goes_on(tmp_path: Path) -
         assert_same_bits(final_state(folder), final_state(tmp_path / "whole"))
         assert [line["step"] for line in metrics(folder, "samples")] == list(range(1, 2 * STEPS + 1)), where
         assert not list(folder.rglob(".*")), where
+
+
+def test_dropout_goes_on_with_the_same_draws(tmp_path: Path) -> None:
+    """On a network that drops an eighth."""
+    options = {"backbone": "test_vit_relpos", "loader": "synthetic", "synthetic_images": 24, "consistency": "none"}
+    assert main(flags(**options, **EVERY_STEP, output=tmp_path / "whole")) == 0
+    interrupted(tmp_path / "whole", tmp_path / "run", step=STEPS + 1)
+    assert main([*flags(**options, output=tmp_path / "run"), "--resume"]) == 0
+    assert_same_bits(final_state(tmp_path / "run"), final_state(tmp_path / "whole"))
