@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from cocor.eval.cli import chosen_datasets, main
@@ -201,6 +202,30 @@ def test_results_that_cannot_be_kept_are_noticed_before_the_work(
     assert capsys.readouterr().err.startswith(f"cocor-eval: error: --output {file / 'below'}: ")
     assert call("knn", file, tmp_path, *here) == 2
     assert capsys.readouterr().err.startswith(f"cocor-eval: error: --cache {file}: ")
+
+
+def test_too_little_memory_is_one_line(data: Path, tmp_path: Path) -> None:
+    """One image of 40,000 x 40,000 pixels needs 19 GB; the limit is set for a process of its own."""
+    code = "import resource; resource.setrlimit(resource.RLIMIT_AS, (9 * 10**9, 9 * 10**9))\n"
+    code += f"import sys; from cocor.eval.cli import main; sys.exit(main({['knn', WEIGHTS]} + sys.argv[1:]))"
+    flags = ["--data", str(data / "pets"), "--gpu", "no", "--workers", "0", "--image-size", "40000"]
+    flags += ["--cache", str(tmp_path / "c"), "--output", str(tmp_path)]
+    place = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    found = subprocess.run([sys.executable, "-c", code, *flags], env=place, capture_output=True, text=True, timeout=100)
+    assert found.returncode == 2
+    assert found.stderr.splitlines()[-1].startswith("cocor-eval: error: too little memory: lower --batch-size (256)")
+
+
+@pytest.mark.gpu
+def test_a_full_gpu_is_one_line(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--loader", "torch", "--workers", "0", "--cache", str(tmp_path / "c"), "--output", str(tmp_path)]
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(0.0005)
+    try:
+        assert main(["knn", WEIGHTS, "--data", str(data / "pets"), "--gpu", "yes", *flags]) == 2
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert "the GPU's memory is full: lower --batch-size (256)" in capsys.readouterr().err.splitlines()[-1]
 
 
 def ranks(arguments: list[str], cache: Path, output: Path) -> list[tuple[int, str]]:

@@ -48,7 +48,7 @@ def _out_of_memory(error: Exception, options: argparse.Namespace) -> UserError |
     if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text:
         return UserError(f"the GPU's memory is full: lower --batch-size ({options.batch_size}), or use --gpu no")
     if isinstance(error, MemoryError) or "can't allocate memory" in text or "not enough memory" in text:
-        return UserError(f"too little memory: lower --batch-size ({options.batch_size}) or --workers")
+        return UserError(f"too little memory: lower --batch-size ({options.batch_size}), --image-size or --workers")
     return None
 
 
