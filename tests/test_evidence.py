@@ -1,0 +1,182 @@
+"""``benchmarks/evidence.py`` with real, tiny trainings; its arithmetic with numbers made up."""
+
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import evidence  # noqa: E402
+from cocor.config import load  # noqa: E402
+from evidence_report import Measured, Row, gains, spread, table  # noqa: E402
+from evidence_runs import Crew, Training  # noqa: E402
+from evidence_studies import STUDIES, Variant  # noqa: E402
+from loaders.errors import UserError  # noqa: E402
+
+TINY = ["--backbone", "test_resnet", "--stem", "imagenet", "--image-size=32", "--loader", "torch", "--workers", "1"]
+TINY += ["--batch-size", "8", "--queue-size", "16", "--key-bn-splits", "2", "--log-every", "1", "--knn-k", "3"]
+
+
+def command(data: Path, output: Path, *more: str, flags: list[str] | None = None) -> list[str]:
+    where = ["--data", str(data), "--val-data", str(data), "--output", str(output)]
+    which = ["--study", "core", "--methods", "moco", "--only", "plain", "cocor", "--seeds", "0", "--epochs", "2"]
+    return [*which, *where, "--gpus", "0", "--jobs", "2", *more, "--", *TINY, *(flags or [])]
+
+
+@pytest.fixture(scope="module")
+def study(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The images, and the output of a finished study of two runs."""
+    output = tmp_path_factory.mktemp("evidence") / "out"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    assert evidence.main(command(photo_folder, output)) == 0
+    return photo_folder, output
+
+
+def test_a_study_leaves_numbers_a_table_and_a_picture(study: tuple[Path, Path]) -> None:
+    _, output = study
+    content = json.loads((output / "core.json").read_text())
+    assert [(run["variant"], run["seed"]) for run in content["runs"]] == [("plain", 0), ("cocor", 0)]
+    plain, cocor = content["runs"]
+    assert [at for at, _ in cocor["knn"]] == [0, 1, 2] and plain["similarity"] == {}
+    assert set(cocor["similarity"]) == {"1", "2", "3"} and cocor["images_per_s"] > 0 and cocor["minutes"] > 0
+    assert "data" not in cocor["flags"] and cocor["flags"]["batch_size"] == "8"
+    text = (output / "core.md").read_text()
+    assert "| moco + CoCor |" in text and "evidence.py --study core" in text
+    assert (output / "core.png").stat().st_size > 10_000
+
+
+def test_what_is_finished_is_not_done_again(study: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    images, output = study
+    begin = time.monotonic()
+    assert evidence.main(command(images, output)) == 0
+    assert "2 runs, 2 of them done" in capsys.readouterr().out and time.monotonic() - begin < 5
+
+
+def test_results_of_other_flags_are_not_mixed(study: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    images, output = study
+    assert evidence.main(command(images, output, flags=["--lr", "0.5"])) == 2
+    assert "a finished run with other lr; choose another --output" in capsys.readouterr().err
+
+
+def test_a_run_that_was_stopped_goes_on(study: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    images, output = study
+    runs = output / "runs"
+    (runs / "moco-cocor-seed0.done.json").unlink()
+    assert evidence.main(command(images, output, "--report-only")) == 0  # the other one
+    assert len(json.loads((output / "core.json").read_text())["runs"]) == 1
+    assert evidence.main(command(images, output)) == 0
+    assert "2 runs, 1 of them done" in capsys.readouterr().out
+    assert "going on from" in (runs / "moco-cocor-seed0" / "log.txt").read_text()
+    assert len(json.loads((output / "core.json").read_text())["runs"]) == 2
+
+
+def test_a_run_that_fails_is_named_with_its_reason(
+    photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = command(photo_folder, tmp_path / "out", "--only", "plain", flags=["--backbone", "resnet19"])
+    assert evidence.main(wrong) == 2
+    assert (
+        "moco-plain-seed0: cocor-train: error: --backbone resnet19: timm has no such model" in capsys.readouterr().err
+    )
+
+
+def test_time_is_up(photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evidence.main(command(photo_folder, tmp_path / "out", "--minutes", "0")) == 0
+    assert "2 runs are not finished: the same command goes on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--only", "nothing"], "no such variant; there are plain, cocor, constants"),
+        (["--study", "clock", "--only", "as-long"], "plain-as-long needs the variants it is timed by"),
+        (["--jobs", "0"], "at least 1"),
+        (["--study", "all"], "invalid choice"),
+        (["--configs", "nowhere/{method}.yaml"], "nowhere/moco.yaml"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], words: str) -> None:
+    assert evidence.main(command(tmp_path, tmp_path / "out", *more)) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1 and "Traceback" not in error
+
+
+@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("method", ["moco", "simsiam", "supcon", "byol", "intl"])
+def test_every_variant_of_every_study_is_a_configuration(name: str, method: str) -> None:
+    """Variants differ from each other, and in flags that exist."""
+    seen = set()
+    for variant in STUDIES[name]:
+        flags = [f"--{key.replace('_', '-')}={value}" for key, value in variant.flags.items()]
+        file = BENCHMARKS.parent / "configs" / f"cifar10_{method}.yaml"
+        config = load([f"--config={file}", "--epochs=20", *flags])
+        assert config.method == method
+        seen.add(str(config.to_dict()) + str(variant.like))
+    assert len(seen) == len(STUDIES[name]) == len({variant.key for variant in STUDIES[name]})
+
+
+def test_tuning_covers_the_grid() -> None:
+    tried = [variant.flags for variant in STUDIES["tune"] if variant.key != "plain"]
+    assert {f["consistency_beta"] for f in tried} == {1, 4, 8, 16} and {f["consistency_weight"] for f in tried} == {
+        1,
+        3,
+    }
+    assert {f["magnitudes"] for f in tried} == {"uniform", "released"} and len({f["mmnn_lr"] for f in tried}) == 2
+
+
+def measured(variant: str, seed: int, accuracy: float, rate: float = 100.0) -> Measured:
+    training = Training("moco", variant, seed, Path(f"{variant}-{seed}"), {"batch_size": 8})
+    curve = [(0.0, 0.1), (10.0, accuracy)]
+    similarity = {} if variant == "plain" else {1: [(9.0, 0.82)], 3: [(9.0, 0.6)]}
+    return Measured(training, curve, similarity, {key: [(9.0, 0.8)] for key in similarity}, rate, 2.0, {})
+
+
+def test_gains_are_over_the_same_seed() -> None:
+    plain = Row("moco", "plain", "plain", [measured("plain", 0, 0.70), measured("plain", 1, 0.60)])
+    cocor = Row("moco", "cocor", "+ CoCor", [measured("cocor", seed, 0.75 - 0.1 * seed) for seed in (1, 0, 2)])
+    assert gains(cocor, plain) == pytest.approx([0.05, 0.05])
+    assert (spread([0.7, 0.6]), spread([0.7]), spread([])) == ("65.0 ± 7.1", "70.0", "-")
+    text = table([plain, cocor])
+    assert "| moco + CoCor | 65.0 ± 10.0 | +5.0 ± 0.0 | 3 | 10 | 2.0 ± 0.0 | 100 | 0.82/0.80 0.60/0.80 |" in text
+    assert math.isnan(Measured(plain.runs[0].training, [], {}, {}, 1.0, 1.0, {}).accuracy)
+
+
+def test_equal_time_is_more_epochs_by_the_ratio_of_speeds() -> None:
+    rows = [
+        Row("moco", "plain", "plain", [measured("plain", 0, 0.7, rate=350)]),
+        Row("moco", "cocor", "+ CoCor", [measured("cocor", 0, 0.7, rate=100)]),
+    ]
+    longer = Variant("plain-as-long", "", like="cocor")
+    assert evidence._as_long(("moco", longer, 0), rows, 20) == 70
+    assert evidence._as_long(("simsiam", longer, 0), rows, 20) is None
+
+
+def test_flags_behind_the_dashes_are_read_as_the_command_reads_them() -> None:
+    words = ["--lr", "0.1", "--stem=small", "--no-sync-bn", "--log-samples", "--lengths", "1,2"]
+    assert evidence._extra(words) == {
+        "lr": "0.1", "stem": "small", "sync_bn": "false", "log_samples": "true", "lengths": "1,2"
+    }  # fmt: skip
+    with pytest.raises(UserError, match="begin with --"):
+        evidence._extra(["lr", "0.1"])
+
+
+def test_runs_stop_when_the_study_does(tmp_path: Path) -> None:
+    """Ctrl-C ends the trainings and leaves none behind."""
+
+    class Sleeping(Training):
+        def command(self) -> list[str]:
+            return [sys.executable, "-c", "import time; time.sleep(60)"]
+
+    crew = Crew(2, 0, time.monotonic() + 1, say=lambda text: None)
+    trainings: list[Any] = [Sleeping("moco", "plain", seed, tmp_path / f"{seed}", {}) for seed in range(3)]
+    begin = time.monotonic()
+    crew.run(trainings)
+    assert time.monotonic() - begin < 20 and not crew._running
+    assert set(crew.failed) | set(crew.stopped) == {"0", "1", "2"}
