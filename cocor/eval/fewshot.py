@@ -130,8 +130,8 @@ def episodes(
     members = [(features.labels == label).nonzero().flatten() for label in features.labels.unique()]
     members = [places for places in members if len(places) > shots]
     if len(members) < ways:
-        found = f"only {len(members)} classes of the test images have more than {shots}"
-        raise UserError(f"--ways {ways}: {found}; --tasks 0 leaves tasks out")
+        large_enough = f"only {len(members)} classes of the test images have more than {shots}"
+        raise UserError(f"--ways {ways}: {large_enough}; --tasks 0 leaves tasks out")
     values = features.values if features.values.ndim == 2 else features.values[:, 4]
     values = values.to(device, torch.float64)
     generator = torch.Generator().manual_seed(seed)
