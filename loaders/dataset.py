@@ -257,7 +257,7 @@ def number_classes(
     known = list(classes) if classes is not None else sorted(present.union(folders))
     places = {name: i for i, name in enumerate(known)}
     strange = sorted(present - places.keys())
-    if strange and all(label.isdecimal() for label in present):
+    if strange and all(label.isdecimal() and len(label) < 10 for label in present):
         places = {label: int(label) for label in present}
         strange = [label for label in strange if int(label) >= len(known)]
     if strange:

@@ -12,6 +12,7 @@ from pathlib import Path
 from loaders.errors import UserError
 from loaders.names import printable
 
+_MOST_DIGITS = 9
 _KAGGLE_HEADER = "ImageId,PredictionString"
 
 
@@ -46,9 +47,10 @@ def _devkit(path: Path, lines: Sequence[tuple[int, str]], names: Sequence[str]) 
     labels: dict[int, str] = {}
     by_name = sorted(range(len(names)), key=lambda i: names[i])
     for (number, text), place in zip(lines, by_name, strict=True):
-        if int(text) not in classes:
-            raise UserError(f"{printable(path)}:{number}: {text.strip()} is not a class number of meta.mat")
-        labels[place] = classes[int(text)]
+        digits = text.strip()
+        if len(digits) > _MOST_DIGITS or int(digits) not in classes:
+            raise UserError(f"{printable(path)}:{number}: {digits[:20]} is not a class number of meta.mat")
+        labels[place] = classes[int(digits)]
     return labels
 
 

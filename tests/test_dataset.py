@@ -247,6 +247,9 @@ class TestLabelFiles:
         assert dataset.labels.tolist() == [10, 2, 0] and dataset.classes == classes
         with pytest.raises(UserError, match="class 10 is not among the 3 known"):
             open_quietly(flat, flat / "labels.txt", classes=classes[:3])
+        (flat / "labels.txt").write_text(f"a b,c.jpg {'9' * 5000}\nb.jpg 2\nc.jpg 0\n")
+        with pytest.raises(UserError, match="is not among the 3 known"):
+            open_quietly(flat, flat / "labels.txt", classes=classes[:3])
 
 
 class TestLabelSplit:

@@ -279,6 +279,7 @@ class TestWebDataset:
             ("1.cls", b" ", "x.tar:1: no class"),
             ("1.cls", b"a\0b", "cannot name a class folder"),
             ("1.cls", b"..", "cannot name a class folder"),
+            ("1.cls", b"9" * 100_000, "cannot name a class folder"),
             ("1.json", b"", "x.tar:1: no class"),
             ("1.json", b"{", "1.json is not JSON"),
             ("1.json", b"[" * 100_000, "1.json is not JSON"),

@@ -199,6 +199,10 @@ def test_the_development_kits_numbers_need_its_meta_file(tmp_path: Path, capsys:
     rows = np.array([(number, name, "words", 0) for name, number in numbers.items()], kinds)
     savemat(kit / "meta.mat", {"synsets": rows})
     assert stored(tmp_path / "val", tmp_path, "--labels", str(truth)) == (expected(), list(NAMES))
+    truth.write_text("1\n2\n3\n1\n" + "9" * 5000)
+    assert (
+        main([*arguments, "--force"]) == 2 and "txt:5: 99999999999999999999 is not a class" in capsys.readouterr().err
+    )
     truth.write_text("1\n2\n")
     assert main([*arguments, "--force"]) == 2 and "2 numbers for 5 images" in capsys.readouterr().err
 

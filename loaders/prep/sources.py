@@ -24,6 +24,8 @@ from loaders.prep.locator import FileBytes, Locator, RawPixels, Stretch
 from loaders.prep.record import FOLDER_RECORD
 from loaders.size_index import CACHE_NAME
 
+_LONGEST_NAME = 255  # bytes
+_MOST_DIGITS = 20  # of a class number
 _ACCEPTED = "a folder, .tar, .parquet or .beton"
 
 
@@ -177,8 +179,9 @@ def make_source(
     if not names and not faults:
         raise UserError(f"{printable(path)}: holds no images; check the path")
     for label in {*label_of, *classes} - {None}:
-        if not label or is_hidden(label) or set(label) & set("/\0\n") or not _encodable(label):
-            raise UserError(f"{printable(path)}: {label!r} cannot name a class folder; rename that class")
+        if not _names_a_folder(label):
+            shown = repr(label if len(label) < 80 else f"{label[:80]}...")
+            raise UserError(f"{printable(path)}: {shown} cannot name a class folder; rename that class")
     astray = next((name for name in names if not stays_inside(name)), None)
     if astray is not None:
         raise UserError(f"{printable(path)}: {printable(astray)} would leave the target folder; rename that image")
@@ -192,16 +195,17 @@ def make_source(
     return Source(path, kind, stored, labels, known, faults, locate)
 
 
-def _encodable(name: str) -> bool:
+def _names_a_folder(label: str) -> bool:
     try:
-        return bool(os.fsencode(name))
+        length = len(os.fsencode(label))
     except UnicodeEncodeError:  # half of a surrogate pair, as JSON can hold
         return False
+    return 0 < length <= _LONGEST_NAME and not is_hidden(label) and not set(label) & set("/\0\n")
 
 
 def pad_numbers(labels: Sequence[str | None]) -> list[str | None]:
     """Numeric labels with leading zeros, so that text order is their order by value; other labels as they are."""
-    if all(label is None or label.isdecimal() for label in labels):
+    if all(label is None or (label.isdecimal() and len(label) <= _MOST_DIGITS) for label in labels):
         width = max((len(label) for label in labels if label is not None), default=0)
         return [None if label is None else label.zfill(width) for label in labels]
     return list(labels)
