@@ -3,8 +3,8 @@
     python benchmarks/scaling.py --data imagenet/train                # 1, 2, 4, ... GPUs, as many as there are
     python benchmarks/scaling.py --gpus 1 2 --batch-sizes 64 --loaders synthetic dali --json out.json
 
-Each row trains MoCo + CoCor (ResNet-50, bfloat16) in one process a GPU, as ``cocor-train --gpus N`` does: keys gathered,
-keys shuffled over all GPUs, gradients averaged. The batch a GPU stays the same.
+Each row trains MoCo + CoCor (ResNet-50, bfloat16) in one process a GPU, as ``cocor-train --gpus N`` does: keys
+gathered and shuffled over all GPUs, gradients averaged. The batch a GPU stays the same.
 
 - images/s: of all GPUs together, and how many times the rate of one GPU with the same loader and batch that is.
 - of finished: against training on batches that were made before and lie on the GPU, measured before and after in the

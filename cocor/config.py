@@ -137,7 +137,13 @@ class Config:
     knn_every: int = option(5, "epochs between two k-NN measurements on --val-data; 0: none", low=0)
     knn_k: int = option(200, "neighbours that vote", low=1)
     knn_temperature: float = option(0.07, "temperature of their weights", low=1e-3)
+    profile: bool = option(False, "train a few steps, print where their time goes, write a trace, and stop")
     dry_run: bool = option(False, "build everything, run two steps, print shapes, memory and time, and stop")
+
+    @property
+    def trains(self) -> bool:
+        """Whether a run is to come of it, rather than a look at one."""
+        return not (self.dry_run or self.profile)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as YAML and checkpoints hold them: paths become text, tuples lists."""
@@ -192,7 +198,7 @@ _NOTES = {  # shown in the help in place of a default
     "trace_weight": "default: 0.01 (log2(batch) - 3)",
 }
 
-ONE_START = frozenset({"resume", "overwrite", "dry_run", "force_data", "force_ranks"})
+ONE_START = frozenset({"resume", "overwrite", "dry_run", "profile", "force_data", "force_ranks"})
 
 # A run may change these when it resumes: they do not enter the arithmetic of its steps.
 FREE_TO_CHANGE = ONE_START | {

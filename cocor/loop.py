@@ -16,10 +16,9 @@ from typing import NoReturn
 
 import torch
 
-from cocor import resume, run_folder, stop
+from cocor import dry_run, profile, resume, run_folder, stop
 from cocor.config import Config
 from cocor.distributed import World, barrier, gather
-from cocor.dry_run import report
 from cocor.execution import executable, uncompiled
 from cocor.log import RunLog, duration, set_up_logging
 from cocor.run import Run, build
@@ -42,12 +41,12 @@ def train(config: Config, world: World, asked: Config) -> None:
     with ExitStack() as stack:
         lock = RunLock(config.output)
         stack.callback(lock.release)
-        if world.main and not config.dry_run:
+        if world.main and config.trains:
             run_folder.check(config)
             lock.take(make=False)
         run = stack.enter_context(closing(build(config, world)))
-        if config.dry_run:
-            report(run)
+        if not config.trains:
+            (dry_run if config.dry_run else profile).report(run)
             return
         checkpoint_read = resume.restore(run)  # before anything is written
         if world.main:

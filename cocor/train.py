@@ -25,7 +25,7 @@ def _run(arguments: list[str]) -> None:
 
     with stop.at_once(launch.tell):
         asked = load(arguments)
-        if launch.begins() and not asked.dry_run:
+        if launch.begins() and asked.trains:
             run_folder.check(asked)
 
         def train(config: Any, world: Any) -> None:

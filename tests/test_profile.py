@@ -1,0 +1,71 @@
+"""``--profile``: parts that add up, beside the cost model."""
+
+import gzip
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_train import flags
+
+from cocor.config import resolve
+from cocor.profile import Parts, costs, table
+from cocor.train import main
+
+
+def test_an_inner_part_is_not_counted_twice() -> None:
+    parts = Parts(torch.device("cpu"))
+    parts.start()
+    with parts("outer"):
+        time.sleep(0.02)
+        with parts("inner"):
+            time.sleep(0.03)
+        time.sleep(0.01)
+    time.sleep(0.01)
+    seconds = parts.read()
+    assert seconds.keys() == {"outer", "inner", "other"}
+    assert 0.03 <= seconds["outer"] < 0.05 and 0.03 <= seconds["inner"] < 0.05 and 0.01 <= seconds["other"] < 0.03
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {"contrastive": 4, "original": 1, "composites": 9, "labelled": 0.75}),
+        ({"mmnn": "constants", "method": "simsiam"}, {"contrastive": 6, "original": 1, "composites": 9}),
+        ({"consistency": "none"}, {"contrastive": 4}),
+        ({"recipe": "released", "lengths": (1,)}, {"contrastive": 4, "original": 5, "composites": 3, "labelled": 0.75}),
+    ],
+)
+def test_the_cost_model_counts_forward_passes(options: dict, expected: dict) -> None:
+    assert costs(resolve(options), ranks=1) == expected
+
+
+def test_the_table_shows_shares_and_costs_of_a_forward_pass() -> None:
+    config = resolve({"consistency": "none", "batch_size": 256})
+    seconds = {"data wait": 0.1, "contrastive": 1.6, "optimiser": 0.2, "other": 0.1, "views": 0.02}
+    lines = table(config, seconds, steps=10, ranks=1)
+    assert lines[2].split() == ["contrastive", "160.00", "80.0%", "4.00", "40.00"]
+    assert lines[5].split() == ["step", "200.00", "100%", "4.00", "50.00"]
+    assert "1,280 images/s" in lines[6] and "waiting for data: 15.0%" in lines[6]
+    assert "2.00 ms" in lines[7]
+
+
+def test_the_command_leaves_a_trace_but_no_run(
+    photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "runs" / "look"
+    assert main([*flags(data=photo_folder, output=output), "--profile"]) == 0
+    shown = capsys.readouterr().out
+    assert all(part in shown for part in ("data wait", "contrastive", "composites", "labelled", "optimiser", "per F"))
+    assert not output.exists()
+    with gzip.open(tmp_path / "runs" / "look-trace.json.gz") as file:
+        assert json.load(file)["traceEvents"]
+
+
+def test_a_place_that_cannot_be_written_is_named(
+    photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main([*flags(data=photo_folder, output=tmp_path / "file" / "run"), "--profile"]) == 2
+    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("cocor-train: error: --output: cannot write")
