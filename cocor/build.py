@@ -56,6 +56,12 @@ def _create(name: str, image_size: int | None) -> nn.Module:
     return timm.create_model(name, num_classes=0)
 
 
+def fixed_size(backbone: nn.Module) -> int | None:
+    """The side in pixels that a transformer's embeddings of places are for; None if it takes any."""
+    sides = getattr(getattr(backbone, "patch_embed", None), "img_size", None)
+    return None if sides is None else int(sides[0])
+
+
 def _try_size(model: nn.Module, name: str, size: int) -> None:
     """Raise a UserError if ``model`` cannot take images of this size: shapes alone go through it, no pixels."""
     shapes = copy.deepcopy(model).to("meta").eval()

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import cocor
 from cocor import atomic
-from cocor.build import build_backbone
+from cocor.build import build_backbone, fixed_size
 from cocor.eval.weights import Encoder, digest
 from cocor.export import export_backbone
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
@@ -55,11 +55,18 @@ def _write_timm(encoder: Encoder, output: Path) -> None:
 
 def _check_timm(encoder: Encoder, output: Path) -> None:
     if encoder.stem == "imagenet":
-        model = timm.create_model(encoder.architecture, num_classes=0, checkpoint_path=str(output))
+        size = _size_option(encoder)
+        model = timm.create_model(encoder.architecture, num_classes=0, checkpoint_path=str(output), **size)
     else:
         model = build_backbone(encoder.architecture, encoder.stem)
         timm.models.load_checkpoint(model, str(output))
     _same(encoder, model, output)
+
+
+def _size_option(encoder: Encoder) -> dict[str, int]:
+    """What timm must be told to make a transformer of this image size."""
+    size, usual = fixed_size(encoder.backbone), timm.get_pretrained_cfg(encoder.architecture)
+    return {} if size is None or usual is None or usual.input_size[-1] == size else {"img_size": size}
 
 
 def _write_torchvision(encoder: Encoder, output: Path) -> None:
@@ -115,6 +122,7 @@ def model_card(encoder: Encoder, features: int) -> str:
             "model.maxpool = torch.nn.Identity()\n"
         )
     parameters = sum(p.numel() for p in encoder.backbone.parameters())
+    size = "".join(f", {name}={value}" for name, value in _size_option(encoder).items())
     return f"""---
 library_name: timm
 tags: [image-feature-extraction, self-supervised, cocor]
@@ -128,7 +136,7 @@ exported by cocor {cocor.__version__} from weights in the layout of {encoder.ori
 import timm, torch
 from safetensors.torch import load_file
 
-model = timm.create_model("{encoder.architecture}", num_classes=0)
+model = timm.create_model("{encoder.architecture}", num_classes=0{size})
 {stem}model.load_state_dict(load_file("model.safetensors"))
 ```
 
@@ -141,7 +149,7 @@ Not stated here, because the weights do not tell: training data, its licence, in
 
 def _check_safetensors(encoder: Encoder, output: Path) -> None:
     config = json.loads((output / "config.json").read_text())
-    model = build_backbone(config["architecture"], config["stem"])
+    model = build_backbone(config["architecture"], config["stem"], fixed_size(encoder.backbone))
     model.load_state_dict(safetensors.torch.load_file(output / "model.safetensors"))
     _same(encoder, model, output)
 
@@ -200,7 +208,8 @@ def detectron2_resnet_names(architecture: str) -> set[str] | None:
 def _same(encoder: Encoder, model: nn.Module, output: Path) -> None:
     if digest(model) != encoder.digest:
         raise RuntimeError(f"{output} does not give the encoder's weights back")
-    sample = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    side = fixed_size(encoder.backbone) or 64
+    sample = torch.rand(2, 3, side, side, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         if not torch.equal(model.eval()(sample), encoder.backbone.cpu()(sample)):
             raise RuntimeError(f"{output} does not give the encoder's features")

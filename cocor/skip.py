@@ -17,7 +17,8 @@ from loaders.batch import Batch
 
 
 class SkippingStep:
-    """Makes the steps of ``step`` by ``execute`` and undoes those that are not finite; the metric ``skipped`` is 1 for these, else 0.
+    """Makes the steps of ``step`` by ``execute`` and undoes those that are not finite; the metric ``skipped`` is 1 for
+    these, else 0.
 
     Costs a copy of the training state: its memory once more, and the time to move it twice a step.
     """

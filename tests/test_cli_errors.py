@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_train import command, environment, flags, run
 
+from cocor.export_cli import main as export
 from cocor.train import main
 
 Refused = Callable[..., str]
@@ -136,9 +137,12 @@ class TestOptions:
         assert line.startswith("--image-size 100: test_vit cannot take it (Input height (100) should be divisible by")
         assert "use another, such as 160" in line
 
-    def test_one_that_it_can_take_though_it_is_not_its_own(self, photo_folder: Path, tmp_path: Path) -> None:
-        options = {"data": photo_folder, "output": tmp_path / "run", "loader": "torch", "consistency": "none"}
+    def test_one_that_it_can_take_though_it_is_not_its_own(self, tmp_path: Path) -> None:
+        options = {"output": tmp_path / "run", "loader": "synthetic", "synthetic_images": 8, "consistency": "none"}
         assert main(flags(**options, backbone="vit_tiny_patch16_224", image_size=32, epochs=1)) == 0
+        exports = ["--to", "timm", "safetensors", "--output", str(tmp_path / "exported")]
+        assert export([str(tmp_path / "run"), *exports]) == 0
+        assert "num_classes=0, img_size=32)" in (tmp_path / "exported" / "run" / "README.md").read_text()
 
     def test_a_backbone_that_does_not_exist(self, refused: Refused, photo_folder: Path) -> None:
         line = refused(data=photo_folder, backbone="resnet5O")

@@ -111,7 +111,8 @@ def load_encoder(
             "name the model with --backbone"
         )
     stem = stem or file.hints.get("stem") or guessed_stem
-    backbone = build_backbone(architecture, stem)
+    size = _image_size(file.hints.get("image_size"), stem)
+    backbone = build_backbone(architecture, stem, size if "image_size" in file.hints else None)
     matched = _fill(backbone, found, file.path, prefix, architecture)
     backbone.eval().requires_grad_(False)
     return Encoder(
@@ -120,7 +121,7 @@ def load_encoder(
         "cocor" if "stem" in file.hints else origin,
         architecture,
         stem,
-        _image_size(file.hints.get("image_size"), stem),
+        size,
         matched,
         len(backbone.state_dict()),
         len(file.tensors) - matched,
@@ -156,7 +157,7 @@ def _without_file(source: str, model: str, stem: str) -> Encoder:
 
 
 def _image_size(hint: str | None, stem: str) -> int:
-    if hint is not None and hint.isdecimal():
+    if hint is not None and hint.isdecimal() and len(hint) <= 4 and int(hint):
         return int(hint)
     return 32 if stem == "small" else 224
 
