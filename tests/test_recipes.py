@@ -1,0 +1,73 @@
+"""The files in configs/: each loads, says what it reproduces and costs, and makes a step."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from cocor.config import load
+from cocor.train import main
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+FILES = sorted(CONFIGS.glob("*.yaml"))
+OF_THE_PAPER = [file for file in FILES if "in100" in file.stem or "in1k" in file.stem]
+
+# Every row of the paper's tables and figures that is a training: file, flags, and what the flags must come to.
+ROWS = [
+    *[(f"{m}_{d}", "", {"method": m}) for m in ("moco", "simsiam", "supcon") for d in ("in1k", "in100")],
+    *[(f"{m}_in100", "", {"method": m}) for m in ("byol", "intl")],
+    *[("moco_in1k", f"--epochs {n}", {"epochs": n}) for n in (50, 100, 200)],
+    *[("simsiam_in1k", f"--epochs {n}", {"epochs": n}) for n in (50, 100, 200)],
+    *[(f"{m}_in100", "--mmnn constants", {"mmnn": "constants"}) for m in ("moco", "simsiam")],
+    *[("moco_in100", f"--composite-order {o}", {"composite_order": o, "epochs": 200}) for o in ("fixed1", "fixed2")],
+    ("simsiam_in100_r34", "", {"backbone": "resnet34", "epochs": 200}),
+    *[("simsiam_in100_pools", f"--pool {p}", {"pool": p, "epochs": 500}) for p in ("color", "affine", "all")],
+    *[("simsiam_in100_labels", f"--label-fraction {f}", {"label_fraction": f}) for f in (1.0, 0.1, 0.01, 0.001)],
+    *[
+        (f"{m}_in100_lengths", f"--lengths {n}", {"lengths": (n,), "epochs": 50})
+        for m in ("moco", "simsiam")
+        for n in (1, 2, 3, 4, 5, 10)
+    ],
+    ("moco_in100_lengths", "--mmnn constants --lengths 2 --constants 0.75", {"constants": (0.75,), "lengths": (2,)}),
+]
+
+
+@pytest.mark.parametrize(("file", "flags", "settings"), ROWS, ids=lambda value: str(value) if value else "")
+@pytest.mark.parametrize("alone", [False, True], ids=["cocor", "alone"])
+def test_every_row_of_the_paper_is_a_file_and_flags(
+    file: str, flags: str, settings: dict[str, object], alone: bool
+) -> None:
+    config = load(
+        ["--config", str(CONFIGS / f"{file}.yaml"), *flags.split(), *(["--consistency=none"] if alone else [])]
+    )
+    assert {key: getattr(config, key) for key in settings} == settings
+    assert (config.batch_size, config.recipe, config.consistency_beta) == (256, "paper", 1.0)
+
+
+@pytest.mark.parametrize("file", OF_THE_PAPER, ids=lambda file: file.stem)
+def test_headers_say_what_is_reproduced_and_what_it_costs(file: Path) -> None:
+    header = " ".join(line[1:].strip() for line in file.read_text().splitlines() if line.startswith("#"))
+    assert re.search(r"Paper, linear evaluation on ImageNet-\w+, top-1", header)
+    assert re.search(r"Projected on 4 H100.* hours", header) and "moco_in1k.yaml" in header + file.name
+    assert f"cocor-train --config configs/{file.name}" in header
+
+
+def test_projected_hours_follow_from_the_stated_rate() -> None:
+    """1,150 images/s a GPU for 14 forward passes an image; ImageNet-1K has 1,281,167 images."""
+    hours = 1_281_167 * 200 / (4 * 1_150) / 3_600
+    for file, forwards, alone in (("moco_in1k", 14, 4), ("simsiam_in1k", 16, 6)):
+        header = (CONFIGS / f"{file}.yaml").read_text()
+        assert f"{hours * forwards / 14:.1f} hours" in header and re.search(
+            rf"alone {hours * alone / 14:.1f}\b", header
+        )
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_every_recipe_makes_steps(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a network, a queue and images of a size for tests."""
+    small = "--backbone test_resnet --stem imagenet --image-size 32 --batch-size 8 --queue-size 32 --key-bn-splits 2"
+    small += (
+        " --embedding-dim 16 --projector-dim 16 --predictor-dim 8 --loader synthetic --synthetic-images 32 --gpus 0"
+    )
+    assert main(["--config", str(file), *small.split(), "--dry-run"]) == 0
+    assert "loss after 2 steps: " in capsys.readouterr().out
