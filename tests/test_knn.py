@@ -43,6 +43,18 @@ def test_it_equals_a_literal_transcription(k: int, leave_one_out: bool) -> None:
     assert found.tolist() == expected
 
 
+def test_one_search_serves_every_k() -> None:
+    bank, labels = features(120)
+    bank = torch.cat([bank, bank[:60]])  # equal neighbours
+    labels = torch.cat([labels, labels[:60].flip(0)])
+    queries, query_labels = features(40, seed=1)
+    ks = [1, 2, 3, 10, 500]
+    found = knn.knn_curve(queries, query_labels, bank, labels, ks)
+    assert found == [knn_accuracy(queries, query_labels, bank, labels, k=k) for k in ks]
+    alone = knn.knn_curve(bank, labels, bank, labels, ks, leave_one_out=True)
+    assert alone == [leave_one_out_accuracy(bank, labels, k=k) for k in ks]
+
+
 def test_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     bank, labels = features(200)
     whole = leave_one_out_accuracy(bank, labels, k=20)

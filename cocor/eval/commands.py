@@ -17,7 +17,7 @@ from cocor.eval import spectrum as spectra
 from cocor.eval.cli import chosen_datasets
 from cocor.eval.datasets import Splits
 from cocor.eval.features import Features, features_of, joined, summary
-from cocor.eval.knn import knn_accuracy, leave_one_out_accuracy
+from cocor.eval.knn import knn_curve
 from cocor.eval.linear import LinearResult, linear_probe
 from cocor.eval.peer import against_sklearn, check_peer
 from cocor.eval.protocols import KNN_K, RECIPES, WAY_SHOTS
@@ -123,15 +123,9 @@ def knn(options: argparse.Namespace) -> None:
         raise UserError(f"--k {too_large[0]}: the bank holds {most:,} images; use {most} or fewer")
     chosen = options.k or sorted({min(k, most) for k in KNN_K})
     bank, queries = _on(bank, options), _on(queries, options)
-    found = {}
-    for k in chosen:
-        if options.leave_one_out:
-            found[k] = leave_one_out_accuracy(
-                bank.values, bank.labels, k=k, temperature=options.temperature, shared=True
-            )
-        else:
-            pairs = (queries.values, queries.labels, bank.values, bank.labels)
-            found[k] = knn_accuracy(*pairs, k=k, temperature=options.temperature, shared=True)
+    pairs = (queries.values, queries.labels, bank.values, bank.labels)
+    how = {"temperature": options.temperature, "leave_one_out": options.leave_one_out}
+    found = dict(zip(chosen, knn_curve(*pairs, chosen, **how), strict=True))
     if not options.world.main:
         return
     lines = [f"k = {k}: top-1 {result.accuracy:.2%}" for k, result in found.items()]

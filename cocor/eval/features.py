@@ -57,7 +57,8 @@ class Features:
         return Features(self.values[index], self.labels[index])
 
     def labelled(self) -> "Features":
-        return self.subset((self.labels >= 0).nonzero().flatten())
+        known = self.labels >= 0
+        return self if known.all() else self.subset(known.nonzero().flatten())  # no copy of what may be 10 GB
 
     def flat(self) -> "Features":
         """Every crop a sample of its own: (N * crops, D)."""

@@ -7,6 +7,7 @@ The result is a function of the features alone: similarities are float32, of equ
 bank count, votes are added as integers, so their order does not matter, and of equal votes the lower class wins.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,11 +41,8 @@ def knn_accuracy(
     *,
     k: int = 200,
     temperature: float = 0.07,
-    shared: bool = False,
 ) -> KnnResult:
     """Classify features (N, D) by the labelled bank (M, D). Labels are int64; those below 0 are unknown and left out.
-
-    ``shared``: all ranks call this with the same arguments and get the same result, each for a part of the work.
 
     Raises:
         ValueError: features that are not finite, or no labelled features.
@@ -53,20 +51,36 @@ def knn_accuracy(
     bank, bank_labels = bank[bank_labels >= 0], bank_labels[bank_labels >= 0]
     if not len(queries) or not len(bank):
         raise ValueError("k-NN needs labelled queries and a labelled bank")
-    predicted = knn_predict(queries, bank, bank_labels, k=k, temperature=temperature, shared=shared)
+    predicted = knn_predict(queries, bank, bank_labels, k=k, temperature=temperature)
     return _result(predicted, query_labels, k, len(bank), len(bank))
 
 
-def leave_one_out_accuracy(
-    features: Tensor, labels: Tensor, *, k: int = 200, temperature: float = 0.07, shared: bool = False
-) -> KnnResult:
+def leave_one_out_accuracy(features: Tensor, labels: Tensor, *, k: int = 200, temperature: float = 0.07) -> KnnResult:
     """Classify every feature (N, D) by all others; else as :func:`knn_accuracy`."""
     features, labels = features[labels >= 0], labels[labels >= 0]
     if len(features) < 2:
         raise ValueError("leave-one-out k-NN needs two labelled features")
-    settings = {"k": k, "temperature": temperature, "leave_one_out": True, "shared": shared}
-    predicted = knn_predict(features, features, labels, **settings)  # type: ignore[arg-type]
+    predicted = knn_predict(features, features, labels, k=k, temperature=temperature, leave_one_out=True)
     return _result(predicted, labels, k, len(features), len(features) - 1)
+
+
+def knn_curve(
+    queries: Tensor,
+    query_labels: Tensor,
+    bank: Tensor,
+    bank_labels: Tensor,
+    ks: Sequence[int],
+    *,
+    temperature: float = 0.07,
+    leave_one_out: bool = False,
+) -> list[KnnResult]:
+    """The results for several k from one search, all labels known. With ``leave_one_out`` the queries are the bank.
+
+    All ranks, where there are some, call it with the same arguments; each does a part, and all get the whole result.
+    """
+    predicted = _predict(queries, bank, bank_labels, ks, temperature, leave_one_out, shared=True)
+    most = len(bank) - leave_one_out
+    return [_result(row, query_labels, k, len(bank), most) for row, k in zip(predicted, ks, strict=True)]
 
 
 def _result(predicted: Tensor, labels: Tensor, k: int, bank: int, most: int) -> KnnResult:
@@ -84,23 +98,36 @@ def knn_predict(
     k: int,
     temperature: float,
     leave_one_out: bool = False,
-    shared: bool = False,
 ) -> Tensor:
     """The class of each query (N, D) by the bank (M, D) with labels (M,) >= 0: int64 (N,), on the bank's device.
 
-    ``k`` is clipped to the bank. With ``leave_one_out``, query i is bank feature i and does not vote for itself. If the
-    work is ``shared``, ranks take chunks in turn: the chunks of a single process, so that nothing is rounded otherwise.
+    ``k`` is clipped to the bank. With ``leave_one_out``, query i is bank feature i and does not vote for itself.
     """
+    return _predict(queries, bank, bank_labels, [k], temperature, leave_one_out)[0]
+
+
+@torch.no_grad()
+def _predict(
+    queries: Tensor,
+    bank: Tensor,
+    bank_labels: Tensor,
+    ks: Sequence[int],
+    temperature: float,
+    leave_one_out: bool,
+    shared: bool = False,
+) -> Tensor:
+    """Classes (len(ks), N). If the work is ``shared``, ranks take chunks in turn: those of a single process, so that
+    nothing is rounded otherwise."""
     if not (torch.isfinite(queries).all() and torch.isfinite(bank).all()):
         raise ValueError("features are not finite")
     bank = F.normalize(bank.float(), dim=1)
     queries = F.normalize(queries.to(bank.device).float(), dim=1)
     bank_labels = bank_labels.to(bank.device)
-    k = min(k, len(bank) - leave_one_out)
+    ks = [min(k, len(bank) - leave_one_out) for k in ks]
     classes = int(bank_labels.max()) + 1
     rows = max(1, _CHUNK_BYTES // (4 * len(bank)))
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if shared and dist.is_initialized() else (0, 1)
-    predicted = torch.zeros(len(queries), dtype=torch.int64, device=bank.device)
+    predicted = torch.zeros(len(ks), len(queries), dtype=torch.int64, device=bank.device)
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")  # training may have allowed TF32
     try:
@@ -108,7 +135,9 @@ def knn_predict(
             similarity = queries[start : start + rows] @ bank.T
             if leave_one_out:
                 similarity.diagonal(start).fill_(-torch.inf)
-            predicted[start : start + rows] = _vote(similarity, bank_labels, k, temperature, classes)
+            values, neighbours = _nearest(similarity, max(ks))
+            for row, k in zip(predicted, ks, strict=True):
+                row[start : start + rows] = _vote(values[:, :k], bank_labels[neighbours[:, :k]], temperature, classes)
     finally:
         torch.set_float32_matmul_precision(precision)
     if ranks > 1:
@@ -130,19 +159,22 @@ def nearest_neighbours(queries: Tensor, bank: Tensor, k: int) -> tuple[Tensor, T
     return torch.cat([values for values, _ in found]), torch.cat([places for _, places in found])
 
 
-def _vote(similarity: Tensor, labels: Tensor, k: int, temperature: float, classes: int) -> Tensor:
-    """Similarities (n, M) -> classes (n,)."""
-    values, neighbours = _nearest(similarity, k)
+def _vote(values: Tensor, labels: Tensor, temperature: float, classes: int) -> Tensor:
+    """Similarities (n, k) of the nearest and their classes (n, k) -> classes (n,)."""
     # Relative to the nearest, so that no weight overflows; integers, so that their sum has no order.
     weights = torch.exp((values.double() - values[:, :1].double()) / temperature)
     votes = torch.zeros(len(values), classes, dtype=torch.int64, device=values.device)
-    votes.scatter_add_(1, labels[neighbours], (weights * _ONE_VOTE).round().long())
+    votes.scatter_add_(1, labels, (weights * _ONE_VOTE).round().long())
     return votes.argmax(dim=1)  # the first of equals
 
 
 def _nearest(similarity: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row (n, M) and their columns, each (n, k), nearest first; of equals the first columns."""
+    """The k largest of each row (n, M) and their columns, each (n, k), nearest first and of equals the first column
+    first: so the first of the k are what a smaller k gives."""
     values, columns = similarity.topk(k, dim=1)
+    columns, order = columns.sort(dim=1)
+    values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
+    columns = columns.gather(1, order)
     least = values[:, -1:]
     tied = ((similarity >= least).sum(dim=1) > k).nonzero().flatten()
     if len(tied):  # topk chose among equals as it pleased

@@ -23,6 +23,7 @@ from loaders.errors import UserError
 
 PENALTIES: tuple[float, ...] = tuple(torch.logspace(*GRID, dtype=torch.float64).tolist())
 _SEARCH_TOLERANCE = 1e-5  # of the gradient, while choosing; the refit goes ten times further
+_ROWS = 65536  # that are summed at once
 _MOST_DOUBLES = 2**28  # feature values that are solved in float64; more of them in float32
 
 
@@ -119,7 +120,8 @@ def linear_probe(
     val = None if val is None else val.labelled()
     classes = check_splits(train, train if val is None else val, test)
     dtype = torch.float64 if train.values.numel() <= _MOST_DOUBLES else torch.float32
-    scale = 1 / train.values.double().square().mean().sqrt().clamp(min=1e-30).item()
+    squares = sum(part.double().square().sum().item() for part in train.values.split(_ROWS))
+    scale = 1 / max((squares / train.values.numel()) ** 0.5, 1e-30)
 
     def place(features: Features) -> Tensor:
         values = features.values if features.values.ndim == 2 else features.values[:, 4]  # the central crop of ten
