@@ -1,6 +1,10 @@
 """k-NN equals a slow transcription, does not depend on chunks or order, and is honest about what it could not do."""
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -115,6 +119,31 @@ def test_features_that_are_not_finite_are_refused() -> None:
     bank[3, 1] = float("nan")
     with pytest.raises(ValueError, match="not finite"):
         leave_one_out_accuracy(bank, labels)
+
+
+_RANK = """
+import torch, torch.distributed as dist
+from cocor.eval import knn
+knn._CHUNK_BYTES = 4 * 300 * 16
+g = torch.Generator().manual_seed(0)
+bank, labels = torch.randn(300, 8, generator=g), torch.arange(300) % 7
+found = knn.knn_curve(bank[:100], labels[:100], bank, labels, [1, 9]), knn.knn_curve(
+    bank, labels, bank, labels, [5], leave_one_out=True
+)
+dist.init_process_group("gloo")
+again = knn.knn_curve(bank[:100], labels[:100], bank, labels, [1, 9]), knn.knn_curve(
+    bank, labels, bank, labels, [5], leave_one_out=True
+)
+assert found == again, (found, again)
+"""
+
+
+def test_ranks_share_the_chunks_and_get_the_result_of_one() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    command += [sys.executable, "-c", _RANK]
+    place = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    found = subprocess.run(command, env=place, capture_output=True, text=True, timeout=100)
+    assert found.returncode == 0, found.stderr[-2000:]
 
 
 @pytest.mark.gpu
