@@ -19,7 +19,7 @@ from loaders.errors import UserError
 from loaders.open import open_images
 from loaders.order import BatchOrder
 from loaders.plan import ViewPlan
-from loaders.prep.convert import convert
+from loaders.prep.convert import Target, convert
 from loaders.prep.encode import Settings
 from loaders.prep.sources import open_source
 from loaders.stored import StoredDataset, open_stored
@@ -78,16 +78,32 @@ def test_loaders_show_it_as_they_show_the_folder(
     assert (left - right).abs().mean() < 1
 
 
+FORMS = {
+    "folder": None,
+    "prepared folder": ("x", Settings()),
+    "resized folder": ("x", Settings(40)),
+    "file": ("x.beton", Settings()),
+    "resized file": ("x.beton", Settings(40)),
+    "raw file": ("x.beton", Settings(raw=True)),
+}
+
+
 @pytest.mark.parametrize("kind", LOADERS.values())
-@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("form", FORMS)
 def test_oddities_keep_their_colours_and_their_orientation(
-    tmp_path: Path, kind: Callable[..., Loader], raw: bool
+    tmp_path: Path, kind: Callable[..., Loader], form: str
 ) -> None:
-    write_all(tmp_path / "source" / "odd", good_cases())
-    convert(open_source(tmp_path / "source"), tmp_path / "x.beton", "beton", Settings(raw=raw), workers=1)
-    stored = open_stored(tmp_path / "x.beton")
-    plan = ViewPlan(size=64, contrastive=(), original="center", lengths=())
-    for name, image in zip(stored.names, images_of(open_loader(kind, stored, plan)), strict=True):
+    """CMYK, PNG named JPEG, all eight EXIF orientations and more, through every loader from every form."""
+    source, made = tmp_path / "source", FORMS[form]
+    write_all(source / "odd", good_cases())
+    if made is not None:
+        name, settings = made
+        target: Target = "beton" if name.endswith(".beton") else "folder"
+        convert(open_source(source), tmp_path / name, target, settings, workers=1)
+    images = open_images(source if made is None else tmp_path / made[0])
+    plan = ViewPlan(size=40, contrastive=(), original="center", lengths=())
+    assert len(images) == len(good_cases())
+    for name, image in zip(images.names, images_of(open_loader(kind, images, plan)), strict=True):
         picture = Image.fromarray(image.permute(1, 2, 0).round().clip(0, 255).byte().numpy())
         assert np.abs(corner_colours(picture) - COLOURS).max() < 12, name
 
