@@ -28,6 +28,7 @@ from typing import Any
 from cocor import start, stop
 from cocor.config import Config, check_ranks
 from loaders.errors import UserError
+from loaders.names import printable
 
 USER_ERROR = 2  # exit code
 
@@ -94,8 +95,11 @@ def lacking(error: Exception) -> str:
         return f"out of memory: lower the batch size, the number of workers or other sizes ({words or 'MemoryError'})"
     if "can't start new thread" in words:
         return "no more threads can be started: lower --workers, or raise the limit (ulimit -u)"
-    remedy = _REMEDIES.get(error.errno or 0) if isinstance(error, OSError) else None
-    return f"{words}; {remedy}" if remedy else ""
+    if isinstance(error, OSError) and error.errno in _REMEDIES:
+        named = isinstance(error.filename, str | bytes)
+        where = f"{printable(os.fsdecode(error.filename))}: " if named else ""
+        return f"{where}{error.strerror}; {_REMEDIES[error.errno]}"
+    return ""
 
 
 def begins() -> bool:

@@ -215,15 +215,18 @@ def _truncate(path: Path, step: int, again: Collection[str]) -> None:
     """Drop the lines of later steps than ``step``, those that come ``again``, and what a killed process left of one."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-            if record["step"] < step or (record["step"] == step > 0 and record["kind"] not in again):
-                kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):
-            _log.warning("%s: dropped a broken line", path)
-    atomic.write_text(path, "".join(kept))
+    with (
+        path.open(encoding="utf-8", errors="replace", newline="\n") as old,
+        atomic.replacing(path) as temporary,
+        temporary.open("w", encoding="utf-8") as new,
+    ):
+        for line in old:
+            try:
+                record = json.loads(line)
+                if record["step"] < step or (record["step"] == step > 0 and record["kind"] not in again):
+                    new.write(line.rstrip("\n") + "\n")
+            except (ValueError, KeyError, TypeError):
+                _log.warning("%s: dropped a broken line", path)
 
 
 def _plain(value: Any) -> Any:

@@ -35,7 +35,7 @@ def check(config: Config) -> None:
     """
     folder = config.output
     for place in () if config.loader == "synthetic" else (config.data, config.val_data):
-        if place is not None and not {"train", "val"} <= {entry.name for entry in _inside(place)}:
+        if place is not None and not all((place / split).is_dir() for split in ("train", "val")):
             refuse_overlap(folder, place)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output {folder} is a file; choose another --output")
@@ -72,13 +72,6 @@ def prepare(config: Config, asked: Config, images: Sequence[Path], lock: RunLock
     for leftover in folder.glob(f".*{atomic.TEMPORARY}"):  # of killed runs
         leftover.unlink(missing_ok=True)
     _save_config(config, asked)
-
-
-def _inside(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir()) if folder.is_dir() else []
-    except OSError:  # as whoever reads the images will say
-        return []
 
 
 def _is_run(folder: Path) -> bool:
