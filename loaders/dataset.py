@@ -178,6 +178,9 @@ def _list(root: Path, labels: str | os.PathLike[str] | None) -> Listing:
         )  # fmt: skip
     if not listing.names and not listing.faults:
         raise UserError(f"{printable(root)}: an empty folder; check the path")
+    for name, reason in listing.faults:
+        if name in (".", *listing.folders):  # skipping it would skip a class
+            raise UserError(f"{printable(root / name)}: {reason}; make this folder readable, or hide or remove it")
     if listing.names and all(name.endswith(_SHARDS) for name in listing.names):
         raise UserError(f"{printable(root)}: holds no images but {printable(listing.names[0])}; {_convert(root)}")
     if labels is None:

@@ -171,5 +171,7 @@ def explain(error: OSError, target: Path) -> UserError:
         return UserError(f"{name}: no space left on the disk of {printable(target.parent)}; nothing was kept")
     if error.errno == errno.EFBIG:
         return UserError(f"{name}: larger than the allowed file size (see ulimit -f); nothing was kept")
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return UserError(f"{name}: too many open files; lower --workers, or raise the limit (ulimit -n 8192)")
     where = f" ({printable(os.fsdecode(error.filename))})" if isinstance(error.filename, str | bytes) else ""
     return UserError(f"{name}: {error.strerror or error}{where}")
