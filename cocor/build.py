@@ -12,7 +12,7 @@ from torch import nn
 
 from cocor import checkpoint
 from cocor.config import Config, key_bn_groups
-from cocor.distributed import World, broadcast_parameters, gather
+from cocor.distributed import World, broadcast_parameters, exchange, gather
 from cocor.methods.base import Method
 from cocor.methods.byol import BYOL
 from cocor.methods.intl import INTL
@@ -103,6 +103,7 @@ def _method(config: Config, world: World, backbone: nn.Module) -> Method:
             temperature=config.temperature,
             momentum=config.key_momentum,
             key_bn_splits=key_bn_groups(config, world.size),
+            exchange=exchange,
             **ranks,
         )
     if config.method == "simsiam":

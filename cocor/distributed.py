@@ -218,6 +218,18 @@ def gather(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def exchange(tensor: Tensor) -> Tensor:
+    """Send the r-th of equal parts of ``tensor`` (ranks * N, ...) to rank r; returns what arrives, in the order of the
+    senders. On one rank the tensor itself."""
+    if ranks() == 1:
+        return tensor.detach()
+    tensor = tensor.detach().contiguous()
+    result = torch.empty_like(tensor)
+    dist.all_to_all_single(result, tensor)
+    return result
+
+
+@torch.no_grad()
 def reduce_gradients(gradients: Sequence[Tensor]) -> None:
     """Replace each tensor by its mean over ranks, in place. Every rank passes tensors of the same shapes in the same
     order; they travel in few large messages."""

@@ -9,6 +9,7 @@ Measured on an H100 with ``benchmarks/step.py``; README, "Speed", has the table.
 graph launch the same kernels, compiled ones round differently in bfloat16.
 """
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +25,7 @@ from loaders.batch import Batch
 from loaders.cache import user_cache
 from loaders.errors import UserError
 
+_log = logging.getLogger(__name__)
 Step = Callable[[Batch, Batch | None, int], Metrics]
 WARM_UP = 3  # ordinary steps before the recording: they compile, choose algorithms and make the optimisers' moments
 LONG_RUN = 10_000  # steps from which on compiling pays
@@ -44,11 +46,16 @@ def choose(config: Config, world: World, steps: int) -> str:
         return asked
     if not on_gpu:
         return "eager"
-    # As in cocor.config.check: what neither can be compiled nor recorded.
-    compiles, records = config.consistency != "abs" and steps >= LONG_RUN, config.optimiser == "sgd"
-    if compiles:
+    # As in cocor.config.check: forward derivatives cannot be compiled, LARS cannot be recorded. Communication within
+    # the network would cut what is compiled into pieces, two a layer.
+    compiles, records = config.consistency != "abs" and not _synchronises(config, world), config.optimiser == "sgd"
+    if compiles and steps >= LONG_RUN:
         return "fused" if records else "compiled"
     return "graph" if records else "eager"
+
+
+def _synchronises(config: Config, world: World) -> bool:
+    return config.sync_bn and world.size > 1
 
 
 def executable(step: TrainingStep, execution: str) -> Step:
@@ -57,6 +64,7 @@ def executable(step: TrainingStep, execution: str) -> Step:
     Call it after the step has got the state from which it goes on.
     """
     if execution in ("compiled", "fused"):
+        _log.info("compiling: the first steps take minutes; the compiler keeps its work for later runs")
         compile_backbones(step.method)
     return RecordedStep(step) if execution in ("graph", "fused") else step
 
@@ -125,7 +133,8 @@ class RecordedStep:
         self._step.rates_to_device()
         parallel = self._parallel
         if parallel is None:
-            parallel = len(batch.index) <= _PARALLEL_BATCH
+            synchronised = any(isinstance(module, nn.SyncBatchNorm) for module in self._step.method.modules())
+            parallel = len(batch.index) <= _PARALLEL_BATCH and not synchronised
         self._step.streams = [torch.cuda.Stream(self._step.device) for _ in batch.composites] if parallel else []
 
     def _warm_up(self, batch: Batch, labelled: Batch | None) -> Metrics:

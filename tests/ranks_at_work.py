@@ -28,6 +28,12 @@ def collectives(config: Config, world: World) -> None:
     assert everyone.shape == (size, 3, 2, 2) and not everyone.requires_grad
     assert everyone[:, 0, 0, 0].tolist() == list(range(size))
 
+    sent = torch.arange(2.0 * size)[:, None, None, None].expand(-1, 2, 2, 3).to(torch.bfloat16) + 100 * rank
+    arrived = distributed.exchange(sent)
+    assert arrived[:, 0, 0, 0].tolist() == [
+        float(torch.tensor(100 * r + 2 * rank + k).bfloat16()) for r in range(size) for k in (0, 1)
+    ]
+
     own = torch.tensor([float(rank), 1.0])
     assert torch.equal(distributed.mean_over_ranks(own), torch.tensor([(size - 1) / 2, 1.0]))
     assert own[0] == rank

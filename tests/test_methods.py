@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cocor.methods import shuffle
 from cocor.methods.base import Method, batch_statistics_only, feature_size, feature_std
 from cocor.methods.byol import BYOL
 from cocor.methods.intl import INTL
-from cocor.methods.moco import MoCo, _permutation
+from cocor.methods.moco import MoCo
 from cocor.methods.simsiam import SimSiam
 from cocor.methods.supcon import SupCon
 from loaders.errors import UserError
@@ -264,7 +265,7 @@ def test_moco_keys_share_statistics_only_within_their_group(name: str) -> None:
     assert method._groups_inside == (name == "test_resnet")
     views = images(2, 8)
     reference = copy.deepcopy(method.backbone)  # of equal weights
-    order = _permutation(method.step, 8)
+    order = shuffle.order(method.step, 8, groups=2)
     method.contrastive(views)
     assert method._keys is not None
     with torch.no_grad():
@@ -276,14 +277,45 @@ def test_moco_keys_share_statistics_only_within_their_group(name: str) -> None:
 
 
 def test_moco_permutation_changes_with_the_step_and_with_nothing_else() -> None:
-    orders = [_permutation(torch.tensor(step), 64) for step in range(50)]
+    orders = [shuffle.permutation(torch.tensor(step), 64) for step in range(50)]
     torch.manual_seed(3)
     for step, order in enumerate(orders):
         assert torch.equal(order.sort().values, torch.arange(64))
-        assert torch.equal(order, _permutation(torch.tensor(step), 64))
+        assert torch.equal(order, shuffle.permutation(torch.tensor(step), 64))
     positions = torch.stack(orders)
     assert len(positions.unique(dim=0)) == 50
     assert (positions.float().mean(0) - 31.5).abs().max() < 12  # a mean of 50 has a standard deviation of 2.6
+
+
+@pytest.mark.parametrize(("count", "groups"), [(64, 8), (32, 4), (24, 4), (12, 3), (8, 1)])
+def test_a_shuffled_batch_holds_every_image_once_and_each_group_images_of_all_chunks(count: int, groups: int) -> None:
+    orders = [shuffle.order(torch.tensor(step), count, groups) for step in range(40)]
+    assert all(torch.equal(order.sort().values, torch.arange(count)) for order in orders)
+    assert len({tuple(order.tolist()) for order in orders}) == 40
+    if count % groups**2 == 0:
+        sources = torch.stack(orders).view(40, groups, -1) // (count // groups)
+        assert (torch.nn.functional.one_hot(sources, groups).sum(2) == count // groups**2).all()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("count", [64, 24])  # pieces are equal for 64 = 4 groups x 4 pieces x 4 images, not for 24
+def test_ranks_receive_their_part_of_the_shuffled_batch(world: int, count: int) -> None:
+    step, groups, ranks = torch.tensor(5), 4, Ranks(world)
+    found: list[Tensor | None] = [None] * world
+
+    def work(rank: int) -> None:
+        mine = torch.arange(count).chunk(world)[rank][:, None] * 10
+        found[rank] = shuffle.shuffled(
+            mine, step, groups, world=world, rank=rank, exchange=ranks.exchange(rank), gather=ranks.gather(rank)
+        )
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    whole = torch.cat([part for part in found if part is not None])
+    assert torch.equal(whole[:, 0] // 10, shuffle.order(step, count, groups))
 
 
 class Ranks:
@@ -303,6 +335,13 @@ class Ranks:
 
         return gather
 
+    def exchange(self, rank: int) -> Callable[[Tensor], Tensor]:
+        def exchange(tensor: Tensor) -> Tensor:
+            world = len(self.parts)
+            return self.gather(rank)(tensor).unflatten(0, (world, world, -1))[:, rank].flatten(0, 1)
+
+        return exchange
+
 
 def test_moco_on_two_ranks_makes_the_keys_and_the_queue_of_one() -> None:
     views = images(2, 16)
@@ -311,7 +350,9 @@ def test_moco_on_two_ranks_makes_the_keys_and_the_queue_of_one() -> None:
     single.after_step()
 
     ranks = Ranks(2)
-    methods = [moco(key_bn_splits=2, gather=ranks.gather(r), rank=r, world=2) for r in range(2)]
+    methods = [
+        moco(key_bn_splits=2, gather=ranks.gather(r), exchange=ranks.exchange(r), rank=r, world=2) for r in range(2)
+    ]
 
     def work(rank: int) -> None:
         methods[rank].contrastive(views[:, rank * 8 : rank * 8 + 8])
@@ -390,7 +431,8 @@ def test_batch_statistics_only_covers_synchronised_and_timms_norms_and_restores_
 def test_moco_permutation_is_the_same_on_the_gpu() -> None:
     for step in range(5):
         assert torch.equal(
-            _permutation(torch.tensor(step, device="cuda"), 512).cpu(), _permutation(torch.tensor(step), 512)
+            shuffle.permutation(torch.tensor(step, device="cuda"), 512).cpu(),
+            shuffle.permutation(torch.tensor(step), 512),
         )
 
 

@@ -6,9 +6,7 @@ CoCor embeds both originals and composites with the query encoder, head included
 for Pre-training").
 
 BatchNorm would let the network cheat by matching the batch statistics of queries and keys. So the global batch of keys
-is shuffled and cut into groups with separate statistics, ``key_bn_splits`` on each rank. The order is a hash of the
-step number: the same on all ranks and after a resume, and computed on the device. Which keys share a group depends on
-the number of groups over all ranks alone, not on how many ranks share them.
+is shuffled and cut into groups with separate statistics, ``key_bn_splits`` on each rank (``cocor.methods.shuffle``).
 """
 
 import copy
@@ -18,13 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from cocor.consistency import identity, normalised
+from cocor.methods import shuffle
 from cocor.methods.base import Gather, Method, batch_statistics_only, feature_size, feature_std
 from cocor.methods.grouped_norm import group_batch_norm
 from loaders.errors import UserError
 
 
 class MoCo(Method):
-    """MoCo v2 on ``backbone``. ``gather`` concatenates equally shaped tensors of all ranks along dimension 0.
+    """MoCo v2 on ``backbone``. ``gather`` concatenates equally shaped tensors of all ranks along dimension 0, and
+    ``exchange`` sends each rank its part of one.
 
     ``queue`` counts keys; ``key_bn_splits`` 1 on a single rank encodes the keys as one batch in their own order.
     """
@@ -43,6 +43,7 @@ class MoCo(Method):
         momentum: float = 0.999,
         key_bn_splits: int = 4,
         gather: Gather = identity,
+        exchange: Gather = identity,
         rank: int = 0,
         world: int = 1,
     ) -> None:
@@ -53,7 +54,7 @@ class MoCo(Method):
         self.key_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
         self.key_head = copy.deepcopy(self.head).requires_grad_(False)
         self.temperature, self.momentum, self.key_bn_splits = temperature, momentum, key_bn_splits
-        self.gather, self.rank, self.world = gather, rank, world
+        self.gather, self.exchange, self.rank, self.world = gather, exchange, rank, world
         self._groups_inside = key_bn_splits > 1 and group_batch_norm(self.key_backbone, key_bn_splits)
         # Its own generator: all ranks start from the same queue, whatever they have drawn before.
         start = torch.randn(queue, dim, generator=torch.Generator().manual_seed(0))
@@ -122,16 +123,17 @@ class MoCo(Method):
 
     def _encode_keys(self, images: Tensor) -> Tensor:
         """Keys of all ranks (world * B, dim), in the order of the global batch."""
-        local = len(images)
         if self.world == 1 and self.key_bn_splits == 1:
             return self._encode_key(images)
-        order = _permutation(self.step, local * self.world)
-        mine = order[self.rank * local : (self.rank + 1) * local]
-        # Channels last is contiguous as (N, H, W, C), so neither gathering nor choosing images changes their layout.
-        shuffled = self.gather(images.permute(0, 2, 3, 1).contiguous())[mine].permute(0, 3, 1, 2)
-        groups = shuffled.tensor_split(1 if self._groups_inside else self.key_bn_splits)
-        keys = self.gather(torch.cat([self._encode_key(group) for group in groups]))
-        return torch.empty_like(keys).index_copy_(0, order, keys)
+        groups = self.key_bn_splits * self.world
+        # Channels last is contiguous as (N, H, W, C), so neither sending nor choosing images changes their layout.
+        mine = shuffle.shuffled(
+            images.permute(0, 2, 3, 1).contiguous(), self.step, groups, world=self.world, rank=self.rank,
+            exchange=self.exchange, gather=self.gather,
+        ).permute(0, 3, 1, 2)  # fmt: skip
+        parts = mine.tensor_split(1 if self._groups_inside else self.key_bn_splits)
+        keys = self.gather(torch.cat([self._encode_key(part) for part in parts]))
+        return torch.empty_like(keys).index_copy_(0, shuffle.order(self.step, len(keys), groups), keys)
 
     def _encode_key(self, images: Tensor) -> Tensor:
         return normalised(self.key_head(self.key_backbone(images)))
@@ -162,12 +164,3 @@ class MoCo(Method):
 def _info_nce(positive: Tensor, negative: Tensor) -> Tensor:
     """Cross-entropy of the 1 + K logits with the positive one as the label, without joining them into one matrix."""
     return (torch.logaddexp(positive, negative.logsumexp(1)) - positive).mean()
-
-
-def _permutation(step: Tensor, count: int) -> Tensor:
-    """A random order of ``count`` items that depends on the step number alone (splitmix64 of step and item)."""
-    golden, first, second = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
-    x = (step * 0x100000000 + torch.arange(1, count + 1, device=step.device)) * golden
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * first
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * second
-    return (x ^ ((x >> 31) & 0x1FFFFFFFF)).argsort(stable=True)

@@ -1,0 +1,66 @@
+"""Shuffled batches for MoCo's keys: which key shares a BatchNorm group with which, and how its image gets there.
+
+The global batch is cut into as many chunks as there are groups. Each chunk is put into a random order and dealt out in
+equal pieces, one to each group, so that every group holds images of every chunk. The order is a hash of the step: the
+same on all ranks and after a resume, and made on the device. As ranks hold whole chunks and whole groups, each sends
+equally many images to each other one: a rank receives no more than its own share, however many ranks there are. Groups
+depend on their number alone, not on how many ranks share them.
+
+Groups too small for equal pieces are shuffled as one, and the images then gathered on every rank.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Exchange = Callable[[Tensor], Tensor]
+
+
+def order(step: Tensor, count: int, groups: int) -> Tensor:
+    """(count,) int64: the place in the global batch of every image of the shuffled one, whose groups lie in a row."""
+    if not _deals(count, groups):
+        return permutation(step, count)
+    chunk = count // groups
+    return _dealt(step, count, groups).view(groups, groups, chunk // groups).transpose(0, 1).flatten()
+
+
+def shuffled(images: Tensor, step: Tensor, groups: int, *, world: int, rank: int, exchange: Exchange,
+             gather: Exchange) -> Tensor:  # fmt: skip
+    """This rank's part (B, ...) of the shuffled global batch, in ``order``, from its part (B, ...) of the batch.
+
+    ``exchange`` sends the r-th of ``world`` equal parts along dimension 0 to rank r and returns what arrives, in the
+    order of senders; ``gather`` joins the parts of all ranks. ``groups`` are those of all ranks.
+    """
+    local = len(images)
+    count, first = world * local, rank * local
+    if world == 1 or not _deals(count, groups):
+        return gather(images)[order(step, count, groups)[first : first + local]]
+    mine, piece = groups // world, count // groups**2
+    dealt = (_dealt(step, count, groups)[first : first + local] - first).view(mine, world, mine, piece)
+    sent = images[dealt.transpose(0, 1).flatten()]  # by receiver, chunk, its group, place
+    arrived = exchange(sent).unflatten(0, (groups, mine, piece))  # by chunk, own group, place
+    return arrived.transpose(0, 1).flatten(0, 2)
+
+
+def permutation(step: Tensor, count: int) -> Tensor:
+    """A random order of ``count`` items that depends on the step number alone (splitmix64 of step and item)."""
+    return _hash(step, count).argsort(stable=True)
+
+
+def _deals(count: int, groups: int) -> bool:
+    return count % groups**2 == 0
+
+
+def _dealt(step: Tensor, count: int, groups: int) -> Tensor:
+    """The places of all images, chunk by chunk, each chunk in its random order."""
+    inside = _hash(step, count).view(groups, -1).argsort(stable=True)
+    return (inside + torch.arange(groups, device=step.device)[:, None] * (count // groups)).flatten()
+
+
+def _hash(step: Tensor, count: int) -> Tensor:
+    golden, first, second = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+    x = (step * 0x100000000 + torch.arange(1, count + 1, device=step.device)) * golden
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * first
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * second
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
