@@ -108,6 +108,18 @@ def test_a_list_for_other_data_is_noticed(data: Path, tmp_path: Path, capsys: py
     assert "other names or labels" in capsys.readouterr().out
 
 
+def test_unusable_images_are_not_chosen_and_told(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(data, tmp_path / "data")
+    write_all(tmp_path / "data" / "e", {"bad.jpg": b"x", "worse.jpg": b""})
+    names = write(tmp_path / "data", tmp_path / "list", 1)
+    assert "note: 2 unusable images left out, such as e/bad.jpg: not an image" in capsys.readouterr().out
+    assert names == write(data, tmp_path / "right", 1)
+    assert main(["labels", str(tmp_path / "data"), "--output", str(tmp_path / "no"), "--on-error", "stop"]) == 2
+    assert "e/bad.jpg: not an image" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("fraction", ["0", "1.5", "-1", "nan"])
 def test_impossible_fractions_are_refused(fraction: str, data: Path, tmp_path: Path) -> None:
     assert main(["labels", str(data), "--fraction", fraction, "--output", str(tmp_path / "list")]) == 2

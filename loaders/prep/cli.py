@@ -204,6 +204,9 @@ def _labels(options: argparse.Namespace) -> int:
     if options.output is not None:
         count = write_labels(source, options.fraction, options.seed, options.output, options.force)
         print(f"{printable(options.output)}: {count:,} of {len(source):,} images, {len(source.classes):,} classes")
+        if source.faults:
+            name, reason = source.faults[0]
+            print(f"note: {len(source.faults):,} unusable images left out, such as {printable(name)}: {reason}")
         return 0
     checked = check_labels(options.check, source)
     spread = f"{checked.per_class.min():,} to {checked.per_class.max():,} a class"
