@@ -349,3 +349,23 @@ class TestRanks:
         assert [line["step"] for line in metrics(tmp_path / "two", "knn")] == [0, 3, 6]
         log = (tmp_path / "two" / "log.txt").read_text()
         assert "2 x cpu, fp32, eager, 4 images a step and rank" in log and "k-NN accuracy after 2 epochs" in log
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+    @pytest.mark.parametrize("execution", ["eager", "graph"])
+    @pytest.mark.parametrize(
+        "options", [{"method": "moco", "backbone": "test_nfnet"}, {"method": "simsiam", "sync_bn": True}]
+    )
+    def test_two_gpus_make_the_run_of_one(
+        self, photo_folder: Path, tmp_path: Path, options: dict[str, Any], execution: str
+    ) -> None:
+        """Over NCCL, eager and within a CUDA graph; BatchNorm is synchronised or absent."""
+        common = {"data": photo_folder, "loader": "torch", "precision": "fp32", "execution": execution, **options}
+        for gpus in (1, 2):
+            done = run(*flags(**common, output=tmp_path / str(gpus), gpus=gpus))
+            assert done.returncode == 0, done.stderr
+        names = ["step", "loss", "labelled_loss", "similarity_3"]
+        one, two = metrics(tmp_path / "1", "train"), metrics(tmp_path / "2", "train")
+        assert len(one) == 2 * STEPS
+        for single, double in zip(one, two, strict=True):
+            assert [double[name] for name in names] == pytest.approx([single[name] for name in names], rel=0.02)
