@@ -178,14 +178,14 @@ def make_source(
     """A source from class names instead of numbers, its images named class first. ``classes`` may add empty ones."""
     if not names and not faults:
         raise UserError(f"{printable(path)}: holds no images; check the path")
-    for label in {*label_of, *classes} - {None}:
+    known = sorted({label for label in label_of if label is not None}.union(classes))
+    for label in known:
         if not _names_a_folder(label):
             shown = repr(label if len(label) < 80 else f"{label[:80]}...")
             raise UserError(f"{printable(path)}: {shown} cannot name a class folder; rename that class")
     astray = next((name for name in names if not stays_inside(name)), None)
     if astray is not None:
         raise UserError(f"{printable(path)}: {printable(astray)} would leave the target folder; rename that image")
-    known = sorted({label for label in label_of if label is not None}.union(classes))
     places = {name: i for i, name in enumerate(known)}
     labels = np.array([-1 if label is None else places[label] for label in label_of], np.int64)
     stored = [class_first(name, label) for name, label in zip(names, label_of, strict=True)]
