@@ -27,6 +27,7 @@ from cocor import checkpoint
 from cocor.train import main
 
 PATIENCE = 60.0  # seconds until a process counts as hanging
+MORE_PATIENCE = 300.0  # where it may be the first of all to run, and compiles
 IMAGES, BATCH, EPOCHS = 64, 8, 4
 STEPS = IMAGES // BATCH * EPOCHS
 COMMON = {
@@ -86,8 +87,8 @@ class Start:
                 self.code = os.waitstatus_to_exitcode(status)
         return self.code is not None
 
-    def wait(self) -> int:
-        wait_until(self.ended, lambda: f"process {self.pid} hangs: {self.text()[-2000:]}")
+    def wait(self, patience: float = PATIENCE) -> int:
+        wait_until(self.ended, lambda: f"process {self.pid} hangs: {self.text()[-2000:]}", patience)
         assert self.code is not None
         return self.code
 
@@ -138,9 +139,9 @@ class Broken(Exception):
     """Something went another way than it should: what."""
 
 
-def wait_until(condition: Callable[[], object], complaint: Callable[[], str]) -> None:
+def wait_until(condition: Callable[[], object], complaint: Callable[[], str], patience: float = PATIENCE) -> None:
     """Wait for ``condition``; Broken with the ``complaint`` when it takes too long."""
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + patience
     while not condition():
         if time.monotonic() > end:
             raise Broken(complaint())

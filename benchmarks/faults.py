@@ -116,7 +116,7 @@ class Rounds:
 
     def _find_reference(self, lane: Lane) -> None:
         run = self._last[lane.name] = runs.start(lane)
-        if run.wait() != 0:
+        if run.wait(runs.MORE_PATIENCE) != 0:
             raise Broken(f"the undisturbed run fails: {run.text()}")
         lane.reference = runs.outcome(lane.folder)
         shutil.rmtree(lane.folder)

@@ -104,7 +104,7 @@ def _stop_and_resume(run: Lane) -> int:
     def late() -> bool:
         return process.ended() or len([r for r in runs.records(run.folder) if r["kind"] == "samples"]) >= _SIGNAL_AFTER
 
-    wait_until(late, lambda: f"no step is made: {process.text()}")
+    wait_until(late, lambda: f"no step is made: {process.text()}", runs.MORE_PATIENCE)
     if not process.ended():
         os.kill(process.pid, signal.SIGTERM)
     _expect(process, 75)
@@ -114,7 +114,7 @@ def _stop_and_resume(run: Lane) -> int:
 
 
 def _expect(process: Start, code: int) -> None:
-    if process.wait() != code:
+    if process.wait(runs.MORE_PATIENCE) != code:
         raise Broken(f"exit code {process.code} instead of {code}: {process.text()}")
 
 
