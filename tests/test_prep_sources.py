@@ -225,6 +225,21 @@ def test_flat_images_without_labels_stay_unlabelled(tmp_path: Path) -> None:
     assert data.classes == [] and (data.labels == -1).all() and data.names == list(validation())
 
 
+def test_a_prepared_file_without_labels_can_be_given_them_later(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lists").mkdir()
+    labels = label_files(tmp_path / "lists")["plain.txt"]
+    path = write_tar(tmp_path / "val.tar", reversed(validation().items()))
+    assert main(["convert", str(path), str(tmp_path / "val.beton"), "--workers", "1"]) == 0
+    assert stored(tmp_path / "val.beton", tmp_path, "--labels", str(labels)) == (expected(), list(NAMES))
+    assert main(["convert", str(path), str(tmp_path / "x.beton"), "--labels", str(labels), "--workers", "1"]) == 0
+    assert open_beton(tmp_path / "x.beton").names == open_beton(tmp_path / "out.beton").names
+    labels.write_text("".join(labels.read_text().splitlines(keepends=True)[1:]))
+    assert main(["info", str(tmp_path / "val.beton"), "--labels", str(labels)]) == 0
+    assert "1, such as ILSVRC2012_val_00000001.JPEG: no label in" in capsys.readouterr().out
+
+
 def shard_members(numbers: range, label: str) -> list[tuple[str, bytes]]:
     members = []
     for number in numbers:

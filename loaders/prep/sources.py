@@ -18,7 +18,7 @@ from loaders.beton import RAW, is_beton, open_beton
 from loaders.dataset import open_folder
 from loaders.errors import UserError
 from loaders.folder import is_hidden, sort_key
-from loaders.labels import class_first
+from loaders.labels import class_first, read_labels
 from loaders.names import printable, stays_inside
 from loaders.prep.locator import FileBytes, Locator, RawPixels, Stretch
 from loaders.prep.record import FOLDER_RECORD
@@ -38,6 +38,7 @@ class Source:
     - ``locate(i)``: where image i's bytes are.
     - ``sizes`` int32 (N, 2): height and width of the upright images, where they are known already.
     - ``hidden``: how many hidden files and folders were passed over, where that was counted.
+    - ``in_order``: the images already have the order in which training sees them.
     """
 
     path: Path
@@ -49,13 +50,14 @@ class Source:
     locate: Callable[[int], Locator]
     sizes: npt.NDArray[np.int32] | None = None
     hidden: int = 0
+    in_order: bool = False
 
     def __len__(self) -> int:
         return len(self.names)
 
     def order(self) -> list[int]:
         """The order in which the images are stored, and in which training sees them: by name, but as in a file."""
-        if self.kind == "beton":
+        if self.in_order:
             return list(range(len(self)))
         return sorted(range(len(self)), key=lambda i: sort_key(self.names[i]))
 
@@ -98,8 +100,7 @@ def open_source(
     if not place.is_dir() and not place.is_file():
         raise UserError(f"{printable(place)}: a pipe, socket or device; give {_ACCEPTED}")
     if is_beton(place):
-        _refuse_labels(place, labels)
-        return _from_beton(place)
+        return _from_beton(place, labels)
     if place.is_dir():
         shards = shards_in(place)
         if not shards:
@@ -152,18 +153,37 @@ def _count_hidden(path: Path) -> int:
     return sum(is_hidden(name) and name not in own for place in places for name in os.listdir(place))  # noqa: PTH208 (names, not paths)
 
 
-def _from_beton(path: Path) -> Source:
+def _from_beton(path: Path, labels: str | Path | None) -> Source:
     file = open_beton(path)
+    rows, faults = list(range(len(file))), list[tuple[str, str]]()
     label_of = [file.classes[label] if label >= 0 else None for label in file.labels]
+    if labels is not None:
+        if (file.labels >= 0).any():
+            _refuse_labels(path, labels)
+        rows, label_of, faults = labels_from_list(labels, file.names)
     place = str(path.absolute())
     pointers, lengths = file.table["data_ptr"], file.sizes_in_bytes
 
     def locate(index: int) -> Locator:
-        if file.table["mode"][index] == RAW:
-            return RawPixels(place, int(pointers[index]), *file.sizes[index].tolist())
-        return Stretch(place, int(pointers[index]), int(lengths[index]))
+        row = rows[index]
+        if file.table["mode"][row] == RAW:
+            return RawPixels(place, int(pointers[row]), *file.sizes[row].tolist())
+        return Stretch(place, int(pointers[row]), int(lengths[row]))
 
-    return replace(make_source(path, "beton", file.names, label_of, [], locate, file.classes), sizes=file.sizes)
+    names = [file.names[row] for row in rows]
+    source = make_source(path, "beton", names, label_of, faults, locate, file.classes)
+    return replace(source, sizes=file.sizes[rows], in_order=labels is None)
+
+
+def labels_from_list(
+    path: str | Path, names: Sequence[str]
+) -> tuple[list[int], list[str | None], list[tuple[str, str]]]:
+    """Places of the images that a label file names, their labels, and (name, reason) of what does not fit."""
+    found, faults = read_labels(Path(path), names)
+    missing = f"no label in {printable(path)}"
+    faults += [(name, missing) for i, name in enumerate(names) if i not in found]
+    places = sorted(found)
+    return places, [found[i] for i in places], faults
 
 
 def make_source(

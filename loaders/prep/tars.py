@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from loaders.errors import UserError
-from loaders.labels import read_labels
 from loaders.names import IMAGE_SUFFIXES, printable
 from loaders.prep.locator import Stretch
-from loaders.prep.sources import Source, make_source, pad_numbers
+from loaders.prep.sources import Source, labels_from_list, make_source, pad_numbers
 from loaders.prep.tar_members import list_tar
 
 _IMAGES = frozenset(f".{suffix}" for suffix in IMAGE_SUFFIXES)
@@ -56,23 +55,21 @@ def open_tars(path: Path, shards: list[Path], labels: str | Path | None) -> Sour
 def _plain(path: Path, members: _Members, labels: str | Path | None) -> Source:
     names = _without_common_folders(members.names)
     faults = list(members.faults)
-    label_of: list[str | None]
     if labels is not None:
-        found, unknown = read_labels(Path(labels), names)
-        faults += unknown
-        label_of, missing = [found.get(i) for i in range(len(names))], f"no label in {printable(labels)}"
+        kept, label_of, strange = labels_from_list(labels, names)
+        faults += strange
     else:
         label_of = [name.partition("/")[0] if "/" in name else None for name in names]
-        missing = "outside every class folder"
-    kept = list(range(len(names)))
-    if any(label is not None for label in label_of):
-        faults += [(name, missing) for name, label in zip(names, label_of, strict=True) if label is None]
-        kept = [i for i in kept if label_of[i] is not None]
+        kept = list(range(len(names)))
+        if any(label is not None for label in label_of):
+            faults += [(name, "outside every class folder") for name in names if "/" not in name]
+            kept = [i for i in kept if label_of[i] is not None]
+            label_of = [label_of[i] for i in kept]
 
     def locate(index: int) -> Stretch:
         return members.places[kept[index]]
 
-    return make_source(path, "tar", [names[i] for i in kept], [label_of[i] for i in kept], faults, locate)
+    return make_source(path, "tar", [names[i] for i in kept], label_of, faults, locate)
 
 
 def _without_common_folders(names: list[str]) -> list[str]:
