@@ -85,7 +85,7 @@ def init(use_gpu: bool) -> World:
         if "MASTER_ADDR" not in os.environ:
             _find_master()
         identity: dict[str, Any] = {"device_id": device} if use_gpu else {}
-        store, _, _ = next(dist.rendezvous("env://", timeout=_TIMEOUT))
+        store, _, _ = next(dist.rendezvous("env://", here.rank, here.size, timeout=_TIMEOUT))
         dist.init_process_group(
             "nccl" if use_gpu else "gloo",
             store=dist.PrefixStore(_attempt(store, here), store),
