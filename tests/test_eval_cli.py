@@ -124,6 +124,8 @@ def test_datasets_are_chosen_by_name() -> None:
             "--tasks 0 leaves tasks out",
         ),
         ("consistency", ["--data", "DATA/pets", "--filter", "bicubic"], "as training does"),
+        ("linear", ["--data", "DATA/pets", "--epochs", "3"], "--epochs: not for --probe lbfgs"),
+        ("linear", ["--data", "DATA/pets", "--probe", "moco", "--against-sklearn"], "--against-sklearn: not for"),
         ("knn", ["--data", "DATA/pets", "--workers", "-1"], "--workers: -1 is not a whole number"),
         ("linear", ["--data", "DATA/pets", "--gpu", "maybe"], "invalid choice"),
     ],

@@ -66,11 +66,10 @@ def _parser() -> argparse.ArgumentParser:
     linear.add_argument(
         "--metric", choices=["top1", "class-mean"], help="chooses the penalty (default: the protocol's)"
     )
-    linear.add_argument("--iterations", type=_positive, default=1000, help="most of one fit (default 1000)")
+    linear.add_argument("--iterations", type=_positive, help="most of one fit (default 1000)")
     linear.add_argument(
         "--learn-from",
         choices=["crops", "features"],
-        default="crops",
         help="SGD: random crops, encoded anew in every epoch as in the sources, or cached features (default crops)",
     )
     linear.add_argument("--epochs", type=_positive, help="SGD: fewer or more than the recipe's 100 or 90")

@@ -27,6 +27,7 @@ from cocor.eval.transfer import transfer as transfer_table
 from cocor.eval.weights import Encoder
 from cocor.log import set_up_logging
 from loaders.errors import UserError
+from loaders.names import available_cores
 
 
 def in_its_place(options: argparse.Namespace, run: Callable[[argparse.Namespace], None]) -> None:
@@ -35,6 +36,9 @@ def in_its_place(options: argparse.Namespace, run: Callable[[argparse.Namespace]
         raise UserError("--gpu yes: PyTorch finds no GPU; leave the flag out to use the CPU")
     options.world = distributed.init(use_gpu=options.gpu != "no" and torch.cuda.is_available())
     set_up_logging(options.world)
+    here = distributed.place()
+    if options.workers is None and here is not None:  # the ranks of a machine share its cores
+        options.workers = max(1, available_cores() // here.local_size)
     inputs.check_writable(options)
     try:
         run(options)
@@ -53,6 +57,10 @@ def _out_of_memory(error: Exception, options: argparse.Namespace) -> UserError |
 
 
 def linear(options: argparse.Namespace) -> None:
+    unused = ("epochs", "learn_from") if options.probe == "lbfgs" else ("metric", "iterations", "against_sklearn")
+    for name in unused:
+        if getattr(options, name):
+            raise UserError(f"--{name.replace('_', '-')}: not for --probe {options.probe}; leave it out")
     splits = inputs.chosen_splits(options)
     encoder = inputs.chosen_encoder(options, options.weights[0])
     if options.against_sklearn:
@@ -64,7 +72,7 @@ def linear(options: argparse.Namespace) -> None:
         return None
     device, report = options.world.device, _report(encoder, splits, train=train, test=test)
     metric = options.metric or splits.protocol.metric
-    found = linear_probe(train, val, test, metric=metric, iterations=options.iterations, device=device)
+    found = linear_probe(train, val, test, metric=metric, iterations=options.iterations or 1000, device=device)
     lines = found.lines()
     report["result"] = found.plain()
     if options.against_sklearn:
