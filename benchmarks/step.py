@@ -54,7 +54,9 @@ CLASSES, WINDOWS, STEPS_PER_EPOCH = 1000, 3, 10_000
 _FORWARD = {"moco": 4, "simsiam": 6}  # forward-equivalents an image of the plain method
 
 
-def measure(config: Config, execution: str, steps: int, device: torch.device) -> dict[str, Any]:
+def measure(
+    config: Config, execution: str, steps: int, device: torch.device, parallel: bool | None = None
+) -> dict[str, Any]:
     """All figures of one row."""
     begin = time.perf_counter()
     precision = torch.bfloat16 if config.precision == "bf16" else torch.float32
@@ -63,7 +65,7 @@ def measure(config: Config, execution: str, steps: int, device: torch.device) ->
     step = TrainingStep(config, method, target, CLASSES, steps_per_epoch=STEPS_PER_EPOCH, precision=precision)
     batch = noise(config, config.batch_size, config.image_size, device, precision)
     labelled = noise(config, max(2, config.batch_size // 4), config.image_size, device, precision, plain=True)
-    run = executable(step, execution)
+    run = executable(step, execution, parallel)
     numbers = itertools.count()
     for _ in range(WARM_UP + 2):
         run(batch, labelled, next(numbers))
@@ -182,6 +184,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kinds", nargs="+", choices=["plain", "cocor"], default=["plain", "cocor"])
     parser.add_argument("--executions", nargs="+", choices=["eager", "compiled", "graph", "fused"],
                         default=["eager", "fused"] if on_gpu else ["eager"])  # fmt: skip
+    parser.add_argument("--parallel", action=argparse.BooleanOptionalAction,
+                        help="lengths side by side in a recorded step (default: for small batches)")  # fmt: skip
     parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 3], help="of the composites")
     parser.add_argument("--steps", type=int, default=20 if on_gpu else 2, help="in each of three windows")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further row after this time")
@@ -225,7 +229,7 @@ def run(argv: Sequence[str] | None = None) -> None:
             break
         config = _config(arguments, method, kind, batch_size, on_gpu)
         try:
-            results.append(measure(config, execution, arguments.steps, device))
+            results.append(measure(config, execution, arguments.steps, device, arguments.parallel))
             print(_show(results[-1]), flush=True)
         except torch.OutOfMemoryError:
             print(f"{method} {kind} {execution} {batch_size}: does not fit into the GPU's memory", flush=True)

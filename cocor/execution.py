@@ -58,15 +58,15 @@ def _synchronises(config: Config, world: World) -> bool:
     return config.sync_bn and world.size > 1
 
 
-def executable(step: TrainingStep, execution: str) -> Step:
+def executable(step: TrainingStep, execution: str, parallel: bool | None = None) -> Step:
     """``step``, to be called like it, executed in the way that :func:`choose` has chosen.
 
-    Call it after the step has got the state from which it goes on.
+    Call it after the step has got the state from which it goes on. ``parallel``: see :class:`RecordedStep`.
     """
     if execution in ("compiled", "fused"):
         _log.info("compiling: the first steps take minutes; the compiler keeps its work for later runs")
         compile_backbones(step.method)
-    return RecordedStep(step) if execution in ("graph", "fused") else step
+    return RecordedStep(step, parallel) if execution in ("graph", "fused") else step
 
 
 def compile_backbones(method: nn.Module, backend: str = "inductor") -> None:
@@ -95,8 +95,9 @@ class RecordedStep:
     """A training step as one CUDA graph.
 
     The first steps run as usual, since only these may allocate, compile and choose. Then ``compute`` is recorded with
-    its own input tensors; from there on a step copies its batch into these and plays the recording back. Small
-    batches run the lengths on streams of their own, beside the contrastive part, to fill the GPU.
+    its own input tensors; from there on a step copies its batch into these and plays the recording back. With
+    ``parallel`` the lengths run on streams of their own, beside the contrastive part, to fill the GPU; by default small
+    batches do, for it takes the memory of all passes at once.
 
     A batch of other shapes than the recorded ones is an ordinary step.
     """
