@@ -98,6 +98,22 @@ def test_ilsvrcs_training_tar_of_tars(tmp_path: Path) -> None:
     assert stored(write_tar(tmp_path / "ILSVRC2012_img_train.tar", inner), tmp_path) == (expected(), list(NAMES))
 
 
+def test_ilsvrcs_class_tars_unpacked_into_a_folder_keep_their_classes(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    for name, members in NAMES.items():
+        write_tar(tmp_path / "train" / f"{name}.tar", [(member, files()[f"{name}/{member}"]) for member in members])
+    assert stored(tmp_path / "train", tmp_path) == (expected(), list(NAMES))
+
+
+def test_tars_beside_the_folders_they_were_unpacked_to_are_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tar(folder / "n01.tar", [("n01_1.JPEG", image(0))])
+    assert main(["convert", str(folder), str(tmp_path / "x.beton")]) == 2
+    error = capsys.readouterr().err
+    assert "folder: holds n01.tar beside the folder n" in error and "move away what you do not mean" in error
+
+
 @pytest.mark.parametrize("cut", ["end blocks", "one end block", "between members", "inside a member", "header", "all"])
 def test_a_class_tar_that_is_cut_inside_ilsvrcs_is_named(cut: str, tmp_path: Path) -> None:
     """The outer tar is whole. Reading on past the inner one's end would take the next class's images for its own."""

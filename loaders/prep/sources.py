@@ -125,12 +125,23 @@ def _refuse_labels(path: Path, labels: str | Path | None) -> None:
 
 
 def shards_in(folder: Path) -> list[Path]:
-    """The tar or parquet shards in a folder or in its ``data`` folder, in order; none in a folder of images."""
+    """The tar or parquet shards in a folder or in its ``data`` folder, in order; none in a folder of images.
+
+    Raises :class:`UserError` where there are folders beside them, which may hold the same images, unpacked.
+    """
     for place in (folder, folder / "data"):
         for pattern in ("*.tar", "*.parquet"):
             shards = sorted(shard for shard in place.glob(pattern) if shard.is_file() and shard.name[0] != ".")
-            if shards:
-                return shards
+            if not shards:
+                continue
+            folders = (entry.name for entry in place.iterdir() if entry.is_dir() and not is_hidden(entry.name))
+            beside = next((name for name in folders if name != "data"), None)
+            if beside is not None:
+                raise UserError(
+                    f"{printable(place)}: holds {printable(shards[0].name)} beside the folder {printable(beside)}; "
+                    "move away what you do not mean"
+                )
+            return shards
     return []
 
 

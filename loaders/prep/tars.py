@@ -1,6 +1,6 @@
 """Tars as sources, read in place: nothing is unpacked.
 
-- ILSVRC's training tar: one tar a class inside the tar.
+- ILSVRC's training tar: one tar a class inside the tar; or these tars, whose images are named after them, in a folder.
 - Class folders in a tar, and flat tars (ILSVRC's validation tar) with or without a label file.
 - WebDataset shards: ``key.jpg`` beside ``key.cls`` (or ``key.json`` with a "label"), in one or many tars.
 
@@ -47,6 +47,8 @@ def open_tars(path: Path, shards: list[Path], labels: str | Path | None) -> Sour
                 members.places.append(place)
         if not count:
             raise UserError(f"{printable(shard)}: an empty tar; remove it or fetch it again")
+        if all(name.startswith(f"{shard.stem}_") for name in members.names[starts[-1] :]):
+            members.names[starts[-1] :] = [f"{shard.stem}/{name}" for name in members.names[starts[-1] :]]
     if labels is None and any(PurePosixPath(name).suffix in (".cls", ".json") for name in members.names):
         return _webdataset(path, shards, starts, members)
     return _plain(path, members, labels)
