@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from cocor import checkpoint
 from cocor.config import key_bn_groups, labelled_batch_size
@@ -115,10 +115,8 @@ def geometry(run: Run) -> dict[str, int]:
     """How batches are laid out over the ranks: all but the first two is part of what a step means."""
     config, ranks = run.config, run.world.size
     layout = {"ranks": ranks, "images a rank": config.batch_size // ranks}
-    norms = [module for module in run.step.method.modules() if isinstance(module, _BatchNorm)]
-    if norms:
-        synchronised = all(isinstance(norm, SyncBatchNorm) for norm in norms)
-        layout["images to a BatchNorm"] = config.batch_size if synchronised else config.batch_size // ranks
+    if any(isinstance(module, _BatchNorm) for module in run.step.method.modules()):
+        layout["images to a BatchNorm"] = config.batch_size if config.sync_bn else config.batch_size // ranks
         if config.method == "moco":
             layout["BatchNorm groups of keys"] = key_bn_groups(config, ranks) * ranks
     if uses_labels(config):
