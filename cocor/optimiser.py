@@ -25,7 +25,7 @@ def build_optimiser(config: Config, method: Method) -> Optimizer:
     if not config.decay_biases:
         groups = [part for group in groups for part in _apart(group)]
     if config.optimiser == "lars":
-        return Lars(groups, lr=config.lr, momentum=config.momentum)
+        return Lars(groups, lr=config.lr, momentum=config.momentum, always_adapt=True)
     return sgd(groups, config.lr, config.momentum)
 
 
@@ -64,7 +64,7 @@ def _apart(group: dict[str, Any]) -> list[dict[str, Any]]:
     """``group`` in two: its weights, and its biases and normalisation, which neither decay nor does LARS scale them."""
     weights = [p for p in group["params"] if p.ndim > 1]
     others = [p for p in group["params"] if p.ndim <= 1]
-    parts = [{**group, "params": weights}, {**group, "params": others, "weight_decay": 0.0}]
+    parts = [{**group, "params": weights}, {**group, "params": others, "weight_decay": 0.0, "always_adapt": False}]
     return [part for part in parts if part["params"]]
 
 
@@ -82,7 +82,7 @@ def trust_ratios(optimiser: Optimizer) -> list[Tensor] | None:
 
 def _ratios(group: dict[str, Any]) -> Iterable[Tensor]:
     parameters = group["params"]
-    if group["weight_decay"] == 0:
+    if group["weight_decay"] == 0 and not group["always_adapt"]:
         return [torch.ones((), device=p.device, dtype=p.dtype) for p in parameters]
     weights = torch.stack(torch._foreach_norm(parameters))
     gradients = torch.stack(torch._foreach_norm([p.grad for p in parameters]))
