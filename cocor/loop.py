@@ -128,6 +128,7 @@ def train_epoch(run: Run, make_step: Callable[[Batch, Batch | None, int], Metric
             seed_step(config.seed, run.done, run.world)
             metrics = make_step(batch, labelled, run.done)
             run.done += 1
+            stop.progress()
             run.knn_is_due = False
             run.watch(run.done, metrics, batch, labelled, run.step.learning_rate)
             log.step(run.done, epoch, run.step.learning_rate, metrics)

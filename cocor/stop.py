@@ -4,20 +4,22 @@
     SIGUSR1           Slurm's warning before the time limit           exit code 75
     SIGINT            Ctrl-C                                          exit code 130: a loop in the shell ends as well
 
-Before training has begun there is nothing to save, and the first signal ends the process at once with the same code:
-without raising anything (:func:`at_once`) while PyTorch loads, since code that is being imported may catch it.
+Before a step has been made there is nothing to save, and the first signal ends the process at once with the same code:
+without raising anything (:func:`at_once`) while PyTorch loads or compiles, since that may catch it.
 A second signal always does, with 128 plus its number. Schedulers often signal a launcher *and* its ranks, so the same
 request arrives twice; what follows the first signal within half a second counts as an echo of it.
 """
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
+from typing import NoReturn
 
 STOPPED = 75  # "temporary failure" of sysexits.h
 INTERRUPTED = 130
@@ -29,7 +31,7 @@ _ECHO_SECONDS = 0.5
 class Stopped(Exception):
     """The run was asked to stop and has done so; ``code`` is its exit code."""
 
-    def __init__(self, signum: int, position: str = "before training began") -> None:
+    def __init__(self, signum: int, position: str = "before a step was made") -> None:
         name = signal.Signals(signum).name
         super().__init__(f"stopped by {name} {position}; the same command with --resume goes on from there")
         self.code = INTERRUPTED if signum == signal.SIGINT else STOPPED
@@ -38,11 +40,17 @@ class Stopped(Exception):
 @dataclass
 class _State:
     deferred: bool = False
+    worth_saving: bool = False
     signum: int = 0
     since: float = 0.0
 
 
+def _print(message: str, code: int) -> None:
+    print(message, file=sys.stderr)
+
+
 _state = _State()
+_tell: Callable[[str, int], object] = _print
 
 
 def requested() -> int:
@@ -83,23 +91,32 @@ def _received_by(receive: Callable[[int, FrameType | None], None]) -> Iterator[N
 def at_once(tell: Callable[[str, int], object]) -> Iterator[None]:
     """Within, a signal ends the process at once, after ``tell(message, exit code)``, unless :func:`obeyed`."""
 
-    def receive(number: int, frame: FrameType | None) -> None:
-        stopped = Stopped(number)
-        tell(str(stopped), stopped.code)
-        os._exit(stopped.code)
-
-    with _received_by(receive):
+    global _tell
+    _tell = tell
+    with _received_by(lambda number, frame: _leave(number)):
         yield
+
+
+def _leave(number: int) -> NoReturn:
+    stopped = Stopped(number)
+    _tell(str(stopped), stopped.code)
+    os._exit(stopped.code)
 
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Within, the first signal is only noted, for the caller to look at :func:`requested`."""
-    _state.deferred = True
+    """Within, and after :func:`progress`, the first signal is only noted, for the caller to look at :func:`requested`.
+    Before there is progress it ends the process at once: a first step may take minutes, to compile."""
+    _state.deferred, _state.worth_saving = True, False
     try:
         yield
     finally:
         _state.deferred = False
+
+
+def progress() -> None:
+    """Note that there is something to save now."""
+    _state.worth_saving = True
 
 
 def _receive(number: int, frame: FrameType | None) -> None:
@@ -108,6 +125,8 @@ def _receive(number: int, frame: FrameType | None) -> None:
         _state.signum, _state.since = number, now
         if not _state.deferred:
             raise Stopped(number)
+        if not _state.worth_saving:
+            _leave(number)
     elif now - _state.since > _ECHO_SECONDS:
         with suppress(OSError):  # a closed terminal; past sys.stderr, which this may have interrupted
             os.write(2, b"left at once, as asked twice\n")
