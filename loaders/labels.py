@@ -9,6 +9,7 @@ are comments. Faults are named by line.
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal, get_args
 
 from loaders.errors import UserError
 from loaders.ilsvrc import ilsvrc_labels
@@ -21,6 +22,10 @@ LARGEST_LIST = 1 << 30
 _HEADER_NAMES = frozenset({"file", "filename", "file_name", "image", "imageid", "name", "path"})
 
 
+_Way = Literal["whole", "class first", "last"]
+_WAYS: tuple[_Way, ...] = get_args(_Way)
+
+
 class NameLookup:
     """Finds images by relative name or, where that is unique, by last name, with or without the suffixes.
 
@@ -29,10 +34,8 @@ class NameLookup:
     """
 
     def __init__(self, names: Sequence[str], label_of: Sequence[str | None] = ()) -> None:
-        sorted_in = [class_first(*pair) for pair in zip(names, label_of, strict=False)]
-        lasts = [name.rpartition("/")[2] for name in names]
-        self._whole = [_unique(kind) for kind in (names, sorted_in, lasts)]
-        self._bare = [_unique(map(bare, kind)) for kind in (names, sorted_in, lasts)]
+        self._names, self._label_of = names, label_of
+        self._places: dict[tuple[_Way, bool], dict[str, int | None]] = {}
 
     def find(self, name: str) -> int | None:
         """The image's place, or None."""
@@ -42,8 +45,25 @@ class NameLookup:
             given.append(f"{name}.jpg")  # as cocor-prep names it if it is no JPEG's
         if bare(source := name.removesuffix(".jpg")) != source:
             given.append(source)
-        tries = [(text, way) for text in given for way in self._whole] + [(bare(name), way) for way in self._bare]
-        return next((place for text, way in tries if (place := way.get(text)) is not None), None)
+        for text in given:
+            for way in _WAYS:
+                place = self._by(way, False).get(text)
+                if place is not None:
+                    return place
+        places = (self._by(way, True).get(bare(name)) for way in _WAYS)
+        return next((place for place in places if place is not None), None)
+
+    def _by(self, way: _Way, stripped: bool) -> dict[str, int | None]:
+        """Places by one kind of name, made when first needed: a million names take their time and memory."""
+        if (way, stripped) not in self._places:
+            kinds: dict[_Way, Iterable[str]] = {
+                "whole": self._names,
+                "class first": (class_first(*pair) for pair in zip(self._names, self._label_of, strict=False)),
+                "last": (name.rpartition("/")[2] for name in self._names),
+            }
+            names = map(bare, kinds[way]) if stripped else kinds[way]
+            self._places[way, stripped] = _unique(names)
+        return self._places[way, stripped]
 
 
 def class_first(name: str, label: str | None) -> str:
