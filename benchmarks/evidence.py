@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser("evidence.py", description="Run a study of CoCor and report it.", allow_abbrev=False)
     parser.add_argument("--study", required=True, choices=[*STUDIES, "methods"], help="what is compared")
     parser.add_argument("--data", type=Path, required=True, help="training images: class folders or a .beton file")
-    parser.add_argument("--val-data", type=Path, required=True, help="held-out images for k-NN, likewise")
+    parser.add_argument("--val-data", type=Path, help="held-out images for k-NN (default: the folder val beside train)")
     methods = get_args(config.Method)
     parser.add_argument("--methods", nargs="+", choices=methods, help="default: moco simsiam; for `methods` all five")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="default: 0 1")
@@ -128,7 +128,7 @@ def _training(
     flags: dict[str, Any] = {
         "config": file,
         "data": options.data,
-        "val_data": options.val_data,
+        **({} if options.val_data is None else {"val_data": options.val_data}),
         "method": method,
         "epochs": length,
         "seed": seed,

@@ -11,6 +11,7 @@ from cocor.panels import legend, panels
 from cocor.plot import epochs_of, lengths_of, read_run
 from common import markdown
 from evidence_runs import Training
+from loaders.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,6 +58,8 @@ class Measured:
 def measured(training: Training) -> Measured:
     """Read a run's metrics."""
     records = read_run(training.folder)
+    if not any(record["kind"] == "knn" for record in records):
+        raise UserError(f"{training.folder}: no k-NN was measured; pass held-out images with labels as --val-data")
     steps = [record for record in records if record["kind"] == "train"]
     epochs = epochs_of(records)
     knn = [(float(r["epoch"]), float(r["accuracy"])) for r in records if r["kind"] == "knn"]
@@ -114,7 +117,8 @@ def spread(values: Sequence[float], scale: float = 100.0, sign: str = "") -> str
 
 
 def table(rows: Sequence[Row]) -> str:
-    """k-NN accuracies with their deviations over seeds, gains over the plain method, similarities against targets."""
+    """k-NN accuracies with their deviations over seeds, gains over the plain method, similarities against targets, and
+    the share of the consistency loss in the gradient."""
     titles = [
         "method",
         "k-NN accuracy, %",
@@ -124,6 +128,7 @@ def table(rows: Sequence[Row]) -> str:
         "minutes",
         "images/s",
         "similarity / target",
+        "gradient share",
     ]
     lines = []
     for row in rows:
@@ -138,9 +143,16 @@ def table(rows: Sequence[Row]) -> str:
                 spread([run.minutes for run in row.runs], 1.0),
                 f"{statistics.fmean(run.images_per_s for run in row.runs):,.0f}",
                 _similarities(row.runs),
+                _share(row.runs),
             ]
         )
     return markdown(titles, lines)
+
+
+def _share(runs: Sequence[Measured]) -> str:
+    """The consistency loss' part in the sum of both gradients' norms, at the end, in percent."""
+    pairs = [(run.last.get("gradient_consistency"), run.last.get("gradient_contrastive")) for run in runs]
+    return spread([one / (one + other) for one, other in pairs if one is not None and other is not None])
 
 
 def _similarities(runs: Sequence[Measured]) -> str:

@@ -130,7 +130,7 @@ class TrainingStep:
 
         pull = self._pull(lengths) if lengths is not None else None
         if pull is not None:
-            self._add_consistency_gradient(pull)
+            metrics |= self._add_consistency_gradient(pull)
             metrics |= self._describe(pull.consistency)
         with self.timer("communication"):
             reduce_gradients([p.grad for p in self.parameters if p.grad is not None])
@@ -240,18 +240,20 @@ class TrainingStep:
             output = similarity.mean()
         return torch.autograd.grad(output, self.parameters, materialize_grads=True)
 
-    def _add_consistency_gradient(self, pull: _Pull) -> None:
+    def _add_consistency_gradient(self, pull: _Pull) -> Metrics:
+        """Add it to the contrastive gradient in ``.grad``; the norms of both, of this rank's share of the batch."""
         weight = self.config.consistency_weight
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         total = [parameter.grad for parameter in self.parameters]
-        for at, gradients in enumerate(pull.gradients):
-            if self.config.consistency == "abs":
-                torch._foreach_add_(total, list(gradients), alpha=weight)
-            else:
-                scaled = torch._foreach_mul(list(gradients), weight * pull.consistency.slope[at])
-                torch._foreach_add_(total, scaled)
+        slopes = [1.0] * len(pull.gradients) if self.config.consistency == "abs" else pull.consistency.slope
+        added = torch._foreach_mul(list(pull.gradients[0]), weight * slopes[0])
+        for at in range(1, len(pull.gradients)):
+            torch._foreach_add_(added, torch._foreach_mul(list(pull.gradients[at]), weight * slopes[at]))
+        norms = [torch.stack(torch._foreach_norm(gradients)).norm() for gradients in (total, added)]
+        torch._foreach_add_(total, added)
+        return {"gradient_contrastive": norms[0], "gradient_consistency": norms[1]}
 
     def _describe(self, consistency: Consistency) -> Metrics:
         metrics = {"consistency_loss": consistency.loss.detach()}
