@@ -14,8 +14,9 @@ import torch
 from cocor.config import Config, labelled_batch_size
 from cocor.distributed import World
 from loaders.batch import Loader
-from loaders.dataset import ImageDataset, folder_above, read_label_split
+from loaders.dataset import ImageDataset, read_label_split
 from loaders.errors import UserError
+from loaders.layout import folder_above
 from loaders.names import printable
 from loaders.open import open_images, open_loader
 from loaders.order import BatchOrder, CyclicOrder
@@ -67,7 +68,7 @@ def open_data(config: Config) -> Data:
             held_out_root, None, config.on_error, config.workers or None, classes=train.classes or None
         )
     labelled = _labelled(config, train)
-    if (above := folder_above(train)) is not None:
+    if not train.classes and (above := folder_above(train.root)) is not None:
         _log.info(f"{config.data}: no class folders in it; if it is one class of several, give {printable(above)}")
     return Data(train, labelled, held_out)
 
@@ -93,7 +94,7 @@ def _labelled(config: Config, train: ImageDataset) -> ImageDataset | None:
     if not uses_labels(config):
         return None
     if (train.labels < 0).all():
-        above = folder_above(train)
+        above = folder_above(train.root)
         hint = f"; if it is one class of several, give {printable(above)}" if above else ""
         raise UserError(
             f"{config.data}: no labels, which the MMNN learns from; pass --labels FILE, --mmnn constants, "

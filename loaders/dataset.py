@@ -7,10 +7,9 @@ command reads the order from here.
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -19,17 +18,14 @@ import numpy.typing as npt
 
 from loaders.decode import EncodedImage, ImageFile
 from loaders.errors import UserError
-from loaders.folder import Listing, is_hidden, list_folder
+from loaders.folder import Listing, list_folder
 from loaders.incidents import Incidents
 from loaders.labels import read_labels, read_names
-from loaders.names import available_cores, bare, printable
+from loaders.layout import refuse_shards, refuse_what_is_no_class
+from loaders.names import available_cores, printable
 from loaders.size_index import size_index
 
 OnError = Literal["stop", "skip"]
-
-_SPLIT_NAMES = frozenset({"train", "training", "val", "valid", "validation", "test"})
-_SHARDS = (".tar", ".parquet")
-_LOOKED_AT = 20  # folders and names, where a guess is enough
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,27 +125,6 @@ def open_folder(
     )
 
 
-def folder_above(dataset: ImageDataset) -> Path | None:
-    """The folder of classes that a flat, unlabelled ``dataset`` seems to be only one of; None if it does not."""
-    if dataset.classes or not dataset.root.is_dir():
-        return None
-    above = dataset.root.absolute().parent
-    try:
-        with os.scandir(above) as entries:
-            beside = [entry.path for entry in entries if not is_hidden(entry.name) and entry.is_dir()]
-        others = [place for place in beside if place != str(dataset.root.absolute())][:_LOOKED_AT]
-        return above if any(map(_holds_only_images, others)) else None
-    except OSError:
-        return None
-
-
-def _holds_only_images(folder: str) -> bool:
-    """Whether the first few visible names in ``folder``, of which there must be some, are those of images."""
-    with os.scandir(folder) as entries:
-        first = list(islice((entry for entry in entries if not is_hidden(entry.name)), _LOOKED_AT))
-    return bool(first) and all(bare(entry.name) != entry.name and entry.is_file() for entry in first)
-
-
 def read_label_split(path: str | os.PathLike[str], dataset: ImageDataset) -> npt.NDArray[np.int64]:
     """The images of ``dataset`` listed in the text file ``path``, one relative name a line: int64 (M,), in its order.
 
@@ -168,8 +143,8 @@ def _list(root: Path, labels: str | os.PathLike[str] | None) -> Listing:
     if not root.exists():
         raise UserError(f"{printable(root)}: no such folder; check the path")
     if not root.is_dir():
-        remedy = f"; {_convert(root)}" if root.suffix in _SHARDS else ""
-        raise UserError(f"{printable(root)}: not a folder; give the folder that holds the images{remedy}")
+        refuse_shards(root, [root.name])
+        raise UserError(f"{printable(root)}: not a folder; give the folder that holds the images")
     listing = list_folder(str(root))
     if labels is not None:  # the label file may lie beside the images
         keep = [i for i, name in enumerate(listing.names) if not _same_file(root / name, Path(labels))]
@@ -181,49 +156,10 @@ def _list(root: Path, labels: str | os.PathLike[str] | None) -> Listing:
     for name, reason in listing.faults:
         if name in (".", *listing.folders):  # skipping it would skip a class
             raise UserError(f"{printable(root / name)}: {reason}; make this folder readable, or hide or remove it")
-    if listing.names and all(name.endswith(_SHARDS) for name in listing.names):
-        raise UserError(f"{printable(root)}: holds no images but {printable(listing.names[0])}; {_convert(root)}")
+    refuse_shards(root, listing.names)
     if labels is None:
-        _refuse_what_is_no_class(root, listing)
+        refuse_what_is_no_class(root, listing)
     return listing
-
-
-def _refuse_what_is_no_class(root: Path, listing: Listing) -> None:
-    """Folders above the classes, one level or several, would be taken for classes without a word."""
-    inside: dict[str, set[str]] = {folder: set() for folder in listing.folders}  # folders with images; "" for itself
-    for name in listing.names:
-        top, slash, rest = name.partition("/")
-        if slash:
-            inside[top].add(rest.partition("/")[0] if "/" in rest else "")
-    if inside and _are_splits(inside):
-        raise UserError(
-            f"{printable(root)}: holds the splits {', '.join(listing.folders)}, not classes; "
-            f"give one of them, such as {printable(root / _for_training(inside))}"
-        )
-    for folder, within in inside.items():
-        place = printable(root / folder)
-        if within and _are_splits(within):
-            raise UserError(
-                f"{place}: holds the splits {', '.join(sorted(within))} and is no class; "
-                f"give one of them, such as {printable(root / folder / _for_training(within))}"
-            )
-        if len(inside) == 1 and len(within) > 1 and "" not in within:
-            raise UserError(
-                f"{printable(root)}: its only class would be {printable(folder)}, which holds {len(within):,} folders "
-                f"of images and no image of its own; give {place}"
-            )
-
-
-def _convert(path: Path) -> str:
-    return f"or convert it first: cocor-prep convert {printable(path)} NAME.beton"
-
-
-def _are_splits(folders: Iterable[str]) -> bool:
-    return all(folder.lower() in _SPLIT_NAMES for folder in folders)
-
-
-def _for_training(splits: Iterable[str]) -> str:
-    return min(splits, key=lambda name: (not name.lower().startswith("train"), name))
 
 
 def _same_file(path: Path, other: Path) -> bool:

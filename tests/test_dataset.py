@@ -10,9 +10,10 @@ import pytest
 from PIL import Image
 
 from loaders import size_index
-from loaders.dataset import ImageDataset, folder_above, open_folder, read_label_split
+from loaders.dataset import ImageDataset, open_folder, read_label_split
 from loaders.decode import decode, decode_array
 from loaders.errors import UserError
+from loaders.layout import folder_above
 from loaders.names import printable
 from loaders.size_index import CACHE_NAME
 
@@ -132,9 +133,8 @@ class TestFolders:
         for name in ("data/cat", "data/dog", "flat"):
             write(tmp_path / name / "x.jpg", small)
         alone = open_quietly(tmp_path / "data" / "cat")
-        assert len(alone) == 1 and folder_above(alone) == tmp_path / "data"
-        assert folder_above(open_quietly(tmp_path / "flat")) is None  # beside it are folders, but not of images
-        assert folder_above(open_quietly(tmp_path / "data")) is None
+        assert len(alone) == 1 and folder_above(alone.root) == tmp_path / "data"
+        assert folder_above(tmp_path / "flat") is None  # beside it are folders, but not of images
 
     def test_names_that_are_not_utf8_survive(self, tmp_path: Path, small: Image.Image) -> None:
         raw = os.fsencode(tmp_path) + b"/caf\xe9"
