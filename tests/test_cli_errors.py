@@ -1,5 +1,6 @@
 """A user's mistake: one line on stderr that names it and its remedy, exit code 2, nothing written."""
 
+import errno
 import subprocess
 import sys
 from collections.abc import Callable
@@ -7,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_train import command, environment, flags, run
+from test_train import environment, flags, run
 
+from cocor import launch
 from cocor.export_cli import main as export
 from cocor.train import main
 
@@ -166,10 +168,24 @@ class TestMachine:
         line = refused(data=photo_folder, queue_size=2**24, embedding_dim=2**16)  # 4 TiB
         assert line.startswith("out of memory: lower the batch size, the number of workers or other sizes (")
 
-    def test_no_place_for_temporary_files(self, photo_folder: Path, tmp_path: Path) -> None:
-        shell = ["env", "TMPDIR=/dev/null", *command(*flags(data=photo_folder, output=tmp_path / "run", cpu_ranks=2))]
-        done = subprocess.run(shell, env=environment(), capture_output=True, text=True, check=False, timeout=120)
-        assert "Traceback" not in done.stderr
+    @pytest.mark.parametrize(
+        ("error", "line"),
+        [
+            (
+                OSError(errno.ENOSPC, "No space left on device", "/x/y"),
+                "/x/y: No space left on device; free some space",
+            ),
+            (OSError(errno.EMFILE, "Too many open files"), "Too many open files; raise the limit of open files (ulim"),
+            (OSError(errno.EIO, "Input/output error", b"/x/\xff"), "/x/\\xff: Input/output error; is the disk still"),
+            (RuntimeError("can't start new thread"), "no more threads can be started: lower --workers"),
+            (MemoryError(), "out of memory: lower the batch size, the number of workers or other sizes (MemoryError)"),
+            (RuntimeError("a bug"), ""),
+            (KeyError("a bug"), ""),
+        ],
+    )
+    def test_what_the_machine_lacks_is_told_in_a_line_and_bugs_are_not(self, error: Exception, line: str) -> None:
+        told = launch.lacking(error)
+        assert told.startswith(line) and bool(told) == bool(line) and len(told.splitlines()) <= 1
 
     def test_more_gpus_than_there_are(self, refused: Refused, photo_folder: Path) -> None:
         have = torch.cuda.device_count()
