@@ -63,7 +63,7 @@ def _check_timm(encoder: Encoder, output: Path) -> None:
     _same(encoder, model, output)
 
 
-def _size_option(encoder: Encoder) -> dict[str, int]:
+def _size_option(encoder: Encoder) -> dict[str, Any]:
     """What timm must be told to make a transformer of this image size."""
     size, usual = fixed_size(encoder.backbone), timm.get_pretrained_cfg(encoder.architecture)
     return {} if size is None or usual is None or usual.input_size[-1] == size else {"img_size": size}
