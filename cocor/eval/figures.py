@@ -90,7 +90,7 @@ def draw_spectra(path: Path, found: Sequence[Spectrum]) -> None:
 
 def draw_table(path: Path, rows: dict[str, dict[str, float]], title: str) -> None:
     """Bars: for every data set (``rows``) the accuracy in [0, 1] of every encoder."""
-    encoders = sorted({name for row in rows.values() for name in row})
+    encoders = list(dict.fromkeys(name for row in rows.values() for name in row))  # in the order of the call
     with panels(path, 1, width=max(WIDTH, 0.9 * len(rows) * max(1, 0.5 * len(encoders)))) as (axes,):
         width = 0.8 / max(1, len(encoders))
         for number, name in enumerate(encoders):
