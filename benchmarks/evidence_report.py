@@ -16,6 +16,7 @@ from loaders.errors import UserError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+NAMES = {"moco": "MoCo v2", "simsiam": "SimSiam", "supcon": "SupCon", "byol": "BYOL", "intl": "INTL"}
 _MOST_SIMILARITIES = 6  # panels of single variants
 Curve = list[tuple[float, float]]
 
@@ -135,7 +136,7 @@ def table(rows: Sequence[Row]) -> str:
         plain = next((other for other in rows if other.method == row.method and other.variant == "plain"), None)
         lines.append(
             [
-                f"{row.method} {row.title}",
+                f"{NAMES[row.method]} {row.title}",
                 spread(row.accuracies),
                 spread(gains(row, plain), sign="+"),
                 str(len(row.runs)),
@@ -197,7 +198,7 @@ def _accuracies(axes: "Axes", method: str, rows: Sequence[Row], *, minutes: bool
         low = [100 * (value - error) for value, error in zip(mean, deviation, strict=True)]
         high = [100 * (value + error) for value, error in zip(mean, deviation, strict=True)]
         axes.fill_between(at, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
-    axes.set_title(f"{method}: k-NN accuracy")
+    axes.set_title(f"{NAMES[method]}: k-NN accuracy")
     axes.set_xlabel("minutes of training" if minutes else "epoch")
     axes.set_ylabel("accuracy (%)")
     legend(axes)
@@ -214,7 +215,7 @@ def _consistency(axes: "Axes", row: Row) -> None:
             axes.plot(at, mean, style, color=colour, label=label)
             low, high = ([m + sign * d for m, d in zip(mean, deviation, strict=True)] for sign in (-1, 1))
             axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
-    axes.set_title(f"{row.method} {row.title}: similarity, target (dashed)", fontsize=9)
+    axes.set_title(f"{NAMES[row.method]} {row.title}: similarity, target (dashed)", fontsize=9)
     axes.set_xlabel("epoch")
     legend(axes)
 

@@ -49,7 +49,7 @@ def test_a_study_leaves_numbers_a_table_and_a_picture(study: tuple[Path, Path]) 
     assert set(cocor["similarity"]) == {"1", "2", "3"} and cocor["images_per_s"] > 0 and cocor["minutes"] > 0
     assert "data" not in cocor["flags"] and cocor["flags"]["batch_size"] == "8"
     text = (output / "core.md").read_text()
-    assert "| moco + CoCor |" in text and "evidence.py --study core" in text
+    assert "| MoCo v2 + CoCor |" in text and "evidence.py --study core" in text
     assert (output / "core.png").stat().st_size > 10_000
 
 
@@ -145,7 +145,7 @@ def test_gains_are_over_the_same_seed() -> None:
     assert gains(cocor, plain) == pytest.approx([0.05, 0.05])
     assert (spread([0.7, 0.6]), spread([0.7]), spread([])) == ("65.0 ± 7.1", "70.0", "-")
     text = table([plain, cocor])
-    assert "| moco + CoCor | 65.0 ± 10.0 | +5.0 ± 0.0 | 3 | 10 | 2.0 ± 0.0 | 100 | 0.82/0.80 0.60/0.80 | - |" in text
+    assert "| MoCo v2 + CoCor | 65.0 ± 10.0 | +5.0 ± 0.0 | 3 | 10 | 2.0 ± 0.0 | 100 | 0.82/0.80 0.60/0.80 | - |" in text
     assert math.isnan(Measured(plain.runs[0].training, [], {}, {}, 1.0, 1.0, {}).accuracy)
 
 
