@@ -114,9 +114,11 @@ def _variants(options: argparse.Namespace) -> list[Variant]:
 
 
 def _places(options: argparse.Namespace, variants: Sequence[Variant]) -> list[Place]:
-    """Seed by seed: a study that is stopped early is complete for some seeds, not for some variants."""
+    """Seed by seed: a study that is stopped early is complete for some seeds, not for some variants. What takes longest
+    comes first, so that no GPU has to wait for it at the end."""
     methods = options.methods or (get_args(config.Method) if options.study == "methods" else ("moco", "simsiam"))
-    return [(method, variant, seed) for seed in options.seeds for method in methods for variant in variants]
+    longest_first = sorted(variants, key=lambda variant: variant.flags.get("consistency") == "none")
+    return [(method, variant, seed) for seed in options.seeds for variant in longest_first for method in methods]
 
 
 def _training(
@@ -194,8 +196,8 @@ def _report(options: argparse.Namespace, rows: list[Row], given: Sequence[str]) 
     if not rows:
         print("nothing is finished yet")
         return
-    order = {key: number for number, key in enumerate(dict.fromkeys(row.method for row in rows))}
-    rows.sort(key=lambda row: order[row.method])
+    methods, variants = get_args(config.Method), [variant.key for variant in _variants(options)]
+    rows.sort(key=lambda row: (methods.index(row.method), variants.index(row.variant)))
     machine = describe_machine()
     text = table(rows)
     command = shlex.join(["python", "benchmarks/evidence.py", *given])

@@ -84,12 +84,14 @@ class INTL(Method):
         return [{"params": parameters, "weight_decay": weight_decay, "fixed_lr": False}]
 
     def _loss(self, embeddings: list[Tensor]) -> Tensor:
+        # In float64: GPUs round the factors of float32 products (TF32), and Newton's steps magnify that.
         with torch.autocast(embeddings[0].device.type, enabled=False):
             whole = [joined(_precise(part), self.gather, self.rank, self.world) for part in embeddings]
             weight = self.trace_weight
             if weight is None:
                 weight = 0.01 * (math.log2(len(whole[0])) - 3)
-            return iterative_normalisation_loss(whole[0], whole[1], self.iterations, weight)
+            loss = iterative_normalisation_loss(whole[0].double(), whole[1].double(), self.iterations, weight)
+            return loss.to(whole[0].dtype)
 
 
 def iterative_normalisation_loss(first: Tensor, second: Tensor, iterations: int, trace_weight: float) -> Tensor:
