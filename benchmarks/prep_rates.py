@@ -4,8 +4,9 @@
 
 Files are in the page cache. The loop neither checks, nor flushes to the disk, nor writes an index: it reads, decodes
 where it must, and writes one file an image. All contestants run in turn, several times over, and the best of each
-counts, so that a busy machine is busy for all. The last column is images a second of CPU time, of all processes
-together, relative to the loop: it says what the work costs, whoever else wants the cores.
+counts, so that a busy machine is busy for all; outputs are removed before the clock starts. The last column is images
+a second of CPU time, of all processes together, relative to the loop: it says what the work costs, whoever else wants
+the cores.
 """
 
 import argparse
@@ -36,13 +37,11 @@ def main() -> None:
     source = open_source(options.data)
     print(f"{len(source):,} images, {available_cores()} cores, best of {options.repeats}")
     with tempfile.TemporaryDirectory(dir=options.work or options.data.parent) as place:
+        root = Path(place, "output")
+        root.mkdir()
         for side in (None, options.shorter_side):
-            report(
-                source,
-                f"shorter side {side}" if side else "sizes kept",
-                contestants(source, Path(place), side),
-                options.repeats,
-            )
+            what = f"shorter side {side}" if side else "sizes kept"
+            report(source, root, what, contestants(source, root, side), options.repeats)
 
 
 def contestants(source: Source, root: Path, side: int | None) -> dict[str, Callable[[], object]]:
@@ -51,16 +50,18 @@ def contestants(source: Source, root: Path, side: int | None) -> dict[str, Calla
     targets: list[tuple[Target, Path]] = [("beton", root / "x.beton"), ("folder", root / "x")]
     for workers in sorted({1, available_cores()}):
         for target, output in targets:
-            run = partial(convert, source, output, target, Settings(side), workers=workers, force=True)
+            run = partial(convert, source, output, target, Settings(side), workers=workers)
             runs[f"{target}, {workers} worker" + "s" * (workers > 1)] = run
     return runs
 
 
-def report(source: Source, what: str, runs: dict[str, Callable[[], object]], repeats: int) -> None:
+def report(source: Source, root: Path, what: str, runs: dict[str, Callable[[], object]], repeats: int) -> None:
     """Print the best rate of each run, and its ratio to the first."""
     wall, cpu = {name: float("inf") for name in runs}, {name: float("inf") for name in runs}
     for _ in range(repeats):
         for name, run in runs.items():
+            shutil.rmtree(root)
+            root.mkdir()
             start, spent = time.perf_counter(), cpu_seconds()
             run()
             wall[name] = min(wall[name], time.perf_counter() - start)
@@ -79,7 +80,6 @@ def cpu_seconds() -> float:
 def pillow_loop(source: Source, root: Path, side: int | None) -> None:
     """Decode every file; write it as it is or resized."""
     output = root / "loop"
-    shutil.rmtree(output, ignore_errors=True)
     output.mkdir()
     for index in range(len(source)):
         path = source.path / source.names[index]
