@@ -44,7 +44,7 @@ def compared(
     assert one.keys() == several.keys()
     assert {"0 loss", "0 similarity_3", "0 labelled_loss", "0 hypergradient_norm"} <= one.keys()
     for name, value in one.items():
-        own = "feature_std" in name or "top1" in name  # of each rank's own images
+        own = any(word in name for word in ("feature_std", "top1", "gradient_con"))  # of each rank's own images
         keys = "key_backbone" in name and ("running" in name or "num_batches" in name)  # as are these statistics
         if not own and not keys:
             yield name, several[name], value
