@@ -91,6 +91,17 @@ def test_batch_norm_over_one_rank_is_batch_norm() -> None:
         assert torch.equal(plain.train(training)(images), other.train(training)(images))
 
 
+@pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet"])
+def test_gpus_get_pytorchs_synchronised_batch_norm(name: str) -> None:
+    plain = timm.create_model(name, num_classes=0).eval()
+    names, images = list(plain.state_dict()), torch.randn(2, 3, 32, 32)
+    expected = plain(images)
+    converted = synchronise_batch_norm(plain, torch.device("cuda"))
+    norms = [module for module in converted.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    assert norms and all(isinstance(norm, nn.SyncBatchNorm) for norm in norms)
+    assert list(converted.state_dict()) == names and torch.equal(converted(images), expected)
+
+
 def test_what_timm_puts_inside_a_norm_stays_behind_it() -> None:
     norm = timm.layers.BatchNormAct2d(3)
     converted = synchronise_batch_norm(nn.Sequential(norm), torch.device("cpu"))
