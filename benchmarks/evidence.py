@@ -2,13 +2,12 @@
 
     D="--data cifar10/train --val-data cifar10/test"
     python benchmarks/evidence.py --study core $D --seeds 0 1 --epochs 100 --jobs 4
-    python benchmarks/evidence.py --study tune $D --methods moco --seeds 0 --epochs 20 --jobs 6 --only beta8 plain
+    python benchmarks/evidence.py --study tune $D --methods moco --seeds 0 --epochs 20 --only beta8+uniform plain
     python benchmarks/evidence.py --study core $D -- --batch-size 256 --lr 0.03
 
 A study is a set of variants of a method (:mod:`evidence_studies`), each trained from ``configs/cifar10_METHOD.yaml``
-(or ``--configs``) for every seed, ``--jobs`` runs at a time; what follows ``--`` goes to every run. Small networks
-leave a GPU idle half of the time, so several runs share it. The same command again goes on: finished runs are skipped,
-stopped ones resumed. The result, in ``--output``:
+(or ``--configs``) for every seed, ``--jobs`` runs at a time, which share the GPUs; what follows ``--`` goes to every
+run. The same command again goes on: finished runs are skipped, stopped ones resumed. The result, in ``--output``:
 
     STUDY.json   all curves    STUDY.md   the table    STUDY.png   k-NN over epochs, similarities and targets
 
@@ -18,6 +17,7 @@ and depend on what else runs on the GPU.
 """
 
 import argparse
+import re
 import shlex
 import sys
 import time
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; they share the GPUs (default: 1)")
     parser.add_argument("--output", type=Path, default=Path("runs/evidence"), help="default: runs/evidence")
     parser.add_argument("--configs", default=_CONFIGS, metavar="FILE", help="default: configs/cifar10_{method}.yaml")
-    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="only variants with one of these texts")
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="only variants with one of these")
     parser.add_argument("--minutes", type=float, help="stop after so long; the same command goes on from there")
     parser.add_argument("--gpus", type=int, help="GPUs to spread the runs over (default: all; 0: the CPU)")
     parser.add_argument(
@@ -101,7 +101,7 @@ Place = tuple[str, Variant, int]
 
 def _variants(options: argparse.Namespace) -> list[Variant]:
     study = STUDIES["cocor" if options.study == "methods" else options.study]
-    chosen = [v for v in study if not options.only or any(text in v.key for text in options.only)]
+    chosen = [v for v in study if not options.only or any(_matches(text, v.key) for text in options.only)]
     if not chosen:
         raise UserError(
             f"--only {' '.join(options.only)}: no such variant; there are {', '.join(v.key for v in study)}"
@@ -111,6 +111,11 @@ def _variants(options: argparse.Namespace) -> list[Variant]:
     if lost:
         raise UserError(f"--only: {lost[0]} needs the variants it is timed by as well")
     return chosen
+
+
+def _matches(text: str, key: str) -> bool:
+    """Whether all parts of ``beta8+uniform`` are in a variant's key; ``beta1`` is not in ``beta16``."""
+    return all(re.search(rf"{re.escape(part)}(?![0-9.])", key) for part in text.split("+"))
 
 
 def _places(options: argparse.Namespace, variants: Sequence[Variant]) -> list[Place]:

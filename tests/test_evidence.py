@@ -132,6 +132,15 @@ def test_tuning_covers_the_grid() -> None:
     assert {f["magnitudes"] for f in tried} == {"uniform", "released"} and len({f["mmnn_lr"] for f in tried}) == 2
 
 
+def test_variants_are_chosen_by_parts_of_their_names(tmp_path: Path) -> None:
+    def chosen(*only: str) -> list[str]:
+        words = ["--study", "tune", "--data", str(tmp_path), "--only", *only]
+        return [variant.key for variant in evidence._variants(evidence._parser().parse_args(words))]
+
+    assert chosen("plain", "beta1+weight3+uniform+mmnn5") == ["plain", "beta1-weight3-uniform-mmnn5"]
+    assert len(chosen("beta1")) == len(chosen("beta16")) == 8 and len(chosen("beta8+released")) == 4
+
+
 def measured(variant: str, seed: int, accuracy: float, rate: float = 100.0) -> Measured:
     training = Training("moco", variant, seed, Path(f"{variant}-{seed}"), {"batch_size": 8})
     curve = [(0.0, 0.1), (10.0, accuracy)]
