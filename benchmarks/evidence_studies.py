@@ -75,7 +75,8 @@ STUDIES: dict[str, list[Variant]] = {
         PLAIN,
         *_each("consistency", {"softplus": "softplus", "abs": "abs"}),
         *_each("consistency_beta", {"8": 8.0}),
-        *_each("consistency_weight", {"3": 3.0}),
+        *_each("consistency_weight", {"3": 3.0, "10": 10.0}),
+        *_each("constants", {"0.95,0.90,0.85": "0.95,0.9,0.85", "0.60,0.50,0.40": "0.6,0.5,0.4"}),
     ],
     "tune": [PLAIN, *_tune()],
 }
