@@ -9,6 +9,7 @@ Measured on an H100 with ``benchmarks/step.py``; README, "Speed", has the table.
 graph launch the same kernels, compiled ones round differently in bfloat16.
 """
 
+import gc
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -152,12 +153,32 @@ class RecordedStep:
         self._step.optimiser.zero_grad(set_to_none=True)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
+        gc.collect()  # an older recording that is freed during this one would break it
         # Other threads (loaders, NCCL's watchdog) go on with their work meanwhile.
-        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-            metrics = self._step.compute(*self._inputs)
-            self._names = list(metrics)
-            self._values = torch.stack([metrics[name].detach().float() for name in self._names])
+        recording = torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local")
+        try:
+            with _no_garbage_collection(), recording:
+                metrics = self._step.compute(*self._inputs)
+                self._names = list(metrics)
+                self._values = torch.stack([metrics[name].detach().float() for name in self._names])
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            reason = str(error.__context__ or error).strip().splitlines()[0]
+            told = f"--execution: this network's step cannot be recorded as a CUDA graph ({reason})"
+            raise UserError(f"{told}; use --execution compiled or eager") from error
         self._graph = graph
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _tensors(batch: Batch | None) -> list[Tensor]:

@@ -54,6 +54,17 @@ def batches(config: Config, device: torch.device, count: int) -> Iterator[tuple[
         )
 
 
+@pytest.fixture(autouse=True)
+def _exact_float32() -> Iterator[None]:
+    """Without TF32, whose rounding would hide mistakes, and without algorithms that are chosen by their speed."""
+    saved = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = False, False
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = saved[0], saved[2]
+    torch.set_float32_matmul_precision(saved[1])
+
+
 def train(config: Config, world: World, execution: str, steps: int) -> tuple[TrainingStep, list[dict[str, float]]]:
     step = build(config, world)
     execute = executable(step, execution)
@@ -128,12 +139,18 @@ class TestOnGpu:
         config = config_for(method=method)
         step, rows = train(config, GPU, execution, steps=20)
         written, expected = train(config, GPU, "eager", steps=20)
-        # Differences of rounding (1e-7) grow by the step, since these few images are noise and the rate is high.
-        assert_same(rows[:5], expected[:5], 1e-3)
-        assert_same(rows, expected, 0.05)
+        # Rounding (1e-7) grows from step to step, since the images are noise: two eager runs, whose sums are made in
+        # another order each time, show by how much.
+        _, again = train(config, GPU, "eager", steps=20)
+        names = ["loss", "labelled_loss", "similarity_1", "similarity_2", "similarity_3"]
+        apart = [[abs(one[name] - other[name]) for name in names] for one, other in zip(again, expected, strict=True)]
+        assert_same(rows[:3], expected[:3], 1e-3)
+        for number, (row, other) in enumerate(zip(rows, expected, strict=True)):
+            noise = max(max(values) for values in apart[: number + 1])
+            assert max(abs(row[name] - other[name]) for name in names) <= 20 * noise + 0.01, number
         for name, value in written.state_dict()["method"].items():
-            change = (step.state_dict()["method"][name].float() - value.float()).abs().max()
-            assert change <= 0.05 * value.float().abs().max() + 1e-3, name
+            change = (step.state_dict()["method"][name].float() - value.float()).norm()
+            assert change <= 0.1 * value.float().norm() + 1e-3, name
 
     @pytest.mark.parametrize(
         "options",
@@ -169,10 +186,15 @@ class TestOnGpu:
         pairs = list(batches(step.config, GPU.device, WARM_UP + 2))
         for number, pair in enumerate(pairs):
             execute(*pair, number)
-        before = [weight.clone() for weight in step.weights()]
+        assert step.target is not None
+        learning = [*step.parameters, *step.target.parameters(), *step.classifier.parameters()]
+        before = [weight.detach().clone() for weight in learning]
+        execute(*pairs[0], len(pairs))
+        assert not any(torch.equal(new, old) for new, old in zip(learning[:3], before[:3], strict=True))
+        before = [weight.detach().clone() for weight in learning]
         step.schedule = step.target_schedule = step.classifier_schedule = lambda _: 0.0  # type: ignore[assignment]
         execute(*pairs[0], len(pairs))
-        assert all(torch.equal(new, old) for new, old in zip(step.weights(), before, strict=True))
+        assert all(torch.equal(new, old) for new, old in zip(learning, before, strict=True))
 
     def test_a_batch_of_another_size_is_an_ordinary_step(self) -> None:
         step = build(config_for(), GPU)
