@@ -231,7 +231,9 @@ def run(argv: Sequence[str] | None = None) -> None:
         try:
             results.append(measure(config, execution, arguments.steps, device, arguments.parallel))
             print(_show(results[-1]), flush=True)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not any(isinstance(cause, torch.OutOfMemoryError) for cause in (error, error.__context__)):
+                raise
             print(f"{method} {kind} {execution} {batch_size}: does not fit into the GPU's memory", flush=True)
         if path is not None:
             write_json(path, {"machine": machine, "arguments": _plain(arguments), "rows": results})

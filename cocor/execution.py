@@ -161,9 +161,10 @@ class RecordedStep:
                 metrics = self._step.compute(*self._inputs)
                 self._names = list(metrics)
                 self._values = torch.stack([metrics[name].detach().float() for name in self._names])
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            for cause in (error, error.__context__):  # ending a broken recording fails as well
+                if isinstance(cause, torch.OutOfMemoryError):
+                    raise cause from None
             reason = str(error.__context__ or error).strip().splitlines()[0]
             told = f"--execution: this network's step cannot be recorded as a CUDA graph ({reason})"
             raise UserError(f"{told}; use --execution compiled or eager") from error
