@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from cocor.distributed import World, init, shutdown
-from cocor.execution import WARM_UP
+from cocor.recording import WARM_UP
 from images import Images, store
 from loaders.stored import open_stored
 from processes import in_processes

@@ -70,7 +70,7 @@ def store(images: Images) -> Path:
     from loaders.prep.convert import convert
     from loaders.prep.encode import Settings
     from loaders.prep.locator import FileBytes
-    from loaders.prep.sources import Source
+    from loaders.prep.source import Source
 
     dataset = images.dataset()
     path = cache_folder() / f"{dataset.digest[:16]}.beton"

@@ -23,7 +23,8 @@ from PIL import Image
 from loaders.names import available_cores
 from loaders.prep.convert import Target, convert
 from loaders.prep.encode import Settings, target_size
-from loaders.prep.sources import Source, open_source
+from loaders.prep.source import Source
+from loaders.prep.sources import open_source
 
 
 def main() -> None:

@@ -38,9 +38,10 @@ from torch import Tensor
 from cocor.build import build_method, build_target
 from cocor.config import Config, resolve
 from cocor.distributed import World
-from cocor.execution import WARM_UP, executable
+from cocor.execution import executable
 from cocor.launch import command
 from cocor.methods.base import Method, batch_statistics_only
+from cocor.recording import WARM_UP
 from cocor.step import TrainingStep
 from common import RESULTS, Column, describe_machine, device_slug, header, machine_line, row, write_json
 from loaders.batch import Batch

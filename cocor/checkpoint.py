@@ -9,23 +9,19 @@ is on disk. A damaged newest file is named and the one before it used. One rank 
 
 import logging
 import os
-import platform
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy
 import safetensors.torch
-import timm
 import torch
-import torchvision
 from torch import Tensor
 
-import cocor
 from cocor import atomic
 from cocor.config import FREE_TO_CHANGE, Config
 from cocor.run_folder import CHECKPOINTS as FOLDER
+from cocor.versions import versions
 from loaders.decode import describe as describe_fault
 from loaders.errors import UserError
 
@@ -68,13 +64,6 @@ def _remove(path: Path) -> None:
 def describe(config: Config, digest: str) -> dict[str, Any]:
     """What a checkpoint says about its run: configuration, versions, and the data set's digest."""
     return {"config": config.to_dict(), "versions": versions(), "dataset": digest}
-
-
-def versions() -> dict[str, str]:
-    """The versions that a result may depend on."""
-    packages = {"torch": torch, "torchvision": torchvision, "timm": timm, "numpy": numpy}
-    found = {name: str(package.__version__) for name, package in packages.items()}
-    return {"cocor": cocor.__version__, "python": platform.python_version(), **found}
 
 
 def load(path: Path) -> dict[str, Any]:

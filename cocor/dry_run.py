@@ -10,8 +10,9 @@ import yaml
 from torch import Tensor
 
 from cocor.distributed import barrier
-from cocor.execution import WARM_UP, executable
+from cocor.execution import executable
 from cocor.log import duration
+from cocor.recording import WARM_UP
 from cocor.run import Run
 from loaders.batch import Batch
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from cocor import atomic, run_lock
 from cocor.config import Config
 from cocor.run_lock import RunLock
+from cocor.versions import versions
 from loaders.errors import UserError
 from loaders.names import printable
 
@@ -137,10 +138,9 @@ def _save_config(config: Config, asked: Config) -> None:
 
     How many GPUs and threads this machine has is told, but not prescribed to the next one.
     """
-    from cocor import checkpoint  # with PyTorch behind it
 
-    versions = ", ".join(f"{name} {version}" for name, version in checkpoint.versions().items())
+    found = ", ".join(f"{name} {version}" for name, version in versions().items())
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     machine = f"{config.gpus or 'no'} GPUs here, {config.workers} threads a loader"
     kept = replace(config, gpus=asked.gpus, workers=asked.workers)
-    kept.save(config.output / CONFIG, f"{printable(command)}\n{versions}\n{machine}")
+    kept.save(config.output / CONFIG, f"{printable(command)}\n{found}\n{machine}")

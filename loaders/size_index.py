@@ -20,6 +20,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from loaders.cache import user_cache
 from loaders.decode import MAX_PIXELS, Header, ImageFault, decode_file, describe, read_header
 from loaders.folder import Listing
 from loaders.progress import track
@@ -106,8 +107,7 @@ def _key(listing: Listing) -> str:
 
 
 def _user_cache(root: Path) -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or tempfile.gettempdir(), ".cache")
-    return Path(base, "cocor", hashlib.sha256(os.fsencode(os.path.realpath(root))).hexdigest()[:16] + ".npz")
+    return Path(user_cache(), hashlib.sha256(os.fsencode(os.path.realpath(root))).hexdigest()[:16] + ".npz")
 
 
 def _read(place: Path, key: str, count: int) -> SizeIndex | None:

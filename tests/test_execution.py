@@ -10,7 +10,8 @@ from torch import Tensor
 from cocor.build import build_method, build_target
 from cocor.config import Config, resolve
 from cocor.distributed import World
-from cocor.execution import LONG_RUN, WARM_UP, RecordedStep, choose, compile_backbones, executable, uncompiled
+from cocor.execution import LONG_RUN, choose, compile_backbones, executable, uncompiled
+from cocor.recording import WARM_UP, RecordedStep
 from cocor.skip import SkippingStep
 from cocor.step import TrainingStep
 from loaders.batch import Batch

@@ -18,7 +18,8 @@ from loaders.errors import UserError
 from loaders.names import printable
 from loaders.prep.arguments import Parser, fraction, whole
 from loaders.prep.output import refuse_existing, refuse_overlap
-from loaders.prep.sources import Source, open_source
+from loaders.prep.source import Source
+from loaders.prep.sources import open_source
 
 _MOST_WORKERS = 1024
 _SOURCES = "a folder, ILSVRC's tars, a folder of WebDataset tars or parquet shards, or a .beton file"

@@ -24,7 +24,7 @@ from loaders.prep.encode import Encoded, Settings, encode_all
 from loaders.prep.output import refuse_existing, refuse_overlap, staged
 from loaders.prep.pool import in_order
 from loaders.prep.record import Record, content_digest
-from loaders.prep.sources import Source
+from loaders.prep.source import Source
 from loaders.prep.tree import TreeWriter
 from loaders.progress import track
 

@@ -19,6 +19,7 @@ from statistics import NormalDist
 import numpy as np
 from PIL import Image
 
+from loaders.cache import user_cache
 from loaders.errors import UserError
 from loaders.prep.output import staged
 from loaders.private import private_folder
@@ -114,8 +115,7 @@ def _write(work: Path, photographs: dict[str, Image.Image]) -> None:
 def default_folder() -> Path:
     """``cocor/demo`` in the user's cache folder (``$XDG_CACHE_HOME``, else ``~/.cache``), in a folder that exists and
     can be written unless the set is there already; else in the temporary folder. UserError if there is no place."""
-    home = os.path.expanduser("~/.cache")  # noqa: PTH111 (a Path's own raises where there is no home)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or home) / "cocor"
+    cache = user_cache()
     for place in (lambda: cache, private_folder):
         with suppress(OSError):
             folder = place()

@@ -13,7 +13,7 @@ from loaders.names import printable
 from loaders.prep.labels import names_digest
 from loaders.prep.output import staged
 from loaders.prep.record import Record, read_folder_record
-from loaders.prep.sources import Source
+from loaders.prep.source import Source
 
 _COLUMNS, _ROWS, _TILE, _CAPTION = 10, 8, 96, 14  # of the sheet: counts, then pixels
 

@@ -20,7 +20,7 @@ from loaders.errors import UserError
 from loaders.labels import read_names
 from loaders.names import bare, printable
 from loaders.prep.output import staged
-from loaders.prep.sources import Source
+from loaders.prep.source import Source
 from loaders.split import stratified_split
 
 _DIGEST, _DATA = b"# sha256 of the names: ", b"# sha256 of the data set's names and labels: "

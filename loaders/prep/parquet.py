@@ -14,7 +14,7 @@ from typing import Any
 from loaders.errors import UserError
 from loaders.names import printable
 from loaders.prep.locator import ParquetBytes
-from loaders.prep.sources import Source, make_source, pad_numbers
+from loaders.prep.source import Source, make_source, pad_numbers
 from loaders.regular import open_regular
 
 _IMAGE_NAMES = ("image", "img", "jpg", "jpeg", "png")

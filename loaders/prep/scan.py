@@ -21,7 +21,7 @@ from loaders.names import available_cores, printable
 from loaders.prep.convert import CHUNK
 from loaders.prep.locator import Locator
 from loaders.prep.pool import in_order, one_at_a_time
-from loaders.prep.sources import Source
+from loaders.prep.source import Source
 from loaders.progress import track
 
 Status = Literal["good", "repair", "reject"]

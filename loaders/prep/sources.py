@@ -6,84 +6,22 @@ images in the order that :func:`loaders.dataset.open_folder` gives to class fold
 """
 
 import os
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-
-import numpy as np
-import numpy.typing as npt
 
 from loaders.beton import RAW, is_beton, open_beton
 from loaders.dataset import open_folder
 from loaders.errors import UserError
-from loaders.folder import is_hidden, sort_key
-from loaders.labels import class_first, read_labels
-from loaders.names import printable, stays_inside
+from loaders.folder import is_hidden
+from loaders.names import printable
 from loaders.prep.locator import FileBytes, Locator, RawPixels, Stretch
+from loaders.prep.parquet import open_parquet
 from loaders.prep.record import FOLDER_RECORD
+from loaders.prep.source import Source, labels_from_list, make_source
+from loaders.prep.tars import open_tars
 from loaders.size_index import CACHE_NAME
 
-_LONGEST_NAME = 255  # bytes
-_MOST_DIGITS = 20  # of a class number
 _ACCEPTED = "a folder, .tar, .parquet or .beton"
-
-
-@dataclass(frozen=True, eq=False)
-class Source:
-    """N images and where they lie.
-
-    - ``names``: relative names; ``labels`` int64 (N,), place in ``classes`` or -1.
-    - ``faults``: (name, reason) of what is already known to be unusable.
-    - ``locate(i)``: where image i's bytes are.
-    - ``sizes`` int32 (N, 2): height and width of the upright images, where they are known already.
-    - ``hidden``: how many hidden files and folders were passed over, where that was counted.
-    - ``in_order``: the images already have the order in which training sees them.
-    """
-
-    path: Path
-    kind: str
-    names: list[str]
-    labels: npt.NDArray[np.int64]
-    classes: list[str]
-    faults: list[tuple[str, str]]
-    locate: Callable[[int], Locator]
-    sizes: npt.NDArray[np.int32] | None = None
-    hidden: int = 0
-    in_order: bool = False
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def order(self) -> list[int]:
-        """The order in which the images are stored, and in which training sees them: by name, but as in a file."""
-        if self.in_order:
-            return list(range(len(self)))
-        return sorted(range(len(self)), key=lambda i: sort_key(self.names[i]))
-
-    def keep_classes(self, wanted: Sequence[str]) -> "Source":
-        """Only the images of the classes ``wanted``, numbered in sorted order. Raises on an unknown class."""
-        unknown = sorted(set(wanted) - set(self.classes))
-        if unknown:
-            raise UserError(
-                f"{printable(self.path)}: has no class {printable(unknown[0])}"
-                + (f" (nor {len(unknown) - 1} more of the list)" if len(unknown) > 1 else "")
-            )
-        classes = sorted(set(wanted))
-        places = {name: i for i, name in enumerate(classes)}
-        new = np.array([places.get(name, -1) for name in self.classes] + [-1], np.int64)[self.labels]
-        chosen = np.flatnonzero(new >= 0)
-        locate = self.locate
-        kept = [(name, reason) for name, reason in self.faults if name.partition("/")[0] in places or "/" not in name]
-        return replace(
-            self,
-            names=[self.names[i] for i in chosen],
-            labels=new[chosen],
-            classes=classes,
-            faults=kept,
-            locate=lambda i: locate(int(chosen[i])),
-            sizes=None if self.sizes is None else self.sizes[chosen],
-        )
 
 
 def open_source(
@@ -108,13 +46,9 @@ def open_source(
     else:
         shards = [place]
     if shards[0].suffix == ".parquet":
-        from loaders.prep.parquet import open_parquet
-
         _refuse_labels(place, labels)
         return open_parquet(place, shards)
     if shards[0].suffix == ".tar":
-        from loaders.prep.tars import open_tars
-
         return open_tars(place, shards, labels)
     raise UserError(f"{printable(place)}: give {_ACCEPTED}; unpack a compressed tar first")
 
@@ -184,59 +118,3 @@ def _from_beton(path: Path, labels: str | Path | None) -> Source:
     names = [file.names[row] for row in rows]
     source = make_source(path, "beton", names, label_of, faults, locate, file.classes)
     return replace(source, sizes=file.sizes[rows], in_order=labels is None)
-
-
-def labels_from_list(
-    path: str | Path, names: Sequence[str]
-) -> tuple[list[int], list[str | None], list[tuple[str, str]]]:
-    """Places of the images that a label file names, their labels, and (name, reason) of what does not fit."""
-    found, faults = read_labels(Path(path), names)
-    missing = f"no label in {printable(path)}"
-    faults += [(name, missing) for i, name in enumerate(names) if i not in found]
-    places = sorted(found)
-    return places, [found[i] for i in places], faults
-
-
-def make_source(
-    path: Path,
-    kind: str,
-    names: Sequence[str],
-    label_of: Sequence[str | None],
-    faults: list[tuple[str, str]],
-    locate: Callable[[int], Locator],
-    classes: Sequence[str] = (),
-) -> Source:
-    """A source from class names instead of numbers, its images named class first. ``classes`` may add empty ones."""
-    if not names and not faults:
-        raise UserError(f"{printable(path)}: holds no images; check the path")
-    known = sorted({label for label in label_of if label is not None}.union(classes))
-    for label in known:
-        if not _names_a_folder(label):
-            shown = repr(label if len(label) < 80 else f"{label[:80]}...")
-            raise UserError(f"{printable(path)}: {shown} cannot name a class folder; rename that class")
-    astray = next((name for name in names if not stays_inside(name)), None)
-    if astray is not None:
-        raise UserError(f"{printable(path)}: {printable(astray)} would leave the target folder; rename that image")
-    places = {name: i for i, name in enumerate(known)}
-    labels = np.array([-1 if label is None else places[label] for label in label_of], np.int64)
-    stored = [class_first(name, label) for name, label in zip(names, label_of, strict=True)]
-    double = next((name for name, count in Counter(stored).items() if count > 1), None)
-    if double is not None:
-        raise UserError(f"{printable(path)}: two images are named {printable(double)}; remove or rename one")
-    return Source(path, kind, stored, labels, known, faults, locate)
-
-
-def _names_a_folder(label: str) -> bool:
-    try:
-        length = len(os.fsencode(label))
-    except UnicodeEncodeError:  # half of a surrogate pair, as JSON can hold
-        return False
-    return 0 < length <= _LONGEST_NAME and not is_hidden(label) and not set(label) & set("/\0\n")
-
-
-def pad_numbers(labels: Sequence[str | None]) -> list[str | None]:
-    """Numeric labels with leading zeros, so that text order is their order by value; other labels as they are."""
-    if all(label is None or (label.isdecimal() and len(label) <= _MOST_DIGITS) for label in labels):
-        width = max((len(label) for label in labels if label is not None), default=0)
-        return [None if label is None else label.zfill(width) for label in labels]
-    return list(labels)

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from loaders.errors import UserError
 from loaders.names import IMAGE_SUFFIXES, printable
 from loaders.prep.locator import Stretch
-from loaders.prep.sources import Source, labels_from_list, make_source, pad_numbers
+from loaders.prep.source import Source, labels_from_list, make_source, pad_numbers
 from loaders.prep.tar_members import list_tar
 
 _IMAGES = frozenset(f".{suffix}" for suffix in IMAGE_SUFFIXES)
