@@ -123,7 +123,7 @@ def all_passes(step: TrainingStep, batch: Batch, labelled: Batch) -> None:
     torch.autograd.grad(loss, parameters, allow_unused=True)
     for stream in step.streams:
         torch.cuda.current_stream().wait_stream(stream)
-    if step.learns_target:
+    if step.guide is not None:
         with step.autocast(), batch_statistics_only(method.backbone):
             output = method.backbone(labelled.original).sum()
         torch.autograd.grad(output, backbone)

@@ -14,7 +14,7 @@ A step never waits for the device. What the host decides (learning rates) is wri
 (``cocor.execution``).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,14 +27,14 @@ from torch.optim import Optimizer
 from cocor.config import Config
 from cocor.consistency import Consistency, abs_loss, latent_similarity, normalised, softplus_loss
 from cocor.distributed import mean_over_ranks, reduce_gradients
+from cocor.guide import Guide, Timer
 from cocor.hypergradient import Measured, exact, inner_products, released, sample_inner_products, taylor
-from cocor.methods.base import Method, batch_statistics_only, feature_size
-from cocor.optimiser import build_optimiser, rates_to_device, set_rate, sgd, state_of, trust_ratios
+from cocor.methods.base import Method
+from cocor.optimiser import build_optimiser, rates_to_device, set_rate, state_of, trust_ratios
 from cocor.schedule import Cosine
 from loaders.batch import Batch
 
 Metrics = dict[str, Tensor]
-Timer = Callable[[str], AbstractContextManager[object]]
 
 
 @dataclass
@@ -80,26 +80,18 @@ class TrainingStep:
         self.timer: Timer = nullcontext  # told what is being worked on, see cocor.profile
         self.streams: list[torch.cuda.Stream] = []  # where to run the lengths beside the contrastive part, if anywhere
         self.learning_rate = config.lr  # the encoder's in the last step
-        total, epoch = config.epochs * steps_per_epoch, steps_per_epoch
-        self.schedule = Cosine(total, warmup=config.warmup_epochs * epoch, final=config.final_lr)
+        total = config.epochs * steps_per_epoch
+        self.schedule = Cosine(total, warmup=config.warmup_epochs * steps_per_epoch, final=config.final_lr)
         method.total_steps = total
         self.optimiser = build_optimiser(config, method)
         self.parameters = [p for group in self.optimiser.param_groups for p in group["params"]]
-        self.learns_target = target is not None and any(p.requires_grad for p in target.parameters())
-        if self.learns_target:
-            assert target is not None and classes is not None
-            self.classifier = nn.Linear(feature_size(method.backbone), classes).to(self.device)
-            self.target_optimiser = sgd(target.parameters(), config.mmnn_lr, config.mmnn_momentum)
-            self.classifier_optimiser = sgd(
-                self.classifier.parameters(), config.classifier_lr, 0.9, config.classifier_weight_decay
-            )
-            # A run shorter than the MMNN's wait and warm-up learns it from the start: better than never.
-            wait, warmup = config.mmnn_wait_epochs * epoch, config.mmnn_warmup_epochs * epoch
-            patient = wait + warmup < total
-            self.target_schedule = Cosine(total, warmup=warmup, wait=wait) if patient else Cosine(total)
-            self.classifier_schedule = Cosine(total)
-            owned = {id(p) for p in method.backbone.parameters()}
-            self.in_backbone = [id(p) in owned for p in self.parameters]
+        self.guide: Guide | None = None
+        if target is not None and any(p.requires_grad for p in target.parameters()):
+            assert classes is not None
+            self.guide = Guide(
+                config, method, target, classes, self.parameters,
+                steps_per_epoch=steps_per_epoch, autocast=self.autocast,
+            )  # fmt: skip
 
     def __call__(self, batch: Batch, labelled: Batch | None, step: int) -> Metrics:
         """Make optimiser step number ``step`` of the run; returns detached scalars, not yet read from the device."""
@@ -112,11 +104,8 @@ class TrainingStep:
         self.learning_rate = config.lr * factor
         for group in self.optimiser.param_groups:
             set_rate(group, config.lr if group["fixed_lr"] else self.learning_rate)
-        if self.learns_target:
-            for group in self.target_optimiser.param_groups:
-                set_rate(group, config.mmnn_lr * self.target_schedule(step))
-            for group in self.classifier_optimiser.param_groups:
-                set_rate(group, config.classifier_lr * self.classifier_schedule(step))
+        if self.guide is not None:
+            self.guide.set_rates(step)
 
     def compute(self, batch: Batch, labelled: Batch | None) -> Metrics:
         """The step itself, at the learning rates that are set."""
@@ -135,9 +124,9 @@ class TrainingStep:
         with self.timer("communication"):
             reduce_gradients([p.grad for p in self.parameters if p.grad is not None])
 
-        if pull is not None and self.learns_target:
+        if pull is not None and self.guide is not None:
             assert labelled is not None
-            metrics |= self._step_all(batch, labelled, contrastive.detach(), pull)
+            metrics |= self._step_all(self.guide, batch, labelled, contrastive.detach(), pull)
         else:
             with self.timer("optimiser"):
                 self.optimiser.step()
@@ -172,10 +161,7 @@ class TrainingStep:
 
     def _parts(self) -> dict[str, Any]:
         parts: dict[str, Any] = {"method": self.method, "optimiser": self.optimiser}
-        if self.learns_target:
-            parts |= {"mmnn": self.target, "mmnn_optimiser": self.target_optimiser}
-            parts |= {"classifier": self.classifier, "classifier_optimiser": self.classifier_optimiser}
-        return parts
+        return parts if self.guide is None else parts | self.guide.parts()
 
     def autocast(self) -> AbstractContextManager[None]:
         return torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32)
@@ -264,16 +250,16 @@ class TrainingStep:
 
     # --- the bi-level part -------------------------------------------------------------------------------------------
 
-    def _step_all(self, batch: Batch, labelled: Batch, contrastive: Tensor, pull: _Pull) -> Metrics:
+    def _step_all(self, guide: Guide, batch: Batch, labelled: Batch, contrastive: Tensor, pull: _Pull) -> Metrics:
         """Steps of encoder, MMNN and classifier."""
         config = self.config
-        before = self._measure(batch, labelled, contrastive, pull) if config.hypergradient != "exact" else None
+        before = self._measure(guide, labelled, contrastive, pull) if config.hypergradient != "exact" else None
         old = self._weights_copy() if config.consistency == "abs" and before is None else None
         ratios = trust_ratios(self.optimiser) if before is None else None
         with self.timer("optimiser"):
             self.optimiser.step()
         with self.timer("labelled"):
-            cross_entropy, accuracy, backbone_gradient = self._classify(labelled)
+            cross_entropy, accuracy, gradient = guide.classify(labelled)
         curvature = config.consistency_weight * pull.consistency.curvature
         if before is not None:
             after, moved = self._remeasure(batch, pull, cross_entropy)
@@ -283,48 +269,20 @@ class TrainingStep:
                 surrogate = taylor(pull.target, curvature, before, after)
         else:
             if ratios is not None:  # what a step moves a weight by is part of its derivative
-                inside = [ratio for ratio, is_in in zip(ratios, self.in_backbone, strict=True) if is_in]
-                backbone_gradient = list(torch._foreach_mul(backbone_gradient, inside))
-            products = self._products(batch, pull, backbone_gradient, old)
+                gradient = list(torch._foreach_mul(gradient, guide.of_backbone(ratios)))
+            products = self._products(guide, batch, pull, gradient, old)
             surrogate = exact(pull.target, curvature, products, self.optimiser.param_groups[0]["lr"])
-        self.target_optimiser.zero_grad(set_to_none=True)
-        surrogate.backward()
-        assert self.target is not None
-        with self.timer("communication"):
-            reduce_gradients([p.grad for p in self.target.parameters() if p.grad is not None])
-        with self.timer("optimiser"):
-            self.target_optimiser.step()
-            self.classifier_optimiser.step()
-        norm = torch.stack([p.grad.norm() for p in self.target.parameters() if p.grad is not None]).norm()
+        norm = guide.step(surrogate, self.timer)
         return {"labelled_loss": cross_entropy, "labelled_accuracy": accuracy, "hypergradient_norm": norm}
 
-    def _classify(self, labelled: Batch) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Cross-entropy, accuracy and the backbone's gradient over all ranks; the classifier's goes to ``.grad``."""
-        logits = self._logits(labelled)
-        cross_entropy = F.cross_entropy(logits, labelled.label)
-        backbone = [p for p, inside in zip(self.parameters, self.in_backbone, strict=True) if inside]
-        heads = list(self.classifier.parameters())
-        gradients = list(torch.autograd.grad(cross_entropy, [*backbone, *heads]))
-        reduce_gradients(gradients)
-        for parameter, gradient in zip(heads, gradients[len(backbone) :], strict=True):
-            parameter.grad = gradient
-        accuracy = (logits.argmax(1) == labelled.label).float().mean()
-        means = mean_over_ranks(torch.stack([cross_entropy.detach(), accuracy]))
-        return means[0], means[1], gradients[: len(backbone)]
-
-    def _logits(self, labelled: Batch) -> Tensor:
-        """The classifier's output in its own precision, not in autocast's."""
-        with self.autocast(), batch_statistics_only(self.method.backbone):
-            features = self.method.backbone(labelled.original)
-        return self.classifier(features.to(self.classifier.weight.dtype))
-
-    def _products(self, batch: Batch, pull: _Pull, gradient: list[Tensor], old: dict[str, Tensor] | None) -> Tensor:
+    def _products(
+        self, guide: Guide, batch: Batch, pull: _Pull, gradient: list[Tensor], old: dict[str, Tensor] | None
+    ) -> Tensor:
         """Inner products of the similarities' gradients with the cross-entropy's: a length, or (abs) a sample."""
         if old is None:
-            kept = [[g for g, inside in zip(row, self.in_backbone, strict=True) if inside] for row in pull.gradients]
-            return inner_products(kept, gradient, mean_over_ranks)
+            return inner_products([guide.of_backbone(row) for row in pull.gradients], gradient, mean_over_ranks)
         known = {id(p): name for name, p in self.method.named_parameters()}
-        names = [known[id(p)] for p, inside in zip(self.parameters, self.in_backbone, strict=True) if inside]
+        names = [known[id(p)] for p in guide.of_backbone(self.parameters)]
         direction = dict(zip(names, gradient, strict=True))
         with self.autocast():
             return sample_inner_products(self.method, batch.composites, pull.originals, direction, old)
@@ -332,10 +290,10 @@ class TrainingStep:
     def _weights_copy(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.method.named_parameters() if p.requires_grad}
 
-    def _measure(self, batch: Batch, labelled: Batch, contrastive: Tensor, pull: _Pull) -> Measured:
+    def _measure(self, guide: Guide, labelled: Batch, contrastive: Tensor, pull: _Pull) -> Measured:
         loss = mean_over_ranks(contrastive) + self.config.consistency_weight * pull.consistency.loss.detach()
         with torch.no_grad():
-            cross_entropy = mean_over_ranks(F.cross_entropy(self._logits(labelled), labelled.label))
+            cross_entropy = mean_over_ranks(F.cross_entropy(guide.logits(labelled), labelled.label))
         return Measured(loss, cross_entropy, self._compared(pull.similarity, pull.consistency))
 
     @torch.no_grad()

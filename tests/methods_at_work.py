@@ -74,7 +74,7 @@ def steps(
                 parameter.fill_(0.5)
     torch.manual_seed(0)
     step = TrainingStep(config, method, target, CLASSES, steps_per_epoch=STEPS)
-    parts: dict[str, nn.Module] = {"method": method, "mmnn": target, "classifier": step.classifier}
+    parts: dict[str, nn.Module] = {"method": method, "mmnn": target, "classifier": step.guide.classifier}
     for part in parts.values():
         part.to(dtype)
     done: dict[str, Tensor] = {}

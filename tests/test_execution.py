@@ -12,6 +12,7 @@ from cocor.config import Config, resolve
 from cocor.distributed import World
 from cocor.execution import LONG_RUN, choose, compile_backbones, executable, uncompiled
 from cocor.recording import WARM_UP, RecordedStep
+from cocor.schedule import Cosine
 from cocor.skip import SkippingStep
 from cocor.step import TrainingStep
 from loaders.batch import Batch
@@ -187,13 +188,13 @@ class TestOnGpu:
         pairs = list(batches(step.config, GPU.device, WARM_UP + 2))
         for number, pair in enumerate(pairs):
             execute(*pair, number)
-        assert step.target is not None
-        learning = [*step.parameters, *step.target.parameters(), *step.classifier.parameters()]
+        assert step.guide is not None
+        learning = [*step.parameters, *step.guide.mmnn.parameters(), *step.guide.classifier.parameters()]
         before = [weight.detach().clone() for weight in learning]
         execute(*pairs[0], len(pairs))
         assert not any(torch.equal(new, old) for new, old in zip(learning[:3], before[:3], strict=True))
         before = [weight.detach().clone() for weight in learning]
-        step.schedule = step.target_schedule = step.classifier_schedule = lambda _: 0.0  # type: ignore[assignment]
+        step.schedule = step.guide.mmnn_schedule = step.guide.classifier_schedule = Cosine(1, wait=1)
         execute(*pairs[0], len(pairs))
         assert all(torch.equal(new, old) for new, old in zip(learning, before, strict=True))
 
