@@ -6,6 +6,8 @@ import pytest
 import timm.layers
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from cocor.methods import shuffle
@@ -153,6 +155,39 @@ def test_training_goes_on_from_a_state_dict(make: Callable[[], Method]) -> None:
     resumed.load_state_dict(copy.deepcopy(method.state_dict()))
     assert steps(method, 2, 2) == steps(resumed, 2, 2)
     assert same(method.state_dict(), resumed.state_dict())
+
+
+class _Step(nn.Module):
+    """``forward`` is all that a method does in a step."""
+
+    def __init__(self, method: Method) -> None:
+        super().__init__()
+        self.method = method
+
+    def forward(self, views: Tensor, labels: Tensor) -> Tensor:
+        loss = self.method.contrastive(views, labels)
+        self.method.after_step()
+        return loss
+
+
+@METHODS
+@torch.no_grad()
+def test_a_recorded_step_played_back_is_the_step(make: Callable[[], Method]) -> None:
+    """Nothing that changes from step to step (momentum, order of keys, place in the queue) may be a number of Python's,
+    which a CUDA graph would keep as it was. Here the operations on tensors are recorded, which shows it on the CPU."""
+    written, recorded = _Step(make()), _Step(make())
+    state = dict(recorded.state_dict(keep_vars=True))
+    saved = {name: value.clone() for name, value in state.items()}
+    play = make_fx(lambda state, *batch: functional_call(recorded, state, batch))(state, images(2, 6), LABELS)
+    for name, value in saved.items():
+        state[name].copy_(value)
+    for step in range(3):
+        for method in (written.method, recorded.method):
+            for parameter in method.backbone.parameters():
+                parameter.mul_(1.1)
+        batch = images(2, 6, seed=step), LABELS.roll(step)
+        assert torch.equal(play(state, *batch), written(*batch)), step
+        assert same(dict(recorded.state_dict()), dict(written.state_dict())), step
 
 
 @METHODS
