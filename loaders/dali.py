@@ -4,8 +4,9 @@
 
 DALI draws nothing; it is told which files and which boxes (:mod:`loaders.dali_input`). On a GPU decoding is "mixed":
 nvJPEG and the card's JPEG engines; crops never leave the GPU, and the batches of several small steps are decoded
-together. An error ends a DALI pipeline: another one is built and does again what was in flight, without the cause
-(:mod:`loaders.dali_faults`).
+together. On the CPU DALI only decodes, and the resizes are ours (:mod:`loaders.kernels.resize`), which take a fraction
+of the time of its own. An error ends a DALI pipeline: another one is built and does again what was in flight, without
+the cause (:mod:`loaders.dali_faults`).
 """
 
 import resource
@@ -27,6 +28,7 @@ from loaders.dali_input import Feed, Request
 from loaders.dataset import ImageDataset, OnError
 from loaders.delivery import Delivery
 from loaders.jobs import Job
+from loaders.kernels.resize import resize_crops
 from loaders.order import BatchOrder
 from loaders.plan import ViewPlan
 from loaders.stored import StoredDataset
@@ -65,6 +67,7 @@ class DaliLoader:
         self._feed = Feed(self._delivery)
         self._recovery = Recovery(self._delivery, self._feed)
         self._hw_decoder_load = hw_decoder_load
+        self._crops_by_dali = self._delivery.on_gpu or plan.filter != "bilinear"
         # A GPU decodes large batches faster than small ones, and DALI's cost on the host is a batch's, not an image's.
         self._steps_at_once = -(-_GPU_BATCH // order.local_batch_size) if self._delivery.on_gpu else 1
         self._pipeline: Any = None
@@ -113,13 +116,27 @@ class DaliLoader:
         stream = torch.cuda.current_stream(self._delivery.device) if self._delivery.on_gpu else None
         while True:
             try:
-                (crops,) = self._pipeline.run(stream)
-                return torch.from_dlpack(crops.as_tensor())
+                (output,) = self._pipeline.run(stream)
+                return torch.from_dlpack(output.as_tensor()) if self._crops_by_dali else self._crop(output)
             except StopIteration:
                 return None
             except (RuntimeError, MemoryError) as error:
                 fault = error.with_traceback(None)  # whose frames would keep the dead pipeline and its memory
             self._start_anew(fault)
+
+    def _crop(self, images: Any) -> Tensor:
+        """The crops of the oldest request's whole images, made in the pool's threads."""
+        request, size = self._in_flight[0], self._delivery.plan.size
+        crops = self._delivery.room(request.jobs[0])
+        out, boxes = crops.numpy(), request.boxes.astype(np.int32)
+
+        def work(place: int) -> None:
+            pixels = np.asarray(images[place])
+            height, width, _ = pixels.shape
+            resize_crops(pixels.reshape(-1), height, width, boxes[place], size, out[place])
+
+        list(self._pool.map(work, range(len(images))))
+        return crops
 
     def _start_anew(self, fault: Exception) -> None:
         """Build a pipeline to do again what was in flight when ``fault`` ended the last one. Raises what remains."""
@@ -148,6 +165,8 @@ class DaliLoader:
         request = self._feed.renewed(request, self._pool)
         self._in_flight.append(request)
         inputs: list[Any] = [request.files]
+        if not self._crops_by_dali:
+            return inputs
         begin, end = request.boxes[..., :2], request.boxes[..., :2] + request.boxes[..., 2:]
         for crop in range(begin.shape[1]):
             inputs += [np.ascontiguousarray(begin[:, crop]), np.ascontiguousarray(end[:, crop])]
@@ -161,7 +180,7 @@ class DaliLoader:
             batch_size=self._steps_at_once * self._delivery.order.local_batch_size,
             crops=self._delivery.plan.layout.crops,
             size=self._delivery.plan.size,
-            filter=self._delivery.plan.filter,
+            filter=self._delivery.plan.filter if self._crops_by_dali else None,
             threads=max(1, self._delivery.workers),
             device_id=self._delivery.device.index if on_gpu else None,
             ahead=_AHEAD,

@@ -36,7 +36,7 @@ def build_pipeline(
     batch_size: int,
     crops: int,
     size: int,
-    filter: Filter,
+    filter: Filter | None,
     threads: int,
     device_id: int | None,
     ahead: int,
@@ -45,8 +45,9 @@ def build_pipeline(
     """A pipeline with one output, the crops uint8 (C, S, S, 3) of each sample, on the GPU if there is a ``device_id``.
 
     ``source`` gives a batch's file names (bytes as uint8), or the files' bytes if they are ``in_memory``, and then, for
-    each crop, the begin and the end (y, x) of its region, float32 (B, 2) in pixels. ``gpu_decoder`` holds options of
-    the mixed decoder; ``ahead`` is how many batches DALI works on at once.
+    each crop, the begin and the end (y, x) of its region, float32 (B, 2) in pixels. Without a ``filter`` the output is
+    the whole images uint8 (H, W, 3), and ``source`` gives files only. ``gpu_decoder`` holds options of the mixed
+    decoder; ``ahead`` is how many batches DALI works on at once.
     """
     dali = load_dali()
     fn, types = dali.fn, dali.types
@@ -59,13 +60,16 @@ def build_pipeline(
         exec_dynamic=True,  # outputs stay valid for as long as someone holds them
     )
     def crops_of_files() -> Any:
-        files, *corners = fn.external_source(source=source, num_outputs=1 + 2 * crops, batch=True)
+        inputs = 1 if filter is None else 1 + 2 * crops
+        files, *corners = fn.external_source(source=source, num_outputs=inputs, batch=True)
         images = fn.decoders.image(
             files if in_memory else fn.io.file.read(files),
             device="cpu" if device_id is None else "mixed",
             output_type=types.RGB,
             **gpu_decoder,
         )
+        if filter is None:
+            return images
         resized = [
             fn.resize(
                 images,
