@@ -29,17 +29,22 @@ class SkippingStep:
 
     @torch.no_grad()
     def __call__(self, batch: Batch, labelled: Batch | None, number: int) -> Metrics:
-        for name, tensor in _tensors(self._step.state_dict()):
+        for name, tensor in self._state():
             room = self._before.get(name)
             self._before[name] = tensor.clone() if room is None else room.copy_(tensor)
         with torch.enable_grad():
             metrics = self._execute(batch, labelled, number)
         fine = self._finite(metrics["loss"])
-        for name, tensor in _tensors(self._step.state_dict()):
+        for name, tensor in self._state():
             # An optimiser makes its moments in its first step; without a gradient they are 0.
             old = self._before.get(name, torch.zeros_like(tensor))
             tensor.copy_(torch.where(fine, tensor, old))
         return metrics | {"skipped": (~fine).float()}
+
+    def _state(self) -> Iterator[tuple[str, Tensor]]:
+        """What a step may change, by name. Not the step's ``state_dict``, which waits for learning rates."""
+        for name, part in self._step.parts().items():
+            yield from _tensors(part.state_dict(), name)
 
     def _finite(self, loss: Tensor) -> Tensor:
         """Whether the loss of all ranks and the weights, which all ranks share, are finite: bool (), on the device."""

@@ -141,25 +141,26 @@ class TrainingStep:
         """Everything a later process needs to go on from here: weights, queues, moving averages and momenta."""
         return {
             name: state_of(part) if isinstance(part, Optimizer) else part.state_dict()
-            for name, part in self._parts().items()
+            for name, part in self.parts().items()
         }
 
     def weights(self) -> list[Tensor]:
         """All that is learned, detached: it must be finite, and is the same on all ranks."""
-        modules = [part for part in self._parts().values() if isinstance(part, nn.Module)]
+        modules = [part for part in self.parts().values() if isinstance(part, nn.Module)]
         return [p.detach() for module in modules for p in module.parameters()]
 
     def rates_to_device(self) -> None:
         """Let ``compute`` find its learning rates on the device, hence in a recording of it too."""
-        for part in self._parts().values():
+        for part in self.parts().values():
             if isinstance(part, Optimizer):
                 rates_to_device(part)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, part in self._parts().items():
+        for name, part in self.parts().items():
             part.load_state_dict(state[name])
 
-    def _parts(self) -> dict[str, Any]:
+    def parts(self) -> dict[str, Any]:
+        """All modules and optimisers that have a state, by their name in a checkpoint."""
         parts: dict[str, Any] = {"method": self.method, "optimiser": self.optimiser}
         return parts if self.guide is None else parts | self.guide.parts()
 
