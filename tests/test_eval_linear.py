@@ -28,31 +28,73 @@ def test_it_reaches_scikit_learns_minimum(penalty: float) -> None:
     problem = SoftmaxRegression(data.values.double(), data.labels, 6)
     fit = problem.fit(penalty)
     peer = linear_model.LogisticRegression(C=1 / (2 * penalty), fit_intercept=False, max_iter=20000, tol=1e-10)
-    peer.fit(problem.inputs.numpy(), data.labels.numpy())
+    peer.fit(torch.nn.functional.pad(data.values.double(), (0, 1), value=1.0).numpy(), data.labels.numpy())
     theirs = problem.objective(torch.from_numpy(np.ascontiguousarray(peer.coef_.T)), penalty)
     assert fit.converged and abs(fit.loss - theirs) <= 1e-4 * max(1.0, theirs)
     assert fit.loss <= theirs * (1 + 1e-9) + 1e-9
     torch.testing.assert_close(fit.loss, problem.objective(fit.weights, penalty), rtol=1e-10, atol=1e-9)
 
 
-def test_the_compact_memory_is_the_bfgs_update() -> None:
-    """Against the update of the dense inverse Hessian, scaled by the newest pair, the oldest pairs forgotten."""
+def test_the_compact_memory_is_the_bfgs_update_of_every_problem() -> None:
+    """Against the update of the dense inverse Hessian, scaled by the newest pair, the oldest pairs forgotten; a pair of
+    negative curvature takes a place but has no effect."""
     generator = torch.Generator().manual_seed(0)
-    root = torch.randn(8, 8, generator=generator, dtype=torch.float64)
-    hessian = root @ root.T + torch.eye(8)
-    steps = torch.randn(7, 8, generator=generator, dtype=torch.float64)
-    memory = Memory(4, 8, steps)
-    for step in steps:
-        memory.add(step, hessian @ step)
-    memory.add(steps[0], -steps[0])  # useless: negative curvature
+    root = torch.randn(2, 8, 8, generator=generator, dtype=torch.float64)
+    hessians = root @ root.mT + torch.eye(8)
+    steps = torch.randn(7, 2, 8, generator=generator, dtype=torch.float64)
+    memory = Memory(4, 2, 8, steps)
+    gradient = torch.randn(2, 8, generator=generator, dtype=torch.float64)
+    assert torch.equal(memory.times(gradient), gradient)
+    for number, step in enumerate(steps):
+        change = torch.einsum("pij,pj->pi", hessians, step)
+        if number == 5:
+            change[1] = -change[1]
+        memory.add(step, change)
+        remembered = list(range(max(0, number - 3), number + 1))
+        found = memory.times(gradient)
+        for problem in range(2):
+            useful = [at for at in remembered if (problem, at) != (1, 5)]
+            expected = _inverse(hessians[problem], steps[useful, problem]) @ gradient[problem]
+            torch.testing.assert_close(found[problem], expected, rtol=1e-9, atol=1e-9)
+    memory.keep(torch.tensor([1]))
+    torch.testing.assert_close(memory.times(gradient[1:]), found[1:])
+
+
+def _inverse(hessian: Tensor, steps: Tensor) -> Tensor:
     newest = steps[-1]
     inverse = torch.eye(8).double() * (newest @ hessian @ newest) / (hessian @ newest).square().sum()
-    for step in steps[-4:]:
+    for step in steps:
         change = hessian @ step
         left = torch.eye(8) - torch.outer(step, change) / (step @ change)
         inverse = left @ inverse @ left.T + torch.outer(step, step) / (step @ change)
-    gradient = torch.randn(8, generator=generator, dtype=torch.float64)
-    torch.testing.assert_close(memory.times(gradient), inverse @ gradient, rtol=1e-9, atol=1e-9)
+    return inverse
+
+
+def test_penalties_solved_together_end_where_each_ends_alone() -> None:
+    data = clusters(300, 20)
+    problem = SoftmaxRegression(data.values.double(), data.labels, 6)
+    penalties = PENALTIES[16::3]
+    for penalty, fit in zip(penalties, problem.fit_all(penalties), strict=True):
+        alone = problem.fit(penalty)
+        assert fit.converged and alone.converged
+        assert fit.loss == pytest.approx(alone.loss, rel=1e-6, abs=1e-5)
+        assert fit.loss == pytest.approx(problem.objective(fit.weights, penalty), rel=1e-9)
+
+
+def test_fewer_images_than_dimensions_and_dependent_ones_have_the_same_minimum() -> None:
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    data = clusters(30, 21, dim=80)
+    values = torch.cat([data.values, data.values[:5]]).double()  # rank 30 of 35 images, 81 dimensions
+    labels = torch.cat([data.labels, data.labels[:5]])
+    problem = SoftmaxRegression(values, labels, 6)
+    fit = problem.fit(0.01)
+    peer = linear_model.LogisticRegression(C=50, fit_intercept=False, max_iter=20000, tol=1e-10)
+    peer.fit(torch.nn.functional.pad(values, (0, 1), value=1.0).numpy(), labels.numpy())
+    theirs = problem.objective(torch.from_numpy(np.ascontiguousarray(peer.coef_.T)), 0.01)
+    assert fit.converged and fit.loss == pytest.approx(theirs, rel=1e-5)
+    assert problem.objective(fit.weights, 0.01) == pytest.approx(fit.loss, rel=1e-9)
+    again = problem.fit(0.01, fit.weights)
+    assert again.iterations == 0
 
 
 def test_float32_comes_close_to_float64() -> None:

@@ -1,11 +1,11 @@
-"""The memory of L-BFGS in its compact form: a direction costs two matrix-vector products, not a loop over the pairs.
+"""The memory of L-BFGS for many problems at once, in compact form: a direction costs two batched products.
 
 With steps ``s`` and changes of the gradient ``y`` as rows of S and Y, R the upper triangle of S Y^T, D its diagonal and
 gamma = s.y / y.y of the newest pair, the approximate inverse Hessian is (Byrd, Nocedal & Schnabel 1994, equation 3.1)
 
     H g = gamma g + S^T v - gamma Y^T u,    u = R^-1 S g,    v = R^-T ((D + gamma Y Y^T) u - gamma Y g)
 
-On a GPU the usual two-loop recursion launches hundreds of small kernels an iteration, more than the problem itself.
+The usual two-loop recursion would launch hundreds of small kernels an iteration and problem.
 """
 
 import torch
@@ -13,44 +13,67 @@ from torch import Tensor
 
 
 class Memory:
-    """Up to ``pairs`` pairs of vectors of length ``size`` in the dtype and on the device of ``like``."""
+    """Up to ``pairs`` pairs of vectors of length ``size`` for each of ``problems``, in the dtype and on the device of
+    ``like``. All problems add a pair together; one whose pair is useless gets zeros, which have no effect."""
 
-    def __init__(self, pairs: int, size: int, like: Tensor) -> None:
-        self._steps, self._changes = like.new_zeros(pairs, size), like.new_zeros(pairs, size)
-        self._products = torch.zeros(pairs, pairs, dtype=torch.float64, device=like.device)  # S Y^T
+    def __init__(self, pairs: int, problems: int, size: int, like: Tensor) -> None:
+        self._pairs = pairs
+        self._steps, self._changes = like.new_zeros(2, problems, pairs, size)
+        self._products = torch.zeros(problems, pairs, pairs, dtype=torch.float64, device=like.device)  # S Y^T
         self._squares = torch.zeros_like(self._products)  # Y Y^T
-        self._order: list[int] = []  # places, oldest first
+        self._gamma = torch.ones(problems, 1, dtype=torch.float64, device=like.device)
+        self._added = 0
 
-    def __len__(self) -> int:
-        return len(self._order)
+    @property
+    def known(self) -> int:
+        """Places in use."""
+        return min(self._added, self._pairs)
 
-    def clear(self) -> None:
-        self._order = []
+    def keep(self, problems: Tensor) -> None:
+        """Forget all but these problems."""
+        self._steps, self._changes = self._steps[problems], self._changes[problems]
+        self._products, self._squares = self._products[problems], self._squares[problems]
+        self._gamma = self._gamma[problems]
 
     def add(self, step: Tensor, change: Tensor) -> None:
-        """Remember a pair in the place of the oldest, unless rounding has made their product useless."""
-        if not torch.dot(step, change) > 0:
-            return
-        full = len(self._order) == len(self._steps)
-        place = self._order.pop(0) if full else len(self._order)
-        self._order.append(place)
-        self._steps[place], self._changes[place] = step, change
-        self._products[:, place] = (self._steps @ change).double()
-        self._products[place] = (self._changes @ step).double()
-        self._squares[place] = self._squares[:, place] = (self._changes @ change).double()
+        """Remember pairs (problems, size) in the place of the oldest, but none whose product rounding has spoilt."""
+        product = (step * change).sum(1, keepdim=True).double()
+        useful = product > 0
+        self._gamma = torch.where(useful, product / change.square().sum(1, keepdim=True).double(), self._gamma)
+        place = self._added % self._pairs
+        self._added += 1
+        self._steps[:, place], self._changes[:, place] = step * useful, change * useful
+        along, across = self._times(self._changes[:, place])
+        self._products[:, : self.known, place] = along
+        self._products[:, place, place] = torch.where(useful, product, 1.0)[:, 0]  # zeros could not be solved for
+        self._squares[:, place, : self.known] = self._squares[:, : self.known, place] = across
 
     def times(self, gradient: Tensor) -> Tensor:
-        """The approximate inverse Hessian times ``gradient``; the gradient itself while the memory is empty."""
-        if not self._order:
+        """The approximate inverse Hessians times ``gradient`` (problems, size); itself while the memory is empty."""
+        if not self._added:
             return gradient
-        order = torch.tensor(self._order, device=gradient.device)
-        products, squares = (table[order][:, order] for table in (self._products, self._squares))
-        along, across = (self._steps @ gradient)[order].double(), (self._changes @ gradient)[order].double()
+        known = self.known
+        oldest = self._added % self._pairs if known == self._pairs else 0
+
+        def by_age(table: Tensor) -> Tensor:
+            axes = tuple(range(1, table.ndim))
+            return table[(slice(None), *[slice(known)] * len(axes))].roll((-oldest,) * len(axes), axes)
+
+        products, squares = by_age(self._products), by_age(self._squares)
+        along, across = map(by_age, self._times(gradient))
         upper = products.triu()
-        gamma = products[-1, -1] / squares[-1, -1]
-        u = torch.linalg.solve_triangular(upper, along[:, None], upper=True)
-        right = products.diagonal()[:, None] * u + gamma * (squares @ u - across[:, None])
-        v = torch.linalg.solve_triangular(upper.T, right, upper=False)
-        weights = gradient.new_zeros(2, len(self._steps))
-        weights[0, order], weights[1, order] = v[:, 0].to(gradient), (gamma * u[:, 0]).to(gradient)
-        return gamma.to(gradient) * gradient + weights[0] @ self._steps - weights[1] @ self._changes
+        u = torch.linalg.solve_triangular(upper, along[..., None], upper=True)
+        diagonal, gamma = products.diagonal(dim1=1, dim2=2)[..., None], self._gamma[..., None]
+        right = diagonal * u + gamma * (squares @ u - across[..., None])
+        v = torch.linalg.solve_triangular(upper.mT, right, upper=False)
+        in_place = torch.cat([v, gamma * u], dim=2).roll(oldest, 1).mT.to(gradient)  # (problems, 2, known)
+        steps = torch.bmm(in_place[:, :1], self._steps[:, :known])
+        return (
+            self._gamma.to(gradient) * gradient + (steps - torch.bmm(in_place[:, 1:], self._changes[:, :known]))[:, 0]
+        )
+
+    def _times(self, vector: Tensor) -> tuple[Tensor, Tensor]:
+        """S and Y times ``vector`` (problems, size): (problems, known) each."""
+        found = (torch.bmm(side[:, : self.known], vector[..., None]) for side in (self._steps, self._changes))
+        along, across = (product[..., 0].double() for product in found)
+        return along, across

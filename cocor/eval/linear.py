@@ -1,6 +1,6 @@
 """The linear probe of the paper's tables: regularised softmax regression on frozen features, solved to convergence.
 
-    train, val -> 45 penalties from 1e-6 to 1e5, each from the solution before -> the best on val
+    train, val -> 45 penalties from 1e-6 to 1e5, warm-started from strong to weak -> the best on val
     train + val -> refit from that solution -> test, once
 
 Protocol of AugSelf's transfer evaluation, which follows Kornblith et al. 2019 (see :mod:`cocor.eval.softmax` for the
@@ -168,19 +168,14 @@ def _search(
     metric: Metric,
     iterations: int,
 ) -> tuple[list[Trial], Tensor]:
-    """All trials in the order of ``penalties``, each from the solution before; and the best one's weights."""
-    trials: list[Trial] = []
-    weights: Tensor | None = None
-    best_weights = problem.start()
-    for penalty in penalties:
-        fit = problem.fit(penalty, weights, iterations=iterations, tolerance=_SEARCH_TOLERANCE)
-        weights = fit.weights
+    """All trials in the order of ``penalties``, and the best one's weights."""
+    fits = problem.fit_all(penalties, iterations=iterations, tolerance=_SEARCH_TOLERANCE)
+    trials = []
+    for penalty, fit in zip(penalties, fits, strict=True):
         predicted = _predict(val, fit)
         scores = top1(predicted, labels), class_mean(predicted, labels)
         trials.append(Trial(penalty, *scores, fit.iterations, fit.converged))
-        if _best(trials, metric) is trials[-1]:
-            best_weights = weights
-    return trials, best_weights
+    return trials, fits[trials.index(_best(trials, metric))].weights
 
 
 def _best(trials: list[Trial], metric: Metric) -> Trial:

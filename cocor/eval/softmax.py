@@ -1,26 +1,31 @@
-"""Softmax regression on frozen features, to convergence: full-batch L-BFGS with an exact line search.
+"""Softmax regression on frozen features, to convergence and for many penalties at once: full-batch L-BFGS.
 
     minimise  sum_i CE(W x_i + b, y_i) + w (|W|^2 + |b|^2)      (AugSelf's objective; Kornblith et al. 2019 and others)
 
-The logits are linear in the weights. So a line search needs no pass over the features: the logits of the start and of
-the direction are enough, and Newton's method finds the minimum of the convex function of one number. An iteration costs
-two matrix products, one for the direction's logits and one for the gradient.
+Three things make the grid of penalties fast; none changes the minimum:
+
+    axes          Features turn into the eigenbasis of their second moment, which changes no norm. There the Hessian is
+                  close to diagonal, curvature * eigenvalue + 2 w, by which L-BFGS is preconditioned. Where there are
+                  fewer images than dimensions, the span of the images is enough.
+    batches       Several penalties share every matrix product; those that have converged leave.
+    line search   Logits are linear in the weights. So a step needs no pass over the features: Newton's method finds the
+                  minimum of the convex function of one number from the logits of the weights and of the direction.
 
 scikit-learn's LogisticRegression minimises the same with ``C = 1 / (2 w)``, a column of ones appended to x and
 ``fit_intercept=False`` (it never penalises its own intercept).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cocor.eval.lbfgs import Memory
+from cocor.eval.descent import PAIRS, Descent, Solution
 
-_MEMORY = 50  # pairs that approximate the Hessian
-_FLAT = 1e-12  # relative decrease of the objective that counts as none
-_FLAT_STEPS = 3
-_NEWTON_STEPS = 30
+_AXES = 8192  # dimensions up to which features are turned; the eigenvalues of more would take minutes
+_TOGETHER = 5  # penalties; more would all start far from their minima
+_ROWS = 65536  # that are turned at once
 
 
 @dataclass(frozen=True)
@@ -39,85 +44,88 @@ class SoftmaxRegression:
     """The problem of features (N, D) with labels (N,) in 0..classes-1, on the features' device and in their dtype."""
 
     def __init__(self, features: Tensor, labels: Tensor, classes: int) -> None:
-        self.inputs = torch.cat([features, torch.ones_like(features[:, :1])], dim=1)
-        self.labels = labels.to(features.device)
-        self.classes = classes
-        self._rows = torch.arange(len(labels), device=features.device)
-        at_zero = self.start()
-        self._scale = self._gradient(self.inputs @ at_zero, at_zero, 0.0).norm().item()
-
-    def start(self) -> Tensor:
-        return self.inputs.new_zeros(self.inputs.shape[1], self.classes)
+        inputs = torch.cat([features, torch.ones_like(features[:, :1])], dim=1)
+        self.labels, self.classes = labels.to(features.device), classes
+        self._axes, self._moments = _axes(inputs)
+        self._inputs = _turned(inputs, self._axes)
+        error = torch.full((len(features), classes), 1 / classes).to(features)
+        error.scatter_add_(1, self.labels[:, None], -torch.ones_like(error[:, :1]))
+        self._scale = (self._inputs.T @ error).norm().item()  # of the gradient at zero weights
 
     def objective(self, weights: Tensor, penalty: float) -> float:
-        return self._loss(self.inputs @ weights, weights, penalty).item()
+        """At ``weights`` (D + 1, C), the last row being the bias."""
+        turned = self._axes.T @ weights
+        outside = weights.double().square().sum() - turned.double().square().sum()  # of the span of the images
+        logits = self._inputs @ turned
+        entropy = torch.nn.functional.cross_entropy(logits, self.labels, reduction="none").double().sum()
+        return (entropy + penalty * (turned.double().square().sum() + outside.clamp(min=0))).item()
 
-    @torch.no_grad()
     def fit(
         self, penalty: float, start: Tensor | None = None, *, iterations: int = 1000, tolerance: float = 1e-6
     ) -> Fit:
         """Minimise from ``start`` (default: zero) until the gradient is below ``tolerance`` times that at zero."""
-        weights = self.start() if start is None else start.clone()
-        logits = self.inputs @ weights
-        loss = self._loss(logits, weights, penalty)
-        gradient = self._gradient(logits, weights, penalty)
-        memory = Memory(_MEMORY, weights.numel(), weights)
-        flat = done = 0
-        norm = gradient.norm().item()
-        while norm > tolerance * self._scale and flat < _FLAT_STEPS and done < iterations:
-            direction = -memory.times(gradient.flatten()).view_as(gradient)
-            if not (gradient * direction).sum() < 0:  # only by rounding: start the memory anew
-                memory.clear()
-                direction = -gradient
-            pull = self.inputs @ direction
-            step = self._line_search(logits, pull, weights, direction, penalty)
-            weights = weights + step * direction
-            # Every now and then anew, so that rounding does not add up.
-            logits = self.inputs @ weights if done % 50 == 49 else logits + step * pull
-            new_loss = self._loss(logits, weights, penalty)
-            new_gradient = self._gradient(logits, weights, penalty)
-            memory.add((step * direction).flatten(), (new_gradient - gradient).flatten())
-            flat = flat + 1 if (loss - new_loss) <= _FLAT * loss.abs() else 0
-            loss, gradient, norm, done = new_loss, new_gradient, new_gradient.norm().item(), done + 1
-        converged = norm <= tolerance * self._scale or flat >= _FLAT_STEPS
-        return Fit(weights, loss.item(), norm / self._scale if self._scale else 0.0, done, converged)
+        return self.fit_all([penalty], start, iterations=iterations, tolerance=tolerance)[0]
 
-    def _loss(self, logits: Tensor, weights: Tensor, penalty: float) -> Tensor:
-        entropy = logits.logsumexp(1) - logits[self._rows, self.labels]
-        return entropy.double().sum() + penalty * weights.double().square().sum()
+    @torch.no_grad()
+    def fit_all(
+        self,
+        penalties: Sequence[float],
+        start: Tensor | None = None,
+        *,
+        iterations: int = 1000,
+        tolerance: float = 1e-6,
+    ) -> list[Fit]:
+        """A fit for every penalty, in their order. Several are solved at once, the strongest first; the next ones start
+        from the last solution, that of the weakest so far."""
+        strongest_first = sorted(range(len(penalties)), key=lambda place: -penalties[place])
+        turned = self._inputs.new_zeros(self._inputs.shape[1], self.classes) if start is None else self._axes.T @ start
+        together, found = self._together(), {}
+        for at in range(0, len(penalties), together):
+            places = strongest_first[at : at + together]
+            chosen = [penalties[place] for place in places]
+            descent = Descent(self._inputs, self.labels, self._moments, chosen, turned)
+            for place, solution in zip(places, descent.run(tolerance * self._scale, iterations), strict=True):
+                found[place] = self._fit(solution)
+                turned = solution.weights
+        return [found[place] for place in range(len(penalties))]
 
-    def _gradient(self, logits: Tensor, weights: Tensor, penalty: float) -> Tensor:
-        error = logits.softmax(1)
-        error[self._rows, self.labels] -= 1
-        return self.inputs.T @ error + 2 * penalty * weights
+    def _fit(self, solution: Solution) -> Fit:
+        gradient = solution.gradient / self._scale if self._scale else 0.0
+        return Fit(self._axes @ solution.weights, solution.loss, gradient, solution.iterations, solution.converged)
 
-    def _line_search(self, logits: Tensor, pull: Tensor, weights: Tensor, direction: Tensor, penalty: float) -> Tensor:
-        """The step t >= 0 along ``direction`` where the slope is a hundredth of that at 0 or less: safeguarded Newton.
+    def _together(self) -> int:
+        """How many penalties are solved at once, as far as memory reaches."""
+        images, axes = self._inputs.shape
+        each = (4 * images + (2 * PAIRS + 8) * axes) * self.classes * self._inputs.element_size()
+        room = 2**31
+        if self._inputs.device.type == "cuda":
+            room = torch.cuda.mem_get_info(self._inputs.device)[0] // 2
+        return max(1, min(_TOGETHER, room // each))
 
-        The objective is ``sum lse(logits + t pull) - ...`` along the line, whose slope rises with t. Scalars stay on
-        the device, so that only one number a Newton step is waited for.
-        """
-        chosen = pull[self._rows, self.labels].double().sum()
-        linear = 2 * penalty * (weights.double() * direction.double()).sum()
-        square = 2 * penalty * direction.double().square().sum()
-        step, low, high = 1.0, 0.0, float("inf")
-        start = 0.0
-        for attempt in range(_NEWTON_STEPS + 1):
-            at = 0.0 if attempt == 0 else step
-            share = (logits + at * pull).softmax(1)
-            mean = (share * pull).sum(1)
-            slope_curve = torch.stack([
-                mean.double().sum() - chosen + linear + at * square,
-                ((share * pull.square()).sum(1) - mean.square()).clamp(min=0).double().sum() + square,
-            ])  # fmt: skip
-            slope, curve = slope_curve.tolist()
-            if attempt == 0:
-                start = slope
-            elif abs(slope) <= 0.01 * abs(start):
-                break
-            low, high = (at, high) if slope < 0 else (low, at)
-            newton = at - slope / curve if curve > 0 else float("inf")
-            # Newton's step if it stays inside the bracket, else its middle, or twice as far where there is no end yet.
-            outside = not low < newton < high
-            step = newton if not outside else (2 * max(at, 1.0) if high == float("inf") else (low + high) / 2)
-        return logits.new_tensor(step)
+
+def _axes(inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Orthonormal axes (D, K) that span all of ``inputs`` (N, D), and the sums of squares (K,) along them; the
+    eigenvectors and eigenvalues of the second moment, unless there are too many."""
+    images, dimensions = inputs.shape
+    axes: Tensor | None = None
+    if images < dimensions:
+        axes = torch.linalg.qr(inputs.T.double()).Q
+    count = min(images, dimensions)
+    moment = torch.zeros(count, count, dtype=torch.float64, device=inputs.device)
+    for part in inputs.split(_ROWS):
+        part = part.double() if axes is None else part.double() @ axes
+        moment += part.T @ part
+    if count > _AXES:
+        axes = torch.eye(count).to(moment) if axes is None else axes
+        return axes.to(inputs), moment.diagonal().to(inputs)
+    values, vectors = torch.linalg.eigh(moment)
+    return (vectors if axes is None else axes @ vectors).to(inputs), values.clamp(min=0).to(inputs)
+
+
+def _turned(inputs: Tensor, axes: Tensor) -> Tensor:
+    """``inputs`` (N, D) along ``axes`` (D, K), in their place if there are as many: a copy would not always fit."""
+    if axes.shape[1] < axes.shape[0]:
+        return inputs @ axes
+    for part in inputs.split(_ROWS):
+        part.copy_(part @ axes)
+    return inputs
