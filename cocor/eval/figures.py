@@ -20,8 +20,16 @@ def draw_grid(path: Path, name: str, trials: Sequence[Trial], chosen: float) -> 
     """Validation accuracy over the penalties of a linear probe."""
     with panels(path, 1) as (axes,):
         penalties = [trial.penalty for trial in trials]
-        axes.semilogx(penalties, [100 * trial.top1 for trial in trials], marker=".", label="top-1")
-        axes.semilogx(penalties, [100 * trial.class_mean for trial in trials], marker=".", label="mean per class")
+        curves = _distinct({
+            "top-1": [100 * trial.top1 for trial in trials],
+            "mean per class": [100 * trial.class_mean for trial in trials],
+        })  # fmt: skip
+        for label, curve in curves.items():
+            axes.semilogx(penalties, curve, marker=".", label=label)
+        stopped = [place for place, trial in enumerate(trials) if not trial.converged]
+        if stopped:
+            places, values = [penalties[place] for place in stopped], [100 * trials[place].top1 for place in stopped]
+            axes.semilogx(places, values, "o", color="C0", markerfacecolor="white", label="stopped at the limit")
         axes.axvline(chosen, color="grey", linestyle="--", label=f"chosen: {chosen:.2g}")
         axes.set(title=name, xlabel="l2 penalty w", ylabel="validation accuracy (%)")
         legend(axes)
@@ -42,10 +50,14 @@ def draw_curve(path: Path, title: str, xlabel: str, curves: dict[str, dict[int, 
 def draw_shots(path: Path, title: str, found: Sequence[ShotResult]) -> None:
     """Accuracy over images a class, mean and standard deviation over the draws."""
     with panels(path, 1) as (axes,):
-        for name, pick in (("top-1", "top1"), ("mean per class", "class_mean")):
-            rows = [[100 * value for value in getattr(result, pick)] for result in found]
-            means, errors = [mean(row) for row in rows], [stdev(row) if len(row) > 1 else 0.0 for row in rows]
-            axes.errorbar([result.shots for result in found], means, errors, marker="o", capsize=4, label=name)
+        rows = {
+            "top-1": [[100 * value for value in result.top1] for result in found],
+            "mean per class": [[100 * value for value in result.class_mean] for result in found],
+        }
+        means = _distinct({name: [mean(row) for row in values] for name, values in rows.items()})
+        for (name, curve), values in zip(means.items(), rows.values(), strict=False):
+            errors = [stdev(row) if len(row) > 1 else 0.0 for row in values]
+            axes.errorbar([result.shots for result in found], curve, errors, marker="o", capsize=4, label=name)
         axes.set(title=title, xlabel="images a class", ylabel="accuracy (%), mean and deviation")
         axes.set_xticks([result.shots for result in found])
         legend(axes)
@@ -58,22 +70,23 @@ def draw_consistency(path: Path, found: Sequence[Consistency]) -> None:
             color = f"C{number}"
             lengths.plot(list(one.similarity), list(one.similarity.values()), color, marker="o", label=one.name)
             if one.targets == "its MMNN":
-                lengths.plot(list(one.target), list(one.target.values()), color, linestyle="--", label="its MMNN")
+                lengths.plot(
+                    list(one.target), list(one.target.values()), color, linestyle="--", label=f"MMNN of {one.name}"
+                )
             levels.plot(list(one.dacl), list(one.dacl.values()), color, marker="o", label=one.name)
         order = sorted(found[0].by_op, key=lambda op: found[0].by_op[op])
-        height = 0.8 / len(found)
+        rows = [[one.by_op.get(op, float("nan")) for one in found] for op in order]
+        ops.hlines(range(len(order)), [min(row) for row in rows], [max(row) for row in rows], color="lightgrey")
         for number, one in enumerate(found):
-            places = [at + (number - (len(found) - 1) / 2) * height for at in range(len(order))]
-            ops.barh(places, [one.by_op.get(op, 0.0) for op in order], height, color=f"C{number}", label=one.name)
-        lowest = min(min(one.by_op.values()) for one in found)
+            ops.plot([row[number] for row in rows], range(len(order)), "o", color=f"C{number}", label=one.name)
         ops.set_yticks(range(len(order)), order, fontsize=8)
-        ops.locator_params(axis="x", nbins=5)
-        ops.set_xlim(max(-1.0, lowest - 0.05) if lowest > 0.1 else min(0.0, lowest), 1.0)
+        ops.locator_params(axis="x", nbins=6)
         lengths.set(title="latent similarity", xlabel="length of the composite", ylabel="cosine similarity")
         levels.set(title="distance to the target (DACL)", xlabel="length of the composite", ylabel="mean |s - g|")
         ops.set(title="by basic augmentation", xlabel="cosine similarity")
         for axes in (lengths, levels):
             axes.set_xticks(list(found[0].similarity))
+        for axes in (lengths, levels, ops):
             legend(axes)
 
 
@@ -99,8 +112,17 @@ def draw_table(path: Path, rows: dict[str, dict[str, float]], title: str) -> Non
             bars = axes.bar([at + shift for at in range(len(rows))], values, width, label=name)
             axes.bar_label(bars, fmt="%.1f", fontsize=7)
         axes.set_xticks(range(len(rows)), list(rows), rotation=30, ha="right", fontsize=8)
-        axes.set(title=title, ylabel="accuracy (%)", ylim=(0, 105))
+        margin = 0.6 + max(0, 3 - len(rows)) / 2  # so that few bars are no walls
+        axes.set(title=title, ylabel="accuracy (%)", ylim=(0, 105), xlim=(-margin, len(rows) - 1 + margin))
+        axes.set_axisbelow(True)
         legend(axes)
+
+
+def _distinct(curves: dict[str, list[float]]) -> dict[str, list[float]]:
+    """One curve in the place of two that would hide each other, as top-1 and mean per class do in balanced splits."""
+    (first, values), (second, others) = curves.items()
+    equal = all(abs(value - other) < 0.05 for value, other in zip(values, others, strict=True))
+    return {f"{first} = {second}": values} if equal else curves
 
 
 def drawn(path: Path, draw: Callable[..., None], *arguments: Any) -> str:
