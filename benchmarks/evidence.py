@@ -29,6 +29,7 @@ import torch
 
 from cocor import atomic, config, launch
 from cocor.cli import Parser
+from cocor.data import DEMO
 from common import describe_machine, machine_line, write_json
 from evidence_report import Row, draw, measured, table
 from evidence_runs import Crew, Training
@@ -43,7 +44,7 @@ _CURVE = 20  # points of an accuracy curve
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    return launch.command("evidence", lambda: _study(_parser().parse_args(given), given))
+    return launch.command("evidence.py", lambda: _study(_parser().parse_args(given), given))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,6 +73,8 @@ def _study(options: argparse.Namespace, given: Sequence[str]) -> None:
     variants = _variants(options)
     if options.jobs < 1 or options.epochs < 1:
         raise UserError("--jobs and --epochs: at least 1")
+    if not options.report_only:
+        _check_paths(options)
     gpus = torch.cuda.device_count() if options.gpus is None else options.gpus
     deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
     crew = Crew(options.jobs, gpus, deadline)
@@ -94,6 +97,13 @@ def _study(options: argparse.Namespace, given: Sequence[str]) -> None:
         raise UserError("; ".join(f"{name}: {why}" for name, why in crew.failed.items()))
     if crew.stopped:
         print(f"{len(crew.stopped)} runs are not finished: the same command goes on")
+
+
+def _check_paths(options: argparse.Namespace) -> None:
+    """A path that leads nowhere is told once, not by every run."""
+    for name, path in (("--data", options.data), ("--val-data", options.val_data)):
+        if path is not None and str(path) != DEMO and not path.exists():
+            raise UserError(f"{name} {path}: no such folder or file; check the path")
 
 
 Place = tuple[str, Variant, int]

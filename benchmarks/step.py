@@ -29,6 +29,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from torch import Tensor
 from cocor.build import build_method, build_target
 from cocor.config import Config, resolve
 from cocor.distributed import World
-from cocor.execution import executable
+from cocor.execution import choose, executable
 from cocor.launch import command
 from cocor.methods.base import Method, batch_statistics_only
 from cocor.recording import WARM_UP
@@ -58,7 +59,7 @@ _FORWARD = {"moco": 4, "simsiam": 6}  # forward-equivalents an image of the plai
 def measure(
     config: Config, execution: str, steps: int, device: torch.device, parallel: bool | None = None
 ) -> dict[str, Any]:
-    """All figures of one row."""
+    """All figures of one row. UserError for an ``execution`` that this machine is not able to."""
     begin = time.perf_counter()
     precision = torch.bfloat16 if config.precision == "bf16" else torch.float32
     world = World(0, 0, 1, device)
@@ -66,7 +67,7 @@ def measure(
     step = TrainingStep(config, method, target, CLASSES, steps_per_epoch=STEPS_PER_EPOCH, precision=precision)
     batch = noise(config, config.batch_size, config.image_size, device, precision)
     labelled = noise(config, max(2, config.batch_size // 4), config.image_size, device, precision, plain=True)
-    run = executable(step, execution, parallel)
+    run = executable(step, choose(replace(config, execution=execution), world, steps), parallel)
     numbers = itertools.count()
     for _ in range(WARM_UP + 2):
         run(batch, labelled, next(numbers))

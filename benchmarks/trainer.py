@@ -4,6 +4,7 @@ it, with its labelled batches."""
 import itertools
 from collections.abc import Generator
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from cocor.build import build_method, build_target
 from cocor.config import Config, labelled_batch_size, resolve
 from cocor.data import labelled_plan
 from cocor.distributed import World
-from cocor.execution import executable
+from cocor.execution import choose, executable
 from cocor.step import TrainingStep
 from loaders.batch import Batch
 from loaders.order import CyclicOrder
@@ -35,7 +36,7 @@ class Trainer:
         self._step = TrainingStep(
             self.config, method, target, classes, steps_per_epoch=_STEPS, precision=request.dtype
         )  # fmt: skip
-        self._execute = executable(self._step, execution)
+        self._execute = executable(self._step, choose(replace(self.config, execution=execution), world, _STEPS))
         self._number = 0
 
     def train(self, source: Source, with_labelled_loader: bool) -> Generator[int]:

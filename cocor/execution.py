@@ -11,8 +11,11 @@ graph launch the same kernels, compiled ones round differently in bfloat16.
 
 import logging
 import os
+import shutil
+import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -35,11 +38,17 @@ def choose(config: Config, world: World, steps: int) -> str:
     win back the minutes that it takes.
 
     Raises:
-        UserError: CUDA graphs without a GPU.
+        UserError: CUDA graphs without a GPU, or compiling without a compiler.
     """
     on_gpu, asked = world.device.type == "cuda", config.execution
     if asked in ("graph", "fused") and not on_gpu:
-        raise UserError(f"--execution {asked}: CUDA graphs need a GPU; use --execution compiled or eager")
+        raise UserError(f"--execution {asked}: CUDA graphs need a GPU; use --execution eager")
+    missing = missing_to_compile(world.device)
+    if asked in ("compiled", "fused") and missing is not None:
+        other = "graph" if on_gpu else "eager"
+        raise UserError(f"--execution {asked}: {missing}; install it, or use --execution {other}")
+    if asked == "compiled" and not on_gpu:
+        _log.warning("--execution compiled: on a CPU compiling takes minutes and steps get hardly faster")
     if asked != "auto":
         return asked
     if not on_gpu:
@@ -48,8 +57,21 @@ def choose(config: Config, world: World, steps: int) -> str:
     # the network would cut what is compiled into pieces, two a layer.
     compiles, records = config.consistency != "abs" and not _synchronises(config, world), config.optimiser == "sgd"
     if compiles and steps >= LONG_RUN:
-        return "fused" if records else "compiled"
+        if missing is None:
+            return "fused" if records else "compiled"
+        _log.warning(f"not compiled, hence slower than it could be: {missing}")
     return "graph" if records else "eager"
+
+
+def missing_to_compile(device: torch.device) -> str | None:
+    """What torch.compile lacks on this machine, in words: it builds C (on a CPU C++) extensions of Python."""
+    variable, names = ("CC", ["gcc", "clang"]) if device.type == "cuda" else ("CXX", ["g++"])
+    asked = os.environ.get(variable)
+    if not any(map(shutil.which, asked.split()[:1] if asked else names)):
+        return f"torch.compile needs a compiler, and there is no {asked or ' or '.join(names)} here"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return "torch.compile needs Python's header files, and there is no Python.h here (Debian: python3-dev)"
+    return None
 
 
 def _synchronises(config: Config, world: World) -> bool:

@@ -17,6 +17,7 @@ from PIL import Image
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import step  # noqa: E402
 from cells import Absent, Measured, Settings, measure  # noqa: E402
 from images import open_images  # noqa: E402
 from loaders.errors import UserError  # noqa: E402
@@ -115,6 +116,15 @@ def test_two_ranks_share_the_batch_and_their_rates_add_up(photo_folder: Path) ->
     together = measure("synthetic", "step", images, settings)
     assert isinstance(together, Measured), together
     assert together.samples_per_s > 0 and together.gpu_share is not None
+
+
+def test_the_step_benchmark_refuses_graphs_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert step.main(["--executions", "graph", "--size", "32", "--methods", "moco"]) == 2
+    assert (
+        capsys.readouterr().err == "step.py: error: --execution graph: CUDA graphs need a GPU; use --execution eager\n"
+    )
 
 
 def test_the_step_benchmark_runs_anywhere(tmp_path: Path) -> None:

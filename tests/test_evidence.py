@@ -141,6 +141,15 @@ def test_variants_are_chosen_by_parts_of_their_names(tmp_path: Path) -> None:
     assert len(chosen("beta1")) == len(chosen("beta16")) == 8 and len(chosen("beta8+released")) == 4
 
 
+def test_a_path_that_leads_nowhere_is_told_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evidence.main(command(tmp_path / "nowhere", tmp_path / "out")) == 2
+    printed = capsys.readouterr()
+    assert printed.err == f"evidence.py: error: --data {tmp_path}/nowhere: no such folder or file; check the path\n"
+    assert not printed.out
+
+
 def measured(variant: str, seed: int, accuracy: float, rate: float = 100.0) -> Measured:
     training = Training("moco", variant, seed, Path(f"{variant}-{seed}"), {"batch_size": 8})
     curve = [(0.0, 0.1), (10.0, accuracy)]

@@ -98,8 +98,30 @@ class TestChoice:
             ({"execution": "compiled"}, 10, "compiled"),
         ],
     )
-    def test_a_gpu_runs_the_fastest_that_is_possible_and_pays(self, options: dict, steps: int, chosen: str) -> None:
+    def test_a_gpu_runs_the_fastest_that_is_possible_and_pays(
+        self, options: dict, steps: int, chosen: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("cocor.execution.missing_to_compile", lambda device: None)
         assert choose(config_for(**options), GPU, steps) == chosen
+
+    @pytest.mark.parametrize("world", [CPU, GPU], ids=["cpu", "gpu"])
+    def test_without_a_compiler_nothing_is_compiled(
+        self, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+        for variable in ("CC", "CXX"):
+            monkeypatch.delenv(variable, raising=False)
+        with pytest.raises(UserError, match=r"--execution compiled: .* and there is no g"):
+            choose(config_for(execution="compiled"), world, 1)
+        assert choose(config_for(), world, LONG_RUN) == ("graph" if world is GPU else "eager")
+        assert ("not compiled" in caplog.text) == (world is GPU)
+
+    def test_compiling_on_a_cpu_is_advised_against(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr("cocor.execution.missing_to_compile", lambda device: None)
+        assert choose(config_for(execution="compiled"), CPU, 1) == "compiled"
+        assert "on a CPU compiling takes minutes" in caplog.text
 
     def test_a_graph_without_a_gpu_is_refused(self) -> None:
         with pytest.raises(UserError, match="--execution graph: CUDA graphs need a GPU"):
