@@ -111,24 +111,58 @@ def features_of(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: 
     Raises:
         UserError: images that cannot be read, or features that are not finite.
     """
-    path = how.cache / f"{how.key(encoder, dataset)}.safetensors" if how.cache is not None else None
-    values = _cached(path, len(dataset)) if path is not None else None
+    path = _place(encoder, dataset, how)
+    return _complete(encoder, dataset, how, name, path, _cached(path, len(dataset)))
+
+
+def features_of_two(
+    encoder: Encoder, train: ImageDataset, val: ImageDataset, both: ImageDataset, how: Extraction
+) -> tuple[Features, Features]:
+    """As :func:`features_of`, for images to learn from that ``both`` holds in this order, if it can: then one loader
+    makes them, since its start costs seconds. They are kept apart all the same."""
+    paths = [_place(encoder, dataset, how) for dataset in (train, val)]
+    first, second = (_cached(path, len(dataset)) for path, dataset in zip(paths, (train, val), strict=True))
+    if first is None and second is None and len(both) == len(train) + len(val):
+        first, second = _made(encoder, both, how, "training and validation images").split([len(train), len(val)])
+        _keep(first, paths[0], how)
+        _keep(second, paths[1], how)
+        barrier()
+    return (
+        _complete(encoder, train, how, "training images", paths[0], first),
+        _complete(encoder, val, how, "validation images", paths[1], second),
+    )
+
+
+def _complete(
+    encoder: Encoder, dataset: ImageDataset, how: Extraction, name: str, path: Path | None, values: Tensor | None
+) -> Features:
+    """``values`` with their labels, made and kept if there are none."""
     if values is None:
-        began = time.perf_counter()
-        values = _extract(encoder.backbone, dataset, how, name)
-        seconds = time.perf_counter() - began
-        if how.world.main:
-            _log.info(f"{name}: {len(dataset):,} in {seconds:.1f} s, {len(dataset) / seconds:,.0f} images/s")
-        _refuse_infinite(values, name)
-        if path is not None and how.world.main:
-            _keep(values, path)
+        values = _made(encoder, dataset, how, name)
+        _keep(values, path, how)
         barrier()
     if how.world.main:
         _warn_of_collapse(values, name)
     return Features(values, torch.from_numpy(dataset.labels.copy()))
 
 
-def _cached(path: Path, count: int) -> Tensor | None:
+def _made(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: str) -> Tensor:
+    began = time.perf_counter()
+    values = _extract(encoder.backbone, dataset, how, name)
+    seconds = time.perf_counter() - began
+    if how.world.main:
+        _log.info(f"{name}: {len(dataset):,} in {seconds:.1f} s, {len(dataset) / seconds:,.0f} images/s")
+    _refuse_infinite(values, name)
+    return values
+
+
+def _place(encoder: Encoder, dataset: ImageDataset, how: Extraction) -> Path | None:
+    return None if how.cache is None else how.cache / f"{how.key(encoder, dataset)}.safetensors"
+
+
+def _cached(path: Path | None, count: int) -> Tensor | None:
+    if path is None:
+        return None
     try:
         values = safetensors.torch.load_file(path)["features"]
     except (OSError, KeyError, safetensors.SafetensorError):
@@ -136,8 +170,10 @@ def _cached(path: Path, count: int) -> Tensor | None:
     return values if len(values) == count else None
 
 
-def _keep(values: Tensor, path: Path) -> None:
+def _keep(values: Tensor, path: Path | None, how: Extraction) -> None:
     """Into the cache; what took long to make is not lost because it cannot be kept."""
+    if path is None or not how.world.main:
+        return
     try:
         with atomic.replacing(path) as temporary:
             safetensors.torch.save_file({"features": values}, temporary)

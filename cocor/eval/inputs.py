@@ -10,7 +10,7 @@ import torch
 
 from cocor.cli import nearest
 from cocor.eval.datasets import Splits, open_named, open_splits
-from cocor.eval.features import Extraction, Features, features_of
+from cocor.eval.features import Extraction, Features, features_of, features_of_two
 from cocor.eval.protocols import PROTOCOLS, VIEWS
 from cocor.eval.weights import Encoder, load_encoder
 from loaders.beton import is_beton
@@ -104,6 +104,9 @@ def features_of_splits(
     looking = extraction(options, encoder)
     learning = replace(looking, crop="ten") if options.crop == "ten" else looking
     val_how = learning if val_crop == "ten" else looking
+    if val_how == learning:
+        train, val = features_of_two(encoder, splits.train, splits.val, splits.learned_from(), learning)
+        return train, val, features_of(encoder, splits.test, looking, "test images")
     return (
         features_of(encoder, splits.train, learning, "training images"),
         features_of(encoder, splits.val, val_how, "validation images"),
