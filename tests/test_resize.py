@@ -57,3 +57,38 @@ def test_strong_reductions_are_averages(photos: dict[str, Image.Image]) -> None:
     image = photos["rocket"].resize((3000, 2400))
     (difference,) = differences(image, np.array([(0, 0, 2400, 3000)], np.int32), 8)
     assert difference.max() <= 2
+
+
+def exact_crop(pixels: np.ndarray, box: np.ndarray, size: int) -> np.ndarray:
+    """The definition: weights of 8 bits that sum to 256; rows are mixed and rounded first, columns then."""
+    top, left, height, width = (int(value) for value in box)
+    down, across = exact_weights(top, height, len(pixels), size), exact_weights(left, width, pixels.shape[1], size)
+    rows = (np.einsum("yi,ijc->yjc", down, pixels.astype(np.int64)) + 128) >> 8
+    return (np.einsum("xj,yjc->yxc", across, rows) + 128) >> 8
+
+
+def exact_weights(begin: int, length: int, limit: int, size: int) -> np.ndarray:
+    weights = np.zeros((size, limit), np.int64)
+    scale = length / size
+    reach = max(scale, 1.0)
+    for x in range(size):
+        centre = begin + (x + 0.5) * scale
+        places = np.arange(max(0, int(centre - reach + 0.5)), min(limit, int(centre + reach + 0.5)))
+        sums = np.cumsum(np.maximum(0.0, reach - np.abs(places + 0.5 - centre)))
+        weights[x, places] = np.diff((sums * (256 / sums[-1]) + 0.5).astype(np.int64), prepend=0)
+    return weights
+
+
+@pytest.mark.parametrize("size", [1, 5, 16, 31, 33, 64, 80])
+def test_every_bit_is_as_defined_and_nothing_else_is_written(size: int) -> None:
+    rng = np.random.default_rng(size)
+    for height, width in [(1, 1), (2, 90), (90, 2), (43, 42), (43, 43), (40, 86), (150, 200), (200, 431)]:
+        pixels = rng.integers(0, 256, (height, width, 3), np.uint8)
+        heights, widths = rng.integers(1, height + 1, 4), rng.integers(1, width + 1, 4)
+        boxes = np.array([heights * 0, widths * 0, heights, widths], np.int32).T
+        boxes[1:, 0], boxes[1:, 1] = rng.integers(0, height - heights[1:] + 1), rng.integers(0, width - widths[1:] + 1)
+        room = np.full((6, size, size, 3), 99, np.uint8)
+        resize_crops(pixels.reshape(-1), height, width, boxes, size, room[1:5])
+        for crop, box in zip(room[1:5], boxes, strict=True):
+            assert np.array_equal(crop, exact_crop(pixels, box, size))
+        assert (room[[0, 5]] == 99).all()

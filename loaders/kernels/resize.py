@@ -1,9 +1,11 @@
 """Crops of a decoded image on the CPU: Pillow's antialiased bilinear filter, twenty times as fast, nearly to the bit.
 
-The triangle filter is separable. For each output row the source rows below it are mixed into one row of 16-bit values
-(contiguous, so the compiler vectorises it), and that row is then mixed along x. There a pixel is one 64-bit word of
-three 16-bit lanes: one multiplication weighs all channels. Weights have 8 bits and sum to exactly 256, so flat areas
-stay as they are and no lane overflows; Pillow's have 22 bits, which moves a value by one at times.
+The triangle filter is separable. Down: source rows are mixed into rows of the output, 128 bytes of 32 rows at a time,
+and these are transposed, so that a value of 32 rows lies together. Across: 32 rows are mixed at once, with one weight
+for all of them, and transposed back. So both passes are sums of weighted vectors of bytes, without gathers.
+
+Weights have 8 bits and sum to exactly 256, so flat areas stay as they are and 16 bits hold every sum; Pillow's have 22
+bits, which moves a value by one at times.
 """
 
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import extending, types
+from numba.core import cgutils
 from numpy.typing import NDArray
 
 from loaders.jit import jit
@@ -18,38 +21,94 @@ from loaders.jit import jit
 intrinsic: Any = extending.intrinsic
 
 _ONE = 256  # the sum of a filter's weights
-_HALF = np.uint64(0x0080_0080_0080_0080)  # rounds every lane
-_PIXEL = np.uint64(6)  # bytes of three 16-bit channels
-_Values = NDArray[np.uint16]
+_ROWS = 32  # mixed across at once: the bytes of a vector
+_CHUNK = 128  # bytes of a row mixed down at once
+_SIDE = 16  # of the squares that are transposed
+_STRIP = 16  # output pixels mixed across between transpositions: 48 values are whole squares
+
+_LANES = ir.VectorType(ir.IntType(16), _ROWS // 2)
+_LINE = ir.VectorType(ir.IntType(8), _SIDE)
+
+
+def _splat(value: int) -> ir.Constant:
+    return ir.Constant(_LANES, [value] * _LANES.count)
+
+
+def _address(context: Any, builder: Any, array_type: Any, array: Any, offset: Any, to: Any) -> Any:
+    data = context.make_array(array_type)(context, builder, array).data
+    data = builder.gep(builder.bitcast(data, ir.IntType(8).as_pointer()), [offset])
+    return builder.bitcast(data, to.as_pointer())
+
+
+def _make_weigh(vectors: int) -> Any:
+    """An intrinsic: sums of ``taps`` runs of ``vectors`` * 32 bytes, ``step`` bytes apart, weighed, into ``out``.
+
+    A vector is taken as 16-bit lanes; the even bytes of it and the odd ones are summed apart. Weights (uint32, the same
+    16 bits twice) are ``stride`` apart. Bounds are the caller's.
+    """
+
+    @intrinsic
+    def weigh(typing_context, source, first, step, taps, weights, weight, stride, out, at):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            source, first, step, taps, weights, weight, stride, out, at = args
+            sums = [cgutils.alloca_once_value(builder, _splat(128)) for _ in range(2 * vectors)]
+            with cgutils.for_range(builder, taps) as loop:
+                place = builder.add(weight, builder.mul(loop.index, stride))
+                place = builder.mul(place, ir.Constant(place.type, 4))
+                factor = builder.load(
+                    _address(context, builder, signature.args[4], weights, place, ir.IntType(32)), align=4
+                )
+                pairs = ir.VectorType(ir.IntType(32), _LANES.count // 2)
+                factors = builder.insert_element(ir.Constant(pairs, ir.Undefined), factor, ir.IntType(32)(0))
+                zeros = ir.Constant(ir.VectorType(ir.IntType(32), pairs.count), [0] * pairs.count)
+                factors = builder.bitcast(builder.shuffle_vector(factors, factors, zeros), _LANES)
+                start = builder.add(first, builder.mul(loop.index, step))
+                for v in range(vectors):
+                    here = builder.add(start, ir.Constant(start.type, v * _ROWS))
+                    values = builder.load(_address(context, builder, signature.args[0], source, here, _LANES), align=1)
+                    parts = builder.and_(values, _splat(255)), builder.lshr(values, _splat(8))
+                    for total, part in zip(sums[2 * v : 2 * v + 2], parts, strict=True):
+                        builder.store(builder.add(builder.load(total), builder.mul(part, factors)), total)
+            for v in range(vectors):
+                even, odd = (builder.load(total) for total in sums[2 * v : 2 * v + 2])
+                mixed = builder.or_(builder.lshr(even, _splat(8)), builder.and_(odd, _splat(0xFF00)))
+                here = builder.add(at, ir.Constant(at.type, v * _ROWS))
+                builder.store(mixed, _address(context, builder, signature.args[7], out, here, _LANES), align=1)
+            return context.get_dummy_value()
+
+        number = types.int64
+        return types.void(source, number, number, number, weights, number, number, out, number), generate
+
+    return weigh
+
+
+_weigh_pixel, _weigh_chunk = _make_weigh(3), _make_weigh(_CHUNK // _ROWS)
 
 
 @intrinsic
-def _load_word(typing_context, array, offset):  # type: ignore[no-untyped-def]
-    """The 64-bit word at a byte offset of any alignment: numba has no such read. Bounds are the caller's."""
+def _transpose(typing_context, source, first, pitch, out, at, out_pitch):  # type: ignore[no-untyped-def]
+    """Transpose 16 x 16 bytes between two pitches: four times, halves of the lines are interleaved."""
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        word = builder.load(_place(context, builder, signature.args[0], args))
-        word.align = 1
-        return word
-
-    return types.uint64(array, types.uint64), generate
-
-
-@intrinsic
-def _store_word(typing_context, array, offset, value):  # type: ignore[no-untyped-def]
-    """Write the 64-bit word at a byte offset of any alignment."""
-
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        builder.store(args[2], _place(context, builder, signature.args[0], args)).align = 1
+        source, first, pitch, out, at, out_pitch = args
+        lines = []
+        for i in range(_SIDE):
+            here = builder.add(first, builder.mul(pitch, ir.Constant(pitch.type, i)))
+            lines.append(builder.load(_address(context, builder, signature.args[0], source, here, _LINE), align=1))
+        masks = [
+            ir.Constant(ir.VectorType(ir.IntType(32), _SIDE), [j // 2 + half + (j % 2) * _SIDE for j in range(_SIDE)])
+            for half in (0, _SIDE // 2)
+        ]
+        for _ in range(4):
+            pairs = zip(lines[: _SIDE // 2], lines[_SIDE // 2 :], strict=True)
+            lines = [builder.shuffle_vector(a, b, mask) for a, b in pairs for mask in masks]
+        for i, line in enumerate(lines):
+            here = builder.add(at, builder.mul(out_pitch, ir.Constant(out_pitch.type, i)))
+            builder.store(line, _address(context, builder, signature.args[3], out, here, _LINE), align=1)
         return context.get_dummy_value()
 
-    return types.void(array, types.uint64, types.uint64), generate
-
-
-def _place(context: Any, builder: Any, array_type: Any, args: Any) -> Any:
-    data = context.make_array(array_type)(context, builder, args[0]).data
-    data = builder.gep(builder.bitcast(data, ir.IntType(8).as_pointer()), [args[1]])
-    return builder.bitcast(data, ir.IntType(64).as_pointer())
+    number = types.int64
+    return types.void(source, number, number, out, number, number), generate
 
 
 @jit
@@ -62,127 +121,108 @@ def resize_crops(
     image. ``out`` (C, S, S, 3). The result is that of Pillow's ``resize(BILINEAR, box=...)`` within 2 of 255, and
     within 0.2 on average.
     """
+    squares = 3 * (size + -size % _STRIP)  # values of an output row, filled up to whole strips
+    chunk = np.empty(_ROWS * _CHUNK, np.uint8)
+    strip = np.empty(3 * _STRIP * _ROWS, np.uint8)
+    block = np.empty(_ROWS * squares, np.uint8)
     for crop in range(len(boxes)):
-        first_row, row_weights, _ = _filters(boxes[crop, 0], boxes[crop, 2], height, size)
-        first_column, column_weights, taps = _filters(boxes[crop, 1], boxes[crop, 3], width, size)
+        rows, row_weights = _filters(boxes[crop, 0], boxes[crop, 2], height, size)
+        columns, column_weights = _filters(boxes[crop, 1], boxes[crop, 3], width, size)
         target = out[crop].reshape(-1)
-        left = first_column[0]
-        used = 3 * (min(width, first_column[-1] + taps) - left)
-        mixed = np.empty(used + 3 * taps + 4, np.uint16)  # taps of no weight may reach beyond the edge
-        line = np.empty(3 * size + 4, np.uint16)
-        places = (first_column - left).astype(np.uint64) * _PIXEL
-        for y in range(size):
-            _mix_down(pixels, height, 3 * width, 3 * left, first_row[y], row_weights, y, used, mixed)
-            if taps <= 2:
-                _across_2(mixed, places, column_weights, taps, line)
-            elif taps == 3:
-                _across_3(mixed, places, column_weights, taps, line)
-            elif taps == 4:
-                _across_4(mixed, places, column_weights, taps, line)
-            elif taps == 5:
-                _across_5(mixed, places, column_weights, taps, line)
-            else:
-                _across(mixed, places, column_weights, taps, line)
-            _narrow(line, target, 3 * size * y, 3 * size)
+        left, taps = columns[0], len(column_weights)
+        used = 3 * (columns[-1] + taps - left)
+        mixed = np.empty((used + -used % _SIDE) * _ROWS, np.uint8)
+        for y in range(0, size, _ROWS):
+            filled = min(_ROWS, size - y)
+            _mix_down(pixels, 3 * width, 3 * left, rows, row_weights, y, filled, used, chunk, mixed)
+            if filled == _ROWS and squares == 3 * size:
+                _mix_across(mixed, columns, column_weights, strip, target, 3 * size * y, squares)
+                continue
+            _mix_across(mixed, columns, column_weights, strip, block, 0, squares)
+            for i in range(filled):
+                _copy(block, squares * i, target, 3 * size * (y + i), 3 * size)
+
+
+@jit
+def _copy(source, first, out, start, count):  # type: ignore[no-untyped-def]
+    first, start = np.uint64(first), np.uint64(start)
+    for i in range(count):
+        out[start + np.uint64(i)] = source[first + np.uint64(i)]
 
 
 @jit
 def _filters(begin, length, limit, size):  # type: ignore[no-untyped-def]
-    """For each output position the first source position, (S,), and its 8-bit weights, (taps, S); the number of taps.
-
-    An odd number of taps is followed by one without weight.
+    """For each output position the first source position, int32 (S,), and its 8-bit weights, uint32 (taps, S), twice.
 
     A triangle around the position's centre, as wide as the scale or one pixel, cut off at the image's edges only: as in
-    Pillow, a crop's border sees what lies just outside the crop.
+    Pillow, a crop's border sees what lies just outside the crop. All taps lie inside the image; some have no weight.
     """
     scale = length / size
     reach = max(scale, 1.0)
-    most = 2 * int(reach + 1.5)
-    first = np.empty(size, np.int64)
-    weights = np.zeros((most, size), np.uint16)
-    sums = np.empty(most, np.float64)
-    used = 1
+    low, high, first, before = np.empty((4, size), np.int32)
+    total, taps = np.empty(size, np.float64), np.int32(1)
     for x in range(size):
         centre = begin + (x + 0.5) * scale
-        low, high = max(0, int(centre - reach + 0.5)), min(limit, int(centre + reach + 0.5))
-        total = 0.0
-        for i in range(high - low):
-            total += max(0.0, reach - abs(low + i + 0.5 - centre))
-            sums[i] = total
-        factor, before = _ONE / total, 0
-        for i in range(high - low):
-            now = int(sums[i] * factor + 0.5)  # rounding the sums, not the weights, keeps the total
-            weights[i, x] = now - before
-            before = now
-        first[x] = low
-        used = max(used, high - low)
-    return first, weights[: used + used % 2], used
+        low[x] = max(np.int32(0), np.int32(centre - reach + 0.5))
+        high[x] = min(np.int32(limit), np.int32(centre + reach + 0.5))
+        taps = max(taps, high[x] - low[x])
+    for x in range(size):
+        first[x] = min(low[x], np.int32(limit - taps))
+        total[x] = 0.0
+        before[x] = 0
+    sums, weights = np.empty((taps, size), np.float64), np.empty((taps, size), np.uint32)
+    for i in range(taps):
+        for x in range(size):
+            place = first[x] + np.int32(i)
+            weight = max(0.0, reach - abs(place + 0.5 - (begin + (x + 0.5) * scale)))
+            total[x] += weight if low[x] <= place < high[x] else 0.0
+            sums[i, x] = total[x]
+    for x in range(size):
+        total[x] = _ONE / total[x]
+    for i in range(taps):
+        for x in range(size):
+            now = np.int32(sums[i, x] * total[x] + 0.5)  # rounding the sums, not the weights, keeps the total
+            weights[i, x] = np.uint32(now - before[x]) * np.uint32(0x10001)
+            before[x] = now
+    return first, weights
 
 
 @jit
-def _mix_down(pixels, height, pitch, left, top, weights, y, count, out):  # type: ignore[no-untyped-def]
-    """Mix ``count`` values of the rows from ``top`` on, beginning at value ``left``, into ``out``: 0..255."""
-    taps, last = len(weights), height - 1
-    if taps == 2:
-        a, b = left + top * pitch, left + min(top + 1, last) * pitch
-        _mix_2(pixels, a, b, weights[0, y], weights[1, y], count, out)
-        return
-    for i in range(count):
-        out[i] = 128
-    for k in range(0, taps, 2):
-        a, b = left + min(top + k, last) * pitch, left + min(top + k + 1, last) * pitch
-        _add_2(pixels, a, b, weights[k, y], weights[k + 1, y], count, out)
-    for i in range(count):
-        out[i] >>= np.uint16(8)
-
-
-# The inner loops take flat arrays, offsets and narrow numbers, as in ``neighbourhood``: the compiler vectorises them.
-
-
-@jit
-def _mix_2(pixels, a, b, weight_a, weight_b, count, out):  # type: ignore[no-untyped-def]
-    a, b, weight_a, weight_b = np.uint64(a), np.uint64(b), np.uint16(weight_a), np.uint16(weight_b)
-    for i in range(count):
-        j = np.uint64(i)
-        total = np.uint16(np.uint16(weight_a * pixels[a + j]) + np.uint16(weight_b * pixels[b + j]))
-        out[i] = np.uint16(total + np.uint16(128)) >> np.uint16(8)
+def _mix_down(pixels, pitch, left, rows, weights, y, filled, used, chunk, mixed):  # type: ignore[no-untyped-def]
+    """Mix ``used`` values from ``left`` on for ``filled`` output rows from ``y`` on: ``mixed`` (used, 32)."""
+    taps, size = weights.shape
+    for start in range(0, used, _CHUNK):
+        begin, length = start, min(_CHUNK, used - start)
+        if length < _CHUNK <= used:  # the last chunk overlaps with the one before: nothing beyond is read
+            begin, length = used - _CHUNK, _CHUNK
+        for i in range(filled):
+            first = left + begin + rows[y + i] * pitch
+            if length == _CHUNK:
+                _weigh_chunk(pixels, first, pitch, taps, weights, y + i, size, chunk, i * _CHUNK)
+            else:
+                _mix_few(pixels, first, pitch, weights, y + i, length, chunk, i * _CHUNK)
+        for at in range(0, length, _SIDE):
+            for i in range(0, _ROWS, _SIDE):
+                _transpose(chunk, i * _CHUNK + at, _CHUNK, mixed, (begin + at) * _ROWS + i, _ROWS)
 
 
 @jit
-def _add_2(pixels, a, b, weight_a, weight_b, count, out):  # type: ignore[no-untyped-def]
-    a, b, weight_a, weight_b = np.uint64(a), np.uint64(b), np.uint16(weight_a), np.uint16(weight_b)
+def _mix_few(pixels, first, pitch, weights, y, count, out, at):  # type: ignore[no-untyped-def]
     for i in range(count):
-        j = np.uint64(i)
-        out[i] += np.uint16(np.uint16(weight_a * pixels[a + j]) + np.uint16(weight_b * pixels[b + j]))
+        total = 128
+        for k in range(len(weights)):
+            total += pixels[first + k * pitch + i] * (weights[k, y] & 0xFFFF)
+        out[at + i] = total >> 8
 
 
 @jit
-def _across(row, places, weights, taps, out):  # type: ignore[no-untyped-def]
-    """Mix ``taps`` pixels of ``row`` for each output position; values come out times 256, rounded by half."""
-    for i in range(len(places)):
-        x = np.uint64(i)
-        place, total = places[x], _HALF
-        for k in range(taps):
-            pixel = _load_word(row, place + _PIXEL * np.uint64(k))
-            total += np.uint64(weights[np.uint64(k), x]) * pixel
-        _store_word(out, _PIXEL * x, total)
-
-
-def _make_across(count: int) -> Any:
-    """:func:`_across` for a fixed number of taps, whose loop over them the compiler unrolls."""
-
-    @jit
-    def across(row, places, weights, taps, out):  # type: ignore[no-untyped-def]
-        _across(row, places, weights, count, out)
-
-    return across
-
-
-_across_2, _across_3, _across_4, _across_5 = (_make_across(count) for count in range(2, 6))
-
-
-@jit
-def _narrow(line, out, start, count):  # type: ignore[no-untyped-def]
-    first = np.uint64(start)
-    for i in range(count):
-        out[first + np.uint64(i)] = line[i] >> np.uint16(8)
+def _mix_across(mixed, columns, weights, strip, out, start, pitch):  # type: ignore[no-untyped-def]
+    """Mix the pixels of 32 rows, ``mixed`` (pixels, 3, 32), into rows of ``out`` from ``start`` on."""
+    taps, size = weights.shape
+    for begin in range(0, size, _STRIP):
+        for x in range(begin, min(begin + _STRIP, size)):
+            first = (columns[x] - columns[0]) * 3 * _ROWS
+            _weigh_pixel(mixed, first, 3 * _ROWS, taps, weights, x, size, strip, (x - begin) * 3 * _ROWS)
+        for at in range(0, 3 * _STRIP, _SIDE):
+            for i in range(0, _ROWS, _SIDE):
+                _transpose(strip, at * _ROWS + i, _ROWS, out, start + i * pitch + 3 * begin + at, pitch)
