@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cocor.config import Execution
 from cocor.distributed import World, init, shutdown
 from cocor.recording import WARM_UP
 from images import Images, store
@@ -44,7 +45,7 @@ class Settings:
     seconds: float
     hw_decoder_load: float
     backbone: str
-    execution: str = "eager"
+    execution: Execution = "eager"
 
     @property
     def epoch_images(self) -> int:

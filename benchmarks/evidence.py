@@ -29,13 +29,13 @@ import torch
 
 from cocor import atomic, config, launch
 from cocor.cli import Parser
-from cocor.data import DEMO
 from common import describe_machine, machine_line, write_json
 from evidence_report import Row, draw, measured, table
 from evidence_runs import Crew, Training
 from evidence_studies import STUDIES, Variant
 from loaders.errors import UserError
 from loaders.names import available_cores
+from loaders.prep.demo import DEMO
 
 _CONFIGS = str(Path(__file__).resolve().parent.parent / "configs" / "cifar10_{method}.yaml")
 _CURVE = 20  # points of an accuracy curve

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from cocor.build import build_method, build_target
-from cocor.config import Config, resolve
+from cocor.config import Config, Execution, resolve
 from cocor.distributed import World
 from cocor.execution import choose, executable
 from cocor.launch import command
@@ -57,7 +57,7 @@ _FORWARD = {"moco": 4, "simsiam": 6}  # forward-equivalents an image of the plai
 
 
 def measure(
-    config: Config, execution: str, steps: int, device: torch.device, parallel: bool | None = None
+    config: Config, execution: Execution, steps: int, device: torch.device, parallel: bool | None = None
 ) -> dict[str, Any]:
     """All figures of one row. UserError for an ``execution`` that this machine is not able to."""
     begin = time.perf_counter()

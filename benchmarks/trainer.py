@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cocor.build import build_method, build_target
-from cocor.config import Config, labelled_batch_size, resolve
+from cocor.config import Config, Execution, labelled_batch_size, resolve
 from cocor.data import labelled_plan
 from cocor.distributed import World
 from cocor.execution import choose, executable
@@ -26,7 +26,7 @@ _STEPS = 100_000  # of an epoch; the learning-rate schedule must not end
 class Trainer:
     """Networks and optimisers of a run over the images of ``request``, on ``world``."""
 
-    def __init__(self, request: Request, world: World, backbone: str, execution: str = "eager") -> None:
+    def __init__(self, request: Request, world: World, backbone: str, execution: Execution = "eager") -> None:
         torch.backends.cudnn.benchmark = world.device.type == "cuda"
         torch.set_float32_matmul_precision("high")
         self._request, self._world = request, world

@@ -21,7 +21,7 @@ from loaders.names import printable
 from loaders.open import open_images, open_loader
 from loaders.order import BatchOrder, CyclicOrder
 from loaders.plan import Augmentation, ViewPlan
-from loaders.prep.demo import make_demo
+from loaders.prep.demo import or_demo
 from loaders.split import stratified_split
 from loaders.synthetic import synthetic_dataset
 
@@ -30,9 +30,6 @@ _log = logging.getLogger(__name__)
 # k-NN looks at no more images than this: enough for a trend, seconds on a GPU.
 KNN_BANK, KNN_QUERIES = 20_000, 5_000
 _KNN_BATCH = 256
-
-# ``data: demo`` means the photographs that a dependency ships (unless there is a folder of that name).
-DEMO = "demo"
 
 
 @dataclass(frozen=True)
@@ -82,9 +79,7 @@ def _roots(config: Config) -> tuple[Path, Path | None]:
     """The training and held-out folders: ``--data`` itself, or its ``train`` and ``val`` folders if it has both."""
     if config.data is None:
         raise UserError("--data: name a folder of training images, or try --config configs/demo.yaml")
-    root, held_out = config.data, config.val_data
-    if str(root) == DEMO and not root.exists():
-        root = make_demo()
+    root, held_out = or_demo(config.data), config.val_data
     if (root / "train").is_dir() and (root / "val").is_dir():
         root, held_out = root / "train", held_out or root / "val"
     return root, held_out if config.knn_every else None

@@ -146,6 +146,14 @@ def test_mistakes_are_one_line(
     assert last.startswith("cocor-eval: error: ") and message in last
 
 
+def test_the_demos_images_go_by_its_name_as_in_training(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # no folder is called demo here
+    assert call("knn", cache, tmp_path, "--data", "demo", "--k", "1", weights=("random:test_resnet",)) == 0
+    assert kept(tmp_path, "knn")["features"]["images"] == 3000
+
+
 def test_unusable_files_stop_or_are_left_out_with_a_note(
     data: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -147,7 +147,10 @@ def _command(add, name: str, text: str, several: bool = False) -> argparse.Argum
 def _data(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("data: a folder of one's own, or a known set below a root")
     group.add_argument(
-        "--data", type=Path, metavar="DIR", help="holds train/CLASS/... and test/CLASS/... (or val, or .beton)"
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help="holds train/CLASS/... and test/CLASS/... (or val, or .beton); demo: those of configs/demo.yaml",
     )
     group.add_argument(
         "--on-error", choices=["stop", "skip"], default="stop", help="unusable files of --data: stop, or leave out"

@@ -28,6 +28,7 @@ from cocor.eval.weights import Encoder
 from cocor.log import set_up_logging
 from loaders.errors import UserError
 from loaders.names import available_cores
+from loaders.prep.demo import or_demo
 
 
 def in_its_place(options: argparse.Namespace, run: Callable[[argparse.Namespace], None]) -> None:
@@ -40,6 +41,8 @@ def in_its_place(options: argparse.Namespace, run: Callable[[argparse.Namespace]
     if options.workers is None and here is not None:  # the ranks of a machine share its cores
         options.workers = max(1, available_cores() // here.local_size)
     inputs.check_writable(options)
+    if getattr(options, "data", None) is not None:
+        options.data = or_demo(options.data)
     try:
         run(options)
     except (MemoryError, RuntimeError) as error:

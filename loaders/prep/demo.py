@@ -24,6 +24,7 @@ from loaders.errors import UserError
 from loaders.prep.output import staged
 from loaders.private import private_folder
 
+DEMO = "demo"  # what --data calls the set, unless there is a folder of that name
 TILE = 48  # pixels
 TRAIN, VAL = 300, 60  # tiles a class
 SIDES = (40, 52)  # of the square cut from the photograph, in its pixels
@@ -62,6 +63,11 @@ CLASSES = (
     Photograph("tissue", "ihc.png"),
 )
 PALETTES = ("astronaut.png", "chelsea.png", "coffee.png", "ihc.png", "motorcycle_left.png", "retina.jpg", "rocket.jpg")
+
+
+def or_demo(path: Path) -> Path:
+    """``path``, or the folder of the demo's images if ``path`` is "demo" and no folder or file is called so."""
+    return make_demo() if str(path) == DEMO and not path.exists() else path
 
 
 def make_demo(folder: Path | None = None) -> Path:
