@@ -73,7 +73,13 @@ class Memory:
         )
 
     def _times(self, vector: Tensor) -> tuple[Tensor, Tensor]:
-        """S and Y times ``vector`` (problems, size): (problems, known) each."""
-        found = (torch.bmm(side[:, : self.known], vector[..., None]) for side in (self._steps, self._changes))
-        along, across = (product[..., 0].double() for product in found)
-        return along, across
+        """S and Y times ``vector`` (problems, size): (problems, known) each, in float64."""
+        known = self.known
+        return _products(self._steps[:, :known], vector), _products(self._changes[:, :known], vector)
+
+
+def _products(rows: Tensor, vector: Tensor) -> Tensor:
+    """Each row of ``rows`` (problems, count, size) times its problem's ``vector`` (problems, size)."""
+    if rows.is_cuda:  # a matrix product as thin as this keeps a few multiprocessors busy, a sum keeps all
+        return (rows * vector[:, None]).sum(2, dtype=torch.float64)
+    return torch.bmm(rows, vector[..., None])[..., 0].double()

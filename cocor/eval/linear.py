@@ -125,7 +125,7 @@ def linear_probe(
 
     def place(features: Features) -> Tensor:
         values = features.values if features.values.ndim == 2 else features.values[:, 4]  # the central crop of ten
-        return values.to(device, dtype) * scale
+        return values.to(device).to(dtype) * scale  # converted over there
 
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")

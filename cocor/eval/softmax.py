@@ -24,7 +24,8 @@ from torch import Tensor
 from cocor.eval.descent import PAIRS, Descent, Solution
 
 _AXES = 8192  # dimensions up to which features are turned; the eigenvalues of more would take minutes
-_TOGETHER = 5  # penalties; more would all start far from their minima
+_TOGETHER = 5  # penalties at least; more would all start far from their minima
+_MOST_TOGETHER, _FULL = 15, 2**23  # and at most, on a GPU that fewer logits than these would not keep busy
 _ROWS = 65536  # that are turned at once
 
 
@@ -96,11 +97,14 @@ class SoftmaxRegression:
     def _together(self) -> int:
         """How many penalties are solved at once, as far as memory reaches."""
         images, axes = self._inputs.shape
-        each = (4 * images + (2 * PAIRS + 8) * axes) * self.classes * self._inputs.element_size()
-        room = 2**31
-        if self._inputs.device.type == "cuda":
-            room = torch.cuda.mem_get_info(self._inputs.device)[0] // 2
-        return max(1, min(_TOGETHER, room // each))
+        each = (4 * images + (3 * PAIRS + 8) * axes) * self.classes * self._inputs.element_size()
+        room, wanted = 2**31, _TOGETHER
+        if self._inputs.is_cuda:
+            device = self._inputs.device
+            kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            room = (torch.cuda.mem_get_info(device)[0] + kept) // 2
+            wanted = min(_MOST_TOGETHER, max(_TOGETHER, _FULL // (images * self.classes)))
+        return max(1, min(wanted, room // each))
 
 
 def _axes(inputs: Tensor) -> tuple[Tensor, Tensor]:
