@@ -49,7 +49,7 @@ class SoftmaxRegression:
         self.labels, self.classes = labels.to(features.device), classes
         self._axes, self._moments = _axes(inputs)
         self._inputs = _turned(inputs, self._axes)
-        error = torch.full((len(features), classes), 1 / classes).to(features)
+        error = features.new_full((len(features), classes), 1 / classes)
         error.scatter_add_(1, self.labels[:, None], -torch.ones_like(error[:, :1]))
         self._scale = (self._inputs.T @ error).norm().item()  # of the gradient at zero weights
 
