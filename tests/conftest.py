@@ -1,6 +1,7 @@
 """Small folders of real photographs (scikit-image's), written once a session, and loader building blocks on them."""
 
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,10 @@ from loaders.prep.sources import open_source
 
 # Torch's threads spin while they wait: where tests share the processors, small operations take seconds otherwise.
 torch.set_num_threads(1)
+# What a background job of a shell, or nohup, ignores is ignored by its children, and tests send these signals.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 # A bar in one test would leave tqdm's monitor thread to those that look for threads left behind.
 tqdm.monitor_interval = 0
 
