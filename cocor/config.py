@@ -275,7 +275,7 @@ def check(config: Config) -> None:
             len(config.solarize_prob) > 2
         ),
         "--overwrite and --resume exclude each other": config.overwrite and config.resume is not None,
-        f"--execution {config.execution}: forward derivatives cannot be compiled; use graph with --consistency abs": (
+        f"--execution {config.execution}: forward derivatives cannot be compiled; use auto with --consistency abs": (
             config.consistency == "abs" and config.execution in ("compiled", "fused")
         ),
         f"--execution {config.execution}: LARS cannot be recorded; use compiled with --optimiser lars": (

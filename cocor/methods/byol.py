@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from cocor.consistency import normalised
-from cocor.methods.base import Method, batch_statistics_only, feature_size, feature_std
+from cocor.methods.base import feature_size
+from cocor.methods.predicting import Predicting
 
 
-class BYOL(Method):
+class BYOL(Predicting):
     """BYOL on ``backbone``: hidden layers of ``hidden`` (projector) and ``predictor_dim``, embeddings of ``dim``.
 
     ``total_steps`` is the K of the momentum's schedule; ``step`` counts, on the device, so a resumed run goes on in it.
@@ -45,29 +46,6 @@ class BYOL(Method):
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
         self.metrics = {}
 
-    def contrastive(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
-        """The symmetrised loss of views (2, B, 3, H, W), in [0, 8]."""
-        loss, projections = self._loss(views)
-        self.metrics = {"loss": loss.detach(), "feature_std": feature_std(projections)}
-        return loss
-
-    @torch.no_grad()
-    def reevaluate(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
-        """The loss of ``views`` at the present weights of the online network; the target has not moved yet."""
-        with batch_statistics_only(self):
-            return self._loss(views)[0]
-
-    @torch.no_grad()
-    def embed_original(self, images: Tensor) -> Tensor:
-        """Online backbone and projector without gradient: (N, 3, H, W) -> (N, dim)."""
-        with batch_statistics_only(self):
-            return normalised(self.projector(self.backbone(images)))
-
-    def embed_composite(self, images: Tensor) -> Tensor:
-        """Online backbone, projector and predictor with gradient: (N, 3, H, W) -> (N, dim)."""
-        with batch_statistics_only(self):
-            return normalised(self.predictor(self.projector(self.backbone(images))))
-
     @torch.no_grad()
     def after_step(self) -> None:
         """Move the target's parameters towards the online network's."""
@@ -82,8 +60,8 @@ class BYOL(Method):
         online = [*self.backbone.parameters(), *self.projector.parameters(), *self.predictor.parameters()]
         return [{"params": online, "weight_decay": weight_decay, "fixed_lr": False}]
 
-    def _loss(self, views: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss and the online projections (B, dim) of the first view."""
+    def loss_of(self, views: Tensor) -> tuple[Tensor, Tensor]:
+        """The symmetrised loss, in [0, 8], and the online projections (B, dim) of the first view."""
         with torch.no_grad():
             first, second = (self.target_projector(self.target_backbone(images)) for images in views)
         projections = [self.projector(self.backbone(images)) for images in views]

@@ -7,14 +7,14 @@ Pre-training"). On several ranks BatchNorm is synchronised (``--sync-bn``), as t
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from cocor.consistency import normalised
-from cocor.methods.base import Method, batch_statistics_only, feature_size, feature_std
+from cocor.methods.base import feature_size
+from cocor.methods.predicting import Predicting
 
 
-class SimSiam(Method):
+class SimSiam(Predicting):
     """SimSiam on ``backbone``: a three-layer projector to ``dim`` and a predictor with ``predictor_dim`` hidden units.
 
     The projector's hidden layers are ``dim`` wide, as the SimSiam paper says. The authors' code makes them as wide as
@@ -43,29 +43,6 @@ class SimSiam(Method):
         )
         self.metrics = {}
 
-    def contrastive(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Symmetrised negative cosine of views (2, B, 3, H, W), in [-1, 1]; projections carry no gradient."""
-        loss, projections = self._loss(views)
-        self.metrics = {"loss": loss.detach(), "feature_std": feature_std(projections)}
-        return loss
-
-    @torch.no_grad()
-    def reevaluate(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
-        """The loss of ``views`` at the present weights."""
-        with batch_statistics_only(self):
-            return self._loss(views)[0]
-
-    @torch.no_grad()
-    def embed_original(self, images: Tensor) -> Tensor:
-        """Backbone and projector without gradient: (N, 3, H, W) -> (N, dim)."""
-        with batch_statistics_only(self):
-            return normalised(self.projector(self.backbone(images)))
-
-    def embed_composite(self, images: Tensor) -> Tensor:
-        """Backbone, projector and predictor with gradient: (N, 3, H, W) -> (N, dim)."""
-        with batch_statistics_only(self):
-            return normalised(self.predictor(self.projector(self.backbone(images))))
-
     def after_step(self) -> None:
         """Nothing: SimSiam keeps no state besides its weights."""
 
@@ -78,12 +55,13 @@ class SimSiam(Method):
             {"params": predictor, "weight_decay": weight_decay, "fixed_lr": fix_predictor_lr},
         ]
 
-    def _loss(self, views: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss and the projections (B, dim) of the first view."""
+    def loss_of(self, views: Tensor) -> tuple[Tensor, Tensor]:
+        """Symmetrised negative cosine, in [-1, 1], and the projections (B, dim) of the first view."""
         first, second = (self.projector(self.backbone(images)) for images in views)
         similarity = _cosine(self.predictor(first), second) + _cosine(self.predictor(second), first)
         return -0.5 * similarity, first
 
 
 def _cosine(prediction: Tensor, projection: Tensor) -> Tensor:
+    """Mean over the batch; the projection carries no gradient."""
     return (normalised(prediction) * normalised(projection.detach())).sum(1).mean()

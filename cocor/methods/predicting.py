@@ -1,0 +1,45 @@
+"""What SimSiam and BYOL have in common: a predictor behind the projector, and two views that predict each other.
+
+The CoCor paper attaches its loss to SimSiam like this: composites pass backbone, projector and predictor, the original
+backbone and projector without gradient (appendix "Experimental Setup for Pre-training").
+"""
+
+import torch
+from torch import Tensor, nn
+
+from cocor.consistency import normalised
+from cocor.methods.base import Method, batch_statistics_only, feature_std
+
+
+class Predicting(Method):
+    """A method with ``projector`` and ``predictor`` on its backbone; it has its own :meth:`loss_of`."""
+
+    projector: nn.Module
+    predictor: nn.Module
+
+    def loss_of(self, views: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss of views (2, B, 3, H, W) with gradient, and the projections (B, dim) of the first view."""
+        raise NotImplementedError
+
+    def contrastive(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
+        """The symmetrised loss of views (2, B, 3, H, W)."""
+        loss, projections = self.loss_of(views)
+        self.metrics = {"loss": loss.detach(), "feature_std": feature_std(projections)}
+        return loss
+
+    @torch.no_grad()
+    def reevaluate(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
+        """The loss of ``views`` at the present weights; a second network, if there is one, has not moved yet."""
+        with batch_statistics_only(self):
+            return self.loss_of(views)[0]
+
+    @torch.no_grad()
+    def embed_original(self, images: Tensor) -> Tensor:
+        """Backbone and projector without gradient: (N, 3, H, W) -> (N, dim)."""
+        with batch_statistics_only(self):
+            return normalised(self.projector(self.backbone(images)))
+
+    def embed_composite(self, images: Tensor) -> Tensor:
+        """Backbone, projector and predictor with gradient: (N, 3, H, W) -> (N, dim)."""
+        with batch_statistics_only(self):
+            return normalised(self.predictor(self.projector(self.backbone(images))))
