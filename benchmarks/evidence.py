@@ -17,6 +17,7 @@ and depend on what else runs on the GPU.
 """
 
 import argparse
+import math
 import re
 import shlex
 import sys
@@ -184,14 +185,14 @@ def _extra(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _as_long(place: Place, rows: Sequence[Row], epochs: int) -> int | None:
-    """The epochs in which ``place`` takes as long as what it is like; None if that has not been measured."""
+    """The epochs in which ``place`` takes as long as what it is like; None if that has not been measured,
+    or in runs too short to log a rate."""
     method, variant, _ = place
     rates = {
         row.variant: sum(run.images_per_s for run in row.runs) / len(row.runs) for row in rows if row.method == method
     }
-    if variant.like not in rates or "plain" not in rates:
-        return None
-    return max(1, round(epochs * rates["plain"] / rates[variant.like]))
+    like, plain = rates.get(variant.like or "", math.nan), rates.get("plain", math.nan)
+    return max(1, round(epochs * plain / like)) if math.isfinite(plain / like) else None
 
 
 def _rows(trainings: Sequence[Training], variants: Sequence[Variant]) -> list[Row]:

@@ -175,6 +175,8 @@ def test_equal_time_is_more_epochs_by_the_ratio_of_speeds() -> None:
     longer = Variant("plain-as-long", "", like="cocor")
     assert evidence._as_long(("moco", longer, 0), rows, 20) == 70
     assert evidence._as_long(("simsiam", longer, 0), rows, 20) is None
+    short = Row("moco", "cocor", "+ CoCor", [measured("cocor", 0, 0.7, rate=math.nan)])
+    assert evidence._as_long(("moco", longer, 0), [rows[0], short], 20) is None
 
 
 def test_flags_behind_the_dashes_are_read_as_the_command_reads_them() -> None:
