@@ -43,9 +43,11 @@ _IMAGENET = 1_281_167
 def main() -> None:
     options = arguments()
     machine = alone(describe_machine)
+    if not machine["gpus"]:
+        raise UserError("there is no GPU here; benchmarks/throughput.py measures CPUs")
     gpus = options.gpus or [n for n in (1, 2, 4, 8) if n <= machine["gpus"]]
-    if not gpus or not 0 < min(gpus) <= max(gpus) <= machine["gpus"]:
-        raise UserError(f"--gpus {' '.join(map(str, gpus)) or 1}: there are {machine['gpus']} here")
+    if not 0 < min(gpus) <= max(gpus) <= machine["gpus"]:
+        raise UserError(f"--gpus {' '.join(map(str, gpus))}: there are {machine['gpus']} here")
     chosen = alone(open_images, options.data or make_photographs(512), 512)
     print(machine_line(machine), images.line(images.describe(chosen)), header(COLUMNS), sep="\n", flush=True)
     target = options.json or RESULTS / f"scaling-{device_slug(machine)}.json"

@@ -32,9 +32,9 @@ LOADERS: tuple[Contender, ...] = ("dali", "torch", "torchvision")
 STAGES: tuple[Stage, ...] = ("decode", "composites", "step")
 
 
-def run(*words: object) -> subprocess.CompletedProcess[str]:
+def run(*words: object, benchmark: str = "throughput.py") -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(ROOT / "benchmarks" / "throughput.py"), *map(str, words)]
+    command = [sys.executable, str(ROOT / "benchmarks" / benchmark), *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
 
 
@@ -116,6 +116,13 @@ def test_two_ranks_share_the_batch_and_their_rates_add_up(photo_folder: Path) ->
     together = measure("synthetic", "step", images, settings)
     assert isinstance(together, Measured), together
     assert together.samples_per_s > 0 and together.gpu_share is not None
+
+
+def test_the_scaling_benchmark_says_that_it_needs_a_gpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = run(benchmark="scaling.py")
+    assert done.returncode == 2 and done.stderr.startswith("scaling.py: error: there is no GPU here")
 
 
 def test_the_step_benchmark_refuses_graphs_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
