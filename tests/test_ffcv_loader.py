@@ -214,7 +214,7 @@ class TestOneDecode:
         feed, loader._next_inputs = loader._next_inputs, lambda: fed.append(len((given := feed())[0])) or given
         assert len(list(loader.epoch(0))) == 3 and fed == [8, 8, 8]
         kinds = [op.name.strip("_").rpartition("_")[0] for op in loader._pipeline._ops]
-        assert kinds.count("Image") == 1 and kinds.count("Resize") == PLAN.layout.crops == 3
+        assert kinds.count("Image") == 1 and "Resize" not in kinds  # on the CPU, crops are cut by our own resize
 
 
 class TestPixels:
