@@ -42,6 +42,7 @@ from cocor.distributed import World
 from cocor.execution import choose, executable
 from cocor.launch import command
 from cocor.methods.base import Method, batch_statistics_only
+from cocor.profile import CONTRASTIVE_COST
 from cocor.recording import WARM_UP
 from cocor.step import TrainingStep
 from common import RESULTS, Column, describe_machine, device_slug, header, machine_line, row, write_json
@@ -53,7 +54,6 @@ COLUMNS = (
     Column("memory", 7, ".1f"), Column("start", 7, ".0f"),
 )  # fmt: skip
 CLASSES, WINDOWS, STEPS_PER_EPOCH = 1000, 3, 10_000
-_FORWARD = {"moco": 4, "simsiam": 6}  # forward-equivalents an image of the plain method
 
 
 def measure(
@@ -79,7 +79,7 @@ def measure(
     passes = timed(_played(lambda: all_passes(step, batch, labelled), recorded, device), steps, device)[0]
     card = timed(_played(lambda: forward_backward(step, batch.original), recorded, device), steps, device)[0]
     extra = 0 if target is None else 1 + 3 * len(config.lengths) + 3 * len(labelled.index) / len(batch.index)
-    units = len(batch.index) * (_FORWARD[config.method] + extra) / seconds
+    units = len(batch.index) * (CONTRASTIVE_COST[config.method] + extra) / seconds
     return {
         "method": config.method, "cocor": target is not None, "execution": execution, "batch_size": config.batch_size,
         "images_per_s": len(batch.index) / seconds, "spread": spread, "step_ms": 1000 * seconds,
@@ -182,7 +182,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--backbone", default="resnet50" if on_gpu else "test_resnet")
     parser.add_argument("--size", type=int, default=224 if on_gpu else 64, help="side of the images in pixels")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[256, 64] if on_gpu else [16])
-    parser.add_argument("--methods", nargs="+", choices=sorted(_FORWARD), default=["moco", "simsiam"])
+    parser.add_argument("--methods", nargs="+", choices=sorted(CONTRASTIVE_COST), default=["moco", "simsiam"])
     parser.add_argument("--kinds", nargs="+", choices=["plain", "cocor"], default=["plain", "cocor"])
     parser.add_argument("--executions", nargs="+", choices=["eager", "compiled", "graph", "fused"],
                         default=["eager", "fused"] if on_gpu else ["eager"])  # fmt: skip

@@ -26,7 +26,7 @@ from loaders.errors import UserError
 
 WARM_UP, STEPS, TRACED = 5, 20, 3
 # Forward-equivalents an image of the methods' own losses: views, with 2 F for each backward pass, and second encoders.
-_CONTRASTIVE = {"moco": 4, "simsiam": 6, "supcon": 6, "byol": 8, "intl": 6}
+CONTRASTIVE_COST = {"moco": 4, "simsiam": 6, "supcon": 6, "byol": 8, "intl": 6}
 _VIEWS_KERNEL = "make_views"
 _Pair = tuple[Batch, Batch | None]
 
@@ -134,7 +134,7 @@ def table(config: Config, seconds: dict[str, float], steps: int, ranks: int) -> 
 
 def costs(config: Config, ranks: int) -> dict[str, float]:
     """The cost model: forward-equivalents of each part of a step, in units of the batch."""
-    model: dict[str, float] = {"contrastive": _CONTRASTIVE[config.method]}
+    model: dict[str, float] = {"contrastive": CONTRASTIVE_COST[config.method]}
     if config.consistency != "none":
         originals = config.released_originals if config.recipe == "released" else 1
         model |= {"original": originals, "composites": 3 * len(config.lengths)}
