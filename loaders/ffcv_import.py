@@ -1,8 +1,9 @@
 """FFCV's import: what to install where it fails, and what FFCV must not do to the process it is imported into.
 
 FFCV 1.0.2 is the last release. Importing it fixes multiprocessing's start method and sets the thread count of torch
-and numba to 1; its loader sets them again at every epoch, from a background thread. All of it is undone or switched off
-here, from outside; ``tests/test_ffcv_loader.py`` tells when a newer FFCV no longer needs it.
+and numba to 1; its loader sets them again at every epoch, from a background thread, and makes numba's one type of byte
+arrays read-only, under which functions compiled before are not found again. All of it is undone or switched off here,
+from outside; ``tests/test_ffcv_loader.py`` tells when a newer FFCV no longer needs it.
 """
 
 import importlib
@@ -54,7 +55,8 @@ def _load() -> Any:
 
 
 def _tame() -> None:
-    """Leave thread counts to the process, and CUDA to whoever uses it: cocor's pipeline does not touch the GPU."""
+    """Leave thread counts and numba's types as they are, and CUDA to whoever uses it: cocor's pipeline does not touch
+    the GPU."""
     compiler: Any = importlib.import_module("ffcv.pipeline.compiler").Compiler
     iterators: Any = importlib.import_module("ffcv.loader.epoch_iterator")
 
@@ -63,6 +65,8 @@ def _tame() -> None:
 
     compiler.set_num_threads = classmethod(set_num_threads)
     iterators.IS_CUDA = False
+    memory: Any = importlib.import_module("ffcv.memory_managers")
+    importlib.import_module("loaders.ffcv_memory").describe_memory(memory.OSCacheManager, compiler)
 
 
 def _missing(fault: Exception) -> str:

@@ -382,8 +382,9 @@ class TestNothingIsLeftBehind:
 class TestTheProcessStaysAsItWas:
     def test_threads_start_method_and_random_state(self, photo_beton: Path) -> None:
         code = f"""
-import multiprocessing, numpy, torch
+import multiprocessing, numba, numpy, torch
 torch.set_num_threads(3)
+bytes_type = numba.types.uint8[::1]
 state = numpy.random.get_state()[1].tolist()
 from loaders.stored import open_stored
 from loaders.ffcv import FfcvLoader
@@ -395,6 +396,7 @@ for epoch in range(2):
 loader.close()
 del loader
 assert seen == [3] * 3 and torch.get_num_threads() == 3, seen
+assert bytes_type.mutable
 assert numpy.random.get_state()[1].tolist() == state
 assert multiprocessing.get_start_method(allow_none=True) is None
 multiprocessing.set_start_method("spawn")
@@ -413,8 +415,13 @@ import multiprocessing, torch
 torch.set_num_threads(3)
 import ffcv
 print(torch.get_num_threads(), multiprocessing.get_start_method(allow_none=True) is not None)
+import numba
+from ffcv.memory_managers import OSCacheManager
+bytes_type = numba.types.uint8[::1]
+OSCacheManager.state_type.fget(None)
+print(bytes_type.mutable)
 """
-        assert run_python(code).stdout == "1 True\n"
+        assert run_python(code).stdout == "1 True\nFalse\n"
 
 
 @pytest.mark.gpu
