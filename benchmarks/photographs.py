@@ -7,7 +7,6 @@ A set is made once and kept in the user's cache folder.
 """
 
 import io
-import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from loaders.cache import user_cache
 from loaders.names import available_cores
 from loaders.prep.demo import photograph_folder
 from loaders.prep.output import staged
@@ -66,7 +66,7 @@ def make_photographs(count: int, folder: Path | None = None) -> Path:
 
 def cache_folder() -> Path:
     """Where benchmarks keep what they have made."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cocor" / "benchmark"
+    return user_cache() / "benchmark"
 
 
 def _write(work: Path, sources: list[Image.Image], number: int) -> None:

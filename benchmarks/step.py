@@ -122,8 +122,7 @@ def all_passes(step: TrainingStep, batch: Batch, labelled: Batch) -> None:
     with step.autocast():
         loss = method.contrastive(batch.views, batch.label)
     torch.autograd.grad(loss, parameters, allow_unused=True)
-    for stream in step.streams:
-        torch.cuda.current_stream().wait_stream(stream)
+    step.join()
     if step.guide is not None:
         with step.autocast(), batch_statistics_only(method.backbone):
             output = method.backbone(labelled.original).sum()

@@ -196,10 +196,14 @@ class TrainingStep:
         with torch.cuda.stream(stream):
             yield
 
-    def _pull(self, lengths: _Lengths) -> _Pull:
-        """Wait for all lengths; the consistency loss made of them."""
+    def join(self) -> None:
+        """Let what follows wait for all that runs :meth:`beside`."""
         for stream in self.streams:
             torch.cuda.current_stream().wait_stream(stream)
+
+    def _pull(self, lengths: _Lengths) -> _Pull:
+        """Wait for all lengths; the consistency loss made of them."""
+        self.join()
         similarity = torch.stack(lengths.similarity)
         consistency = self._consistency(similarity, lengths.target)
         return _Pull(consistency, lengths.target, lengths.originals, lengths.gradients, similarity)

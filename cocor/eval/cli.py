@@ -9,7 +9,6 @@ call or the data, 130 and 143 interrupted.
 """
 
 import argparse
-import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from cocor.eval.protocols import (
     TRANSFER,
     WAYS,
 )
+from loaders.cache import user_cache
 from loaders.errors import UserError
 
 _WEIGHTS = "a run's folder, a file of weights of any origin, timm:NAME or random:NAME"
@@ -160,7 +160,7 @@ def _data(parser: argparse.ArgumentParser) -> None:
 
 
 def _default_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "cocor", "eval")
+    return user_cache() / "eval"
 
 
 def _list(numbers: Sequence[int]) -> str:
