@@ -44,7 +44,7 @@ def build_backbone(name: str, stem: str = "imagenet", image_size: int | None = N
         nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
         model.maxpool = nn.Identity()
     if image_size is not None:
-        _try_size(model, name, image_size)
+        _try_size(model, name, image_size, "--image-size")
     return model
 
 
@@ -62,7 +62,7 @@ def fixed_size(backbone: nn.Module) -> int | None:
     return None if sides is None else int(sides[0])
 
 
-def _try_size(model: nn.Module, name: str, size: int) -> None:
+def _try_size(model: nn.Module, name: str, size: int, flag: str) -> None:
     """Raise a UserError if ``model`` cannot take images of this size: shapes alone go through it, no pixels."""
     shapes = copy.deepcopy(model).to("meta").eval()
     try:
@@ -74,13 +74,15 @@ def _try_size(model: nn.Module, name: str, size: int) -> None:
         usual = timm.get_pretrained_cfg(name)
         other = f"such as {usual.input_size[-1]}" if usual is not None else "or another --backbone"
         why = " ".join(str(error).split())[:100]
-        raise UserError(f"--image-size {size}: {name} cannot take it ({why}); use another, {other}") from None
+        raise UserError(f"{flag} {size}: {name} cannot take it ({why}); use another, {other}") from None
 
 
 def build_method(config: Config, world: World) -> Method:
     """The method of ``config`` on ``world.device``, equal on all ranks; weights depend on ``seed`` alone."""
     torch.manual_seed(config.seed)
     backbone = build_backbone(config.backbone, config.stem, config.image_size)
+    if config.composite_size:
+        _try_size(backbone, config.backbone, config.composite_size, "--composite-size")
     if config.init is not None and not checkpoint.exists(config.resume, config.output):
         load_backbone(backbone, config.init)
     method = _method(config, world, backbone)

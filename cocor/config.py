@@ -17,7 +17,7 @@ from typing import Any, Literal
 import yaml
 
 from cocor import atomic, cli
-from cocor.cli import option
+from cocor.cli import option, shown
 from loaders.errors import UserError
 from loaders.ops import Magnitudes, Order, Pool
 
@@ -85,6 +85,10 @@ class Config:
     consistency_weight: float = option(1.0, "weight of the consistency loss", low=0)
     consistency_beta: float = option(1.0, "sharpness of the softplus", low=1e-3)
     lengths: tuple[int, ...] = option((1, 2, 3), "lengths of the composite augmentations", low=1, high=10)
+    lengths_per_step: int = option(0, "lengths that a step trains on, in turn; 0: all", low=0)
+    composite_size: int = option(
+        0, "side in pixels to which composites are scaled down; 0: --image-size", low=0, high=4096
+    )
     pool: Pool = option("all", "basic augmentations to draw from")
     magnitudes: Magnitudes = option("uniform", "their strengths; released: the authors' fixed level 10")
     composite_order: Order = option("random", "their order; fixed1: geometry first, fixed2: geometry last")
@@ -97,6 +101,7 @@ class Config:
     hypergradient: Literal["exact", "taylor", "released"] = option(
         "exact", "the MMNN's gradient; taylor: the paper's, sign mended; released: as the authors' code has it"
     )
+    mmnn_every: int = option(1, "steps from one in which the MMNN and its classifier learn to the next", low=1)
     mmnn_lr: float = option(0.05, "learning rate of the MMNN", low=0)
     mmnn_momentum: float = option(0.9, "momentum of the MMNN's SGD", low=0, high=1)
     mmnn_wait_epochs: int = option(3, "epochs before the MMNN learns", low=0)
@@ -262,6 +267,13 @@ def check(config: Config) -> None:
     mistakes = {
         "label_fraction: 0 shows no label; use --mmnn constants for that": config.label_fraction <= 0,
         f"lengths: {config.lengths} names a length twice": len(set(config.lengths)) < len(config.lengths),
+        f"lengths_per_step: {config.lengths_per_step} is more than there are in --lengths {shown(config.lengths)}": (
+            config.lengths_per_step > len(config.lengths)
+        ),
+        f"composite_size: {config.composite_size} is no size between {-(-config.image_size // 16)} and the "
+        f"{config.image_size} of --image-size; 0 leaves composites as they are": (
+            config.composite_size != 0 and not config.image_size <= 16 * config.composite_size <= 16 * config.image_size
+        ),
         f"blur_sigma: {config.blur_sigma} must rise": config.blur_sigma[0] > config.blur_sigma[1],
         f"constants: {config.constants} must fall": any(a <= b for a, b in pairwise(config.constants)),
         f"warmup_epochs: {config.warmup_epochs} leaves nothing of {config.epochs} epochs": (

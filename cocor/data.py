@@ -13,6 +13,7 @@ import torch
 
 from cocor.config import Config, labelled_batch_size
 from cocor.distributed import World
+from cocor.turns import guided_steps
 from loaders.batch import Loader
 from loaders.dataset import ImageDataset, read_label_split
 from loaders.errors import UserError
@@ -155,13 +156,14 @@ def training_loader(config: Config, data: Data, world: World, dtype: torch.dtype
 
 
 def labelled_loader(config: Config, data: Data, world: World, dtype: torch.dtype, steps: int) -> Loader | None:
-    """The MMNN's batches, in step with epochs of ``steps`` steps; a small labelled set is passed over many times."""
+    """The MMNN's batches, in step with epochs of ``steps`` steps, or rather with those of them in which it learns; a
+    small labelled set is passed over many times."""
     if data.labelled is None:
         return None
     order = CyclicOrder(
         len(data.labelled),
         labelled_batch_size(config, world.size),
-        steps=steps,
+        steps=guided_steps(config, steps),
         seed=config.seed,
         rank=world.rank,
         world_size=world.size,

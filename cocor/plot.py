@@ -108,7 +108,7 @@ def epochs_of(records: list[Record]) -> list[float]:
 
 def lengths_of(records: list[Record]) -> list[int]:
     """The composite lengths that a run measured; none for a plain method."""
-    keys = next((r for r in records if r["kind"] == "train"), {})
+    keys = {key for record in records if record["kind"] == "train" for key in record}
     return sorted(int(key.removeprefix("similarity_")) for key in keys if key.startswith("similarity_"))
 
 
@@ -181,11 +181,12 @@ def _number(value: float | None) -> float:
 def summary(records: list[Record]) -> Record:
     """The numbers of a run that its panels show: k-NN accuracy by epoch, last similarities and targets by length."""
     train = [r for r in records if r["kind"] == "train"]
-    last = train[-1] if train else {}
+    # Not every line names every length.
+    last = {key: value for record in train for key, value in record.items() if value is not None}
     return {
         "knn_by_epoch": {r["epoch"]: round(r["accuracy"], 4) for r in records if r["kind"] == "knn"},
-        "similarity": {length: round(last[f"similarity_{length}"], 4) for length in lengths_of(records)},
-        "target": {length: round(last[f"target_{length}"], 4) for length in lengths_of(records)},
+        "similarity": {n: round(last[f"similarity_{n}"], 4) for n in lengths_of(records) if f"similarity_{n}" in last},
+        "target": {n: round(last[f"target_{n}"], 4) for n in lengths_of(records) if f"target_{n}" in last},
         "images_per_s": round(sum(r["images_per_s"] for r in train) / len(train), 1) if train else None,
     }
 

@@ -1,9 +1,10 @@
 """A training step recorded once as a CUDA graph, and played back from then on."""
 
 import gc
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,26 @@ WARM_UP = 3  # ordinary steps before the recording: they compile, choose algorit
 _PARALLEL_BATCH = 128  # images a GPU up to which the lengths run side by side, which then still fits into memory
 
 
+@dataclass
+class _Recording:
+    """``compute`` as a CUDA graph that reads ``inputs`` and writes ``values``, those of all metrics in a row."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[Batch, Batch | None]
+    shapes: dict[str, torch.Size]  # of the metrics
+    values: Tensor
+
+    def fits(self, *batches: Batch | None) -> bool:
+        return all(_alike(own, new) for own, new in zip(self.inputs, batches, strict=True))
+
+    def __call__(self, *batches: Batch | None) -> Metrics:
+        for own, new in zip(self.inputs, batches, strict=True):
+            _copy(own, new)
+        self.graph.replay()
+        values = self.values.clone().split([shape.numel() for shape in self.shapes.values()])
+        return {name: value.view(shape) for (name, shape), value in zip(self.shapes.items(), values, strict=True)}
+
+
 class RecordedStep:
     """A training step as one CUDA graph.
 
@@ -24,36 +45,37 @@ class RecordedStep:
     ``parallel`` the lengths run on streams of their own, beside the contrastive part, to fill the GPU; by default small
     batches do, for it takes the memory of all passes at once.
 
+    Steps with and without a labelled batch are recorded apart, each kind after its own first steps. The two share their
+    memory, as neither needs what the other has left there. Which lengths a step trains on is no matter, only how many.
+
     A batch of other shapes than the recorded ones is an ordinary step.
     """
 
     def __init__(self, step: TrainingStep, parallel: bool | None = None) -> None:
         self._step = step
         self._parallel = parallel
-        self._ordinary = 0  # steps made
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._inputs: tuple[Batch, Batch | None] | None = None
-        self._names: list[str] = []
-        self._values = torch.empty(0)
+        self._ordinary: Counter[bool] = Counter()  # steps made, with a labelled batch and without
+        self._recordings: dict[bool, _Recording] = {}
         self._stream = torch.cuda.Stream(step.device)
+        self._memory = torch.cuda.graph_pool_handle()
 
     def __call__(self, batch: Batch, labelled: Batch | None, number: int) -> Metrics:
         """As :class:`cocor.step.TrainingStep`."""
-        if self._ordinary == 0:
+        batch, labelled = self._step.share(batch, labelled, number)
+        if not self._ordinary:
             self._begin(batch)
         self._step.set_rates(number)
-        if self._ordinary < WARM_UP:
-            self._ordinary += 1
+        return self._step.named(self._compute(batch, labelled), number)
+
+    def _compute(self, batch: Batch, labelled: Batch | None) -> Metrics:
+        guided = labelled is not None
+        if self._ordinary[guided] < WARM_UP:
+            self._ordinary[guided] += 1
             return self._warm_up(batch, labelled)
-        if self._graph is None:
-            self._record(batch, labelled)
-        assert self._graph is not None and self._inputs is not None
-        if not all(_alike(a, b) for a, b in zip(self._inputs, (batch, labelled), strict=True)):
-            return self._step.compute(batch, labelled)
-        for own, new in zip(self._inputs, (batch, labelled), strict=True):
-            _copy(own, new)
-        self._graph.replay()
-        return dict(zip(self._names, self._values.clone().unbind(), strict=True))
+        if guided not in self._recordings:
+            self._recordings[guided] = self._record(batch, labelled)
+        recording = self._recordings[guided]
+        return recording(batch, labelled) if recording.fits(batch, labelled) else self._step.compute(batch, labelled)
 
     def _begin(self, batch: Batch) -> None:
         self._step.rates_to_device()
@@ -72,19 +94,18 @@ class RecordedStep:
         torch.cuda.synchronize()  # nothing of these few steps is in flight when its memory is used again
         return metrics
 
-    def _record(self, batch: Batch, labelled: Batch | None) -> None:
-        self._inputs = _clone(batch), None if labelled is None else _clone(labelled)
+    def _record(self, batch: Batch, labelled: Batch | None) -> _Recording:
+        inputs = _clone(batch), None if labelled is None else _clone(labelled)
         self._step.optimiser.zero_grad(set_to_none=True)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         gc.collect()  # an older recording that is freed during this one would break it
         # Other threads (loaders, NCCL's watchdog) go on with their work meanwhile.
-        recording = torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local")
+        recording = torch.cuda.graph(graph, self._memory, self._stream, capture_error_mode="thread_local")
         try:
             with _no_garbage_collection(), recording:
-                metrics = self._step.compute(*self._inputs)
-                self._names = list(metrics)
-                self._values = torch.stack([metrics[name].detach().float() for name in self._names])
+                metrics = self._step.compute(*inputs)
+                values = torch.cat([value.detach().float().flatten() for value in metrics.values()])
         except RuntimeError as error:
             for cause in (error, error.__context__):  # ending a broken recording fails as well
                 if isinstance(cause, torch.OutOfMemoryError):
@@ -92,7 +113,7 @@ class RecordedStep:
             reason = str(error.__context__ or error).strip().splitlines()[0]
             told = f"--execution: this network's step cannot be recorded as a CUDA graph ({reason})"
             raise UserError(f"{told}; use --execution compiled or eager") from error
-        self._graph = graph
+        return _Recording(graph, inputs, {name: value.shape for name, value in metrics.items()}, values)
 
 
 @contextmanager

@@ -7,11 +7,11 @@
 
 The gradients of the similarities are taken length by length and kept, because the exact hyper-gradient is made of their
 inner products with the gradient of the cross-entropy; the consistency loss itself then costs no further backward pass.
-Without consistency loss, or with constant targets, what is not needed is left out.
+Without consistency loss, with constant targets, or without a labelled batch what is not needed is left out.
 
-A step never waits for the device. What the host decides (learning rates) is written into the optimisers by
-``set_rates``; all else, ``compute``, depends on tensors alone, so that it can be recorded once and played back
-(``cocor.execution``).
+A step never waits for the device. What the host decides is what a step trains on (``share``, see ``cocor.turns``) and
+the learning rates, which ``set_rates`` writes into the optimisers; all else, ``compute``, depends on tensors alone, so
+that it can be recorded once and played back (``cocor.execution``).
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,6 +32,7 @@ from cocor.hypergradient import Measured, exact, inner_products, released, sampl
 from cocor.methods.base import Method
 from cocor.optimiser import build_optimiser, rates_to_device, set_rate, state_of, trust_ratios
 from cocor.schedule import Cosine
+from cocor.turns import Turns
 from loaders.batch import Batch
 
 Metrics = dict[str, Tensor]
@@ -80,6 +81,7 @@ class TrainingStep:
         self.timer: Timer = nullcontext  # told what is being worked on, see cocor.profile
         self.streams: list[torch.cuda.Stream] = []  # where to run the lengths beside the contrastive part, if anywhere
         self.learning_rate = config.lr  # the encoder's in the last step
+        self.turns = Turns(config, steps_per_epoch)
         total = config.epochs * steps_per_epoch
         self.schedule = Cosine(total, warmup=config.warmup_epochs * steps_per_epoch, final=config.final_lr)
         method.total_steps = total
@@ -96,7 +98,24 @@ class TrainingStep:
     def __call__(self, batch: Batch, labelled: Batch | None, step: int) -> Metrics:
         """Make optimiser step number ``step`` of the run; returns detached scalars, not yet read from the device."""
         self.set_rates(step)
-        return self.compute(batch, labelled)
+        return self.named(self.compute(*self.share(batch, labelled, step)), step)
+
+    def share(self, batch: Batch, labelled: Batch | None, step: int) -> tuple[Batch, Batch | None]:
+        """What step number ``step`` trains on, see :mod:`cocor.turns`. In the MMNN's turn there must be a ``labelled``
+        batch."""
+        assert labelled is not None or self.guide is None or not self.turns.guided(step)
+        return self.turns(batch, labelled, step)
+
+    def named(self, metrics: Metrics, step: int) -> Metrics:
+        """``metrics`` of :meth:`compute` as scalars: values for each length of the step get the lengths' names."""
+        lengths = [self.config.lengths[place] for place in self.turns.places(step)]
+        scalars: Metrics = {}
+        for name, value in metrics.items():
+            if value.ndim:
+                scalars |= {f"{name}_{length}": one for length, one in zip(lengths, value.unbind(), strict=True)}
+            else:
+                scalars[name] = value
+        return scalars
 
     def set_rates(self, step: int) -> None:
         """The learning rates of optimiser step number ``step``."""
@@ -108,7 +127,8 @@ class TrainingStep:
             self.guide.set_rates(step)
 
     def compute(self, batch: Batch, labelled: Batch | None) -> Metrics:
-        """The step itself, at the learning rates that are set."""
+        """The step itself, on what ``share`` gives, at the learning rates that are set. Returns detached scalars, and
+        values for each length (L,)."""
         self.optimiser.zero_grad(set_to_none=True)
         lengths = self._lengths(batch) if self.target is not None else None
         with self.timer("contrastive"):
@@ -120,12 +140,13 @@ class TrainingStep:
         pull = self._pull(lengths) if lengths is not None else None
         if pull is not None:
             metrics |= self._add_consistency_gradient(pull)
-            metrics |= self._describe(pull.consistency)
+            consistency = pull.consistency
+            metrics |= {"consistency_loss": consistency.loss.detach()}
+            metrics |= {"similarity": consistency.similarity, "target": consistency.target}
         with self.timer("communication"):
             reduce_gradients([p.grad for p in self.parameters if p.grad is not None])
 
-        if pull is not None and self.guide is not None:
-            assert labelled is not None
+        if pull is not None and self.guide is not None and labelled is not None:
             metrics |= self._step_all(self.guide, batch, labelled, contrastive.detach(), pull)
         else:
             with self.timer("optimiser"):
@@ -245,13 +266,6 @@ class TrainingStep:
         norms = [torch.stack(torch._foreach_norm(gradients)).norm() for gradients in (total, added)]
         torch._foreach_add_(total, added)
         return {"gradient_contrastive": norms[0], "gradient_consistency": norms[1]}
-
-    def _describe(self, consistency: Consistency) -> Metrics:
-        metrics = {"consistency_loss": consistency.loss.detach()}
-        for at, length in enumerate(self.config.lengths):
-            metrics[f"similarity_{length}"] = consistency.similarity[at]
-            metrics[f"target_{length}"] = consistency.target[at]
-        return metrics
 
     # --- the bi-level part -------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ FLAT_STD = 0.02  # of features whose standard deviation would be 1 if they were 
 NEAR_CHANCE = 0.005  # relative distance of the loss from that of guessing
 DEAD_GRADIENT = 1e-8  # norm of the MMNN's gradient per learning rate; learning ones have 1e-3
 _LOSSES = ("loss", "contrastive_loss", "consistency_loss", "labelled_loss")
-_OTHERS = ("contrastive_feature_std", "hypergradient_norm", "skipped")
+_COLUMNS = (*_LOSSES, "contrastive_feature_std", "hypergradient_norm", "skipped")  # a step need not have all
 _log = logging.getLogger(__name__)
 
 
@@ -44,9 +44,10 @@ class Watch:
 
     def __init__(self, config: Config, world: World, names: list[str]) -> None:
         self._config, self._world, self._image_names = config, world, names
-        self._columns: list[str] = []
-        self._rows = self._samples = self._labelled = torch.empty(0)
-        self._filled = 0
+        self._rows = self._samples = torch.empty(0)
+        self._labelled: Tensor | None = None
+        self._nothing = torch.zeros((), device=world.device)
+        self._filled: list[tuple[frozenset[str], bool]] = []  # a row's metrics, and whether it has a labelled batch
         self._last_step = 0
         self._skipped_on_end = 0
         self._recent: deque[dict[str, float]] = deque(maxlen=EVERY)
@@ -58,45 +59,47 @@ class Watch:
         Raises:
             UserError: a loss was not finite (``--on-nan stop``), or many in succession were not.
         """
-        if not self._columns:
-            self._columns = [name for name in (*_LOSSES, *_OTHERS) if name in metrics]
-            self._rows = torch.empty(EVERY, len(self._columns), device=self._world.device)
+        if not len(self._rows):
+            self._rows = torch.empty(EVERY, len(_COLUMNS), device=self._world.device)
             self._samples = batch.index.new_empty(EVERY, len(batch.index))
-            self._labelled = batch.index.new_empty(EVERY, 0 if labelled is None else len(labelled.index))
-        at = self._filled
-        torch.stack([metrics[name].detach().float() for name in self._columns], out=self._rows[at])
+        at = len(self._filled)
+        values = [metrics.get(name, self._nothing).detach().float() for name in _COLUMNS]
+        torch.stack(values, out=self._rows[at])
         self._samples[at] = batch.index
         if labelled is not None:
+            if self._labelled is None:
+                self._labelled = labelled.index.new_empty(EVERY, len(labelled.index))
             self._labelled[at] = labelled.index
-        self._filled, self._last_step = at + 1, step
-        if self._filled == EVERY:
+        self._filled.append((frozenset(metrics), labelled is not None))
+        self._last_step = step
+        if len(self._filled) == EVERY:
             self.look(learning_rate)
 
     def look(self, learning_rate: float) -> None:
         """Look at what has been noted since the last time. Raises as a call does."""
-        count, self._filled = self._filled, 0
-        if not count:
+        filled, self._filled = self._filled, []
+        if not filled:
             return
-        values = gather(self._rows[None, :count]).cpu()  # (ranks, steps, columns)
-        losses = [self._columns.index(name) for name in _LOSSES if name in self._columns]
-        for at in range(count):
-            if not values[:, at, losses].isfinite().all() or self._mean(values, at).get("skipped", 0) > 0:
-                self._not_finite(at, self._last_step - count + 1 + at, values[:, at])
+        values = gather(self._rows[None, : len(filled)]).tolist()  # (ranks, steps, columns)
+        for at, (names, labelled) in enumerate(filled):
+            rows = [{name: v for name, v in zip(_COLUMNS, rank[at], strict=True) if name in names} for rank in values]
+            mean = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+            if not all(math.isfinite(mean.get(name, 0.0)) for name in _LOSSES) or mean.get("skipped", 0) > 0:
+                self._not_finite(at, self._last_step - len(filled) + 1 + at, rows, labelled)
             else:
                 self._skipped_on_end = 0
-                self._recent.append(self._mean(values, at))
+                self._recent.append(mean)
         self._warn_of_collapse(learning_rate)
 
-    def _mean(self, values: Tensor, at: int) -> dict[str, float]:
-        return dict(zip(self._columns, values[:, at].mean(0).tolist(), strict=True))
-
-    def _not_finite(self, at: int, step: int, losses: Tensor) -> None:
-        samples, labelled = (gather(rows[at]).tolist() for rows in (self._samples, self._labelled))
+    def _not_finite(self, at: int, step: int, losses: list[dict[str, float]], labelled: bool) -> None:
+        """``losses`` of each rank in step ``step``; ``labelled``: whether it had a labelled batch."""
+        samples = gather(self._samples[at]).tolist()
+        others = gather(self._labelled[at]).tolist() if labelled and self._labelled is not None else []
         self._recent.clear()
         if self._world.main:
-            by_rank = [_plain(dict(zip(self._columns, row.tolist(), strict=True))) for row in losses]
             names = [printable(self._image_names[index]) for index in samples]
-            content = {"losses": by_rank, "samples": samples, "names": names, "labelled_samples": labelled}
+            content = {"losses": list(map(_plain, losses)), "samples": samples, "names": names}
+            content |= {"labelled_samples": others}
             _append(self._config.output / FILE, {"kind": "loss not finite", "step": step, **content})
         told = f"the loss is not finite at step {step}"
         remedy = f"lower --lr, or try --precision fp32; the step's samples are in {self._config.output / FILE}"
@@ -112,14 +115,16 @@ class Watch:
         if len(self._recent) < EVERY or not self._world.main:
             return
         steps = f"in the {EVERY} steps up to {self._last_step}"
-        mean = {name: sum(row[name] for row in self._recent) / EVERY for name in self._columns}
+        names = set().union(*self._recent)
+        rows = {name: [row[name] for row in self._recent if name in row] for name in names}
+        mean = {name: sum(values) / len(values) for name, values in rows.items()}
         spread = mean.get("contrastive_feature_std", 1.0)
         if spread < FLAT_STD:
             self._warn("collapse", f"the features have collapsed: standard deviation {spread:.2g} of 1 {steps}")
         chance = math.log(self._config.queue_size + 1)
         if self._config.method == "moco" and abs(mean["contrastive_loss"] / chance - 1) < NEAR_CHANCE:
             self._warn("chance", f"the contrastive loss is that of guessing, ln(K + 1) = {chance:.3f}, {steps}")
-        norm = max((row.get("hypergradient_norm", math.inf) for row in self._recent), default=math.inf)
+        norm = max(rows.get("hypergradient_norm", [math.inf]))
         if learning_rate > 0 and norm < DEAD_GRADIENT * learning_rate:
             self._warn("dead MMNN", f"the MMNN does not learn: no gradient of more than {norm:.2g} {steps}")
 
