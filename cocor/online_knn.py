@@ -6,6 +6,7 @@ from contextlib import closing, contextmanager
 import torch
 from torch import Tensor, nn
 
+from cocor import stop
 from cocor.config import Config
 from cocor.eval.knn import KnnResult, knn_accuracy
 from loaders.batch import Loader
@@ -42,7 +43,7 @@ class OnlineKnn:
     ) -> tuple[Tensor, Tensor]:
         features, labels = [], []
         device = next(backbone.parameters()).device
-        with closing(loader.epoch(0)) as batches:
+        with closing(stop.awaited(loader.epoch(0))) as batches:
             for batch in batches:
                 with torch.autocast(device.type, self.precision, enabled=self.precision != torch.float32):
                     features.append(backbone(batch.original).float())

@@ -34,8 +34,7 @@ def save(run: Run, *, must: bool) -> None:
         UserError: it cannot be written but must, or the run has lost its way (see :mod:`cocor.watch`).
     """
     run.watch.look(run.step.learning_rate)
-    if not bool(torch.stack(torch._foreach_norm(run.step.weights())).isfinite().all()):  # the same on all ranks
-        raise UserError(f"the weights are not finite after step {run.done}: lower --lr, or try --precision fp32")
+    _refuse_lost_weights(run)
     if run.world.main:
         try:
             _write(run)
@@ -45,6 +44,21 @@ def save(run: Run, *, must: bool) -> None:
             _log.warning(f"{error}: no checkpoint of step {run.done}; training goes on, older ones are kept")
     run.saved = time.monotonic()
     barrier()
+
+
+def save_alone(run: Run) -> None:
+    """As :func:`save` of what must be saved, on the main rank, while the others and the thread that trains wait for
+    something else."""
+    if run.world.device.type == "cuda":
+        torch.cuda.set_device(run.world.device)
+        torch.cuda.synchronize()  # with the streams of the other thread
+    _refuse_lost_weights(run)
+    _write(run)
+
+
+def _refuse_lost_weights(run: Run) -> None:
+    if not bool(torch.stack(torch._foreach_norm(run.step.weights())).isfinite().all()):  # the same on all ranks
+        raise UserError(f"the weights are not finite after step {run.done}: lower --lr, or try --precision fp32")
 
 
 def _write(run: Run) -> None:

@@ -4,9 +4,11 @@ import time
 from collections.abc import Generator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 
+from cocor import stop
 from cocor.build import build_method, build_target
 from cocor.config import Config
 from cocor.data import Data, knn_loaders, labelled_loader, open_data, training_loader
@@ -47,16 +49,29 @@ class Run:
             if part is not None:
                 part.close()
 
+    def reading(self) -> list[str]:
+        """The files that loaders read at this moment, as far as they know."""
+        loaders = [self.loader, self.labelled, *((self.knn.bank, self.knn.queries) if self.knn is not None else ())]
+        return sorted({name for loader in loaders if loader is not None for name in loader.reading()})
+
+    def give_up(self, signum: int) -> NoReturn:
+        """Save and leave although data are awaited that do not come, as a signal has asked for."""
+        from cocor.hang import leave  # which saves runs
+
+        leave(self, signum)
+
     def pairs(self, epoch: int, first: int) -> Generator[tuple[Batch, Batch | None], None, None]:
         """Batches of an epoch from step ``first`` on, each with its labelled batch, if it has one."""
         turns, number = self.step.turns, epoch * self.loader.steps_per_epoch + first
         with ExitStack() as stack:
-            batches = stack.enter_context(closing(self.loader.epoch(epoch, first)))
+            batches = stack.enter_context(closing(stop.awaited(self.loader.epoch(epoch, first))))
             if self.labelled is None:
                 for batch in batches:
                     yield batch, None
             else:
-                labelled = stack.enter_context(closing(self.labelled.epoch(epoch, turns.guided_before(number))))
+                labelled = stack.enter_context(
+                    closing(stop.awaited(self.labelled.epoch(epoch, turns.guided_before(number))))
+                )
                 for step, batch in enumerate(batches, start=number):
                     yield batch, next(labelled) if turns.guided(step) else None
 
@@ -91,4 +106,6 @@ def build(config: Config, world: World) -> Run:
     evaluation = knn_loaders(config, data, world, precision) if world.main else None
     knn = OnlineKnn(config, *evaluation, precision) if evaluation is not None else None
     watch = Watch(config, world, data.train.names)
-    return Run(config, world, data, step, loader, labelled, knn, watch, Votes(world.device), execution)
+    run = Run(config, world, data, step, loader, labelled, knn, watch, Votes(world.device), execution)
+    stop.without_data(run.give_up)
+    return run

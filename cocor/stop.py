@@ -8,6 +8,9 @@ Before a step has been made there is nothing to save, and the first signal ends 
 without raising anything (:func:`at_once`) while PyTorch loads or compiles, since that may catch it.
 A second signal always does, with 128 plus its number. Schedulers often signal a launcher *and* its ranks, so the same
 request arrives twice; what follows the first signal within half a second counts as an echo of it.
+
+A disk that does not answer delays the end by no more than ``PATIENCE`` seconds: where data are awaited for longer
+(:func:`awaited`), what is finished is saved without them (:func:`without_data`).
 """
 
 import os
@@ -15,17 +18,21 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 STOPPED = 75  # "temporary failure" of sysexits.h
 INTERRUPTED = 130
+PATIENCE = 15.0  # seconds; schedulers and launchers kill half a minute after they have asked
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _ECHO_SECONDS = 0.5
+_LOOK_SECONDS = 0.5
+
+Item = TypeVar("Item")
 
 
 class Stopped(Exception):
@@ -43,6 +50,10 @@ class _State:
     worth_saving: bool = False
     signum: int = 0
     since: float = 0.0
+    give_up: Callable[[int], object] | None = None
+    awaiting: bool = False  # data
+    awaited_since: float = 0.0
+    lock: threading.Lock = field(default_factory=threading.Lock)  # of the two above
 
 
 def _print(message: str, code: int) -> None:
@@ -98,7 +109,11 @@ def at_once(tell: Callable[[str, int], object]) -> Iterator[None]:
 
 
 def _leave(number: int) -> NoReturn:
-    stopped = Stopped(number)
+    leave(Stopped(number))
+
+
+def leave(stopped: Stopped) -> NoReturn:
+    """End this process at once, with the message and the code of ``stopped``."""
     _tell(str(stopped), stopped.code)
     os._exit(stopped.code)
 
@@ -107,11 +122,71 @@ def _leave(number: int) -> NoReturn:
 def deferred() -> Iterator[None]:
     """Within, and after :func:`progress`, the first signal is only noted, for the caller to look at :func:`requested`.
     Before there is progress it ends the process at once: a first step may take minutes, to compile."""
-    _state.deferred, _state.worth_saving = True, False
+    state = _state
+    state.deferred, state.worth_saving = True, False
+    try:
+        with _watched(state):
+            yield
+    finally:
+        state.deferred = False
+
+
+@contextmanager
+def _watched(state: _State) -> Iterator[None]:
+    """Within, a thread looks for signals, also where the main thread is inside of a library, and for missing data."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard, told = os.pipe()
+    for end in (heard, told):
+        os.set_blocking(end, False)
+    before, over = signal.set_wakeup_fd(told, warn_on_full_buffer=False), threading.Event()
+    watcher = threading.Thread(target=_watch, args=(state, heard, over), name="cocor-stop", daemon=True)
+    watcher.start()
     try:
         yield
     finally:
-        _state.deferred = False
+        over.set()
+        watcher.join()
+        signal.set_wakeup_fd(before)
+        os.close(heard)
+        os.close(told)
+
+
+def _watch(state: _State, heard: int, over: threading.Event) -> None:
+    number, since = 0, 0.0
+    while not over.wait(_LOOK_SECONDS):
+        with suppress(BlockingIOError):
+            numbers = [found for found in os.read(heard, 4096) if found in SIGNALS]
+            if numbers and not number:
+                number, since = numbers[0], time.monotonic()
+        with state.lock:
+            if number and state.awaiting and time.monotonic() - max(since, state.awaited_since) > PATIENCE:
+                if state.worth_saving and state.give_up is not None:
+                    state.give_up(number)
+                _leave(number)
+
+
+def without_data(give_up: Callable[[int], object]) -> None:
+    """Let ``give_up(signal number)`` end this process, in another thread, where a signal has come and data do not."""
+    _state.give_up = give_up
+
+
+def awaited(items: Generator[Item, None, None]) -> Generator[Item, None, None]:
+    """``items``, known to be waited for: when the process is given up meanwhile, the caller gets no further."""
+    state = _state
+    with closing(items):
+        while True:
+            with state.lock:
+                state.awaiting, state.awaited_since = True, time.monotonic()
+            try:
+                item = next(items, None)
+            finally:
+                with state.lock:
+                    state.awaiting = False
+            if item is None:
+                return
+            yield item
 
 
 def progress() -> None:

@@ -42,6 +42,11 @@ class Loader(Protocol):
         """The batches of epoch ``e`` from ``start_step`` on. Leaving the iterator early is allowed."""
         ...
 
+    def reading(self) -> list[str]:
+        """The files that are being read at this moment, as far as is known: where batches fail to come, those that the
+        disk does not deliver."""
+        ...
+
     def close(self) -> None:
         """Release threads, processes and memory. Calling it twice is allowed."""
         ...

@@ -83,6 +83,9 @@ class DaliLoader:
     def epoch(self, e: int, start_step: int = 0) -> Generator[Batch, None, None]:
         return self._delivery.deliver(self._pairs(e, start_step), in_background=False)
 
+    def reading(self) -> list[str]:
+        return self._delivery.reading()
+
     def close(self) -> None:
         self._delivery.close()
         self._pipeline = None

@@ -7,7 +7,8 @@ are made on the host) in pinned memory; the executor is launched by the consumer
 """
 
 from collections.abc import Generator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
+from pathlib import Path
 from threading import Lock
 from typing import TypeVar
 from weakref import WeakSet
@@ -140,6 +141,17 @@ class Delivery:
         """As :meth:`end_epoch`, and give memory back."""
         self.end_epoch()
         self._memory.clear()
+
+    def reading(self) -> list[str]:
+        """The files of the data set that this process has open, where the system tells."""
+        found, root = [], self.dataset.root.absolute()
+        with suppress(OSError):
+            for handle in Path("/proc/self/fd").iterdir():
+                with suppress(OSError):  # closed meanwhile
+                    path = handle.readlink()
+                    if path.is_relative_to(root):
+                        found.append(str(path))
+        return sorted(set(found))
 
     def _register(self, active: Prefetch | Generator) -> None:
         with self._lock:

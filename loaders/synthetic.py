@@ -66,6 +66,9 @@ class SyntheticLoader:
             return self._delivery.deliver(self._pairs(e, start_step))
         return self._repeat(e, start_step)
 
+    def reading(self) -> list[str]:
+        return self._delivery.reading()
+
     def close(self) -> None:
         self._delivery.close()
 

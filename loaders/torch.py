@@ -8,7 +8,6 @@ import errno
 import gc
 import resource
 import shutil
-import signal
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from functools import partial
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
+from loaders.data_worker import Reading, obey_the_parent_only
 from loaders.dataset import ImageDataset, OnError
 from loaders.decode import EncodedImage
 from loaders.delivery import Delivery
@@ -29,9 +29,8 @@ from loaders.order import BatchOrder
 from loaders.plan import Filter, ViewPlan
 
 _AHEAD = 2  # batches that each worker prepares
-_WORKER_GRACE = 30  # seconds
 _FEW_FILES = 256
-_Sample = tuple[EncodedImage, np.ndarray]  # and its boxes (C, 4)
+_Sample = tuple[int, EncodedImage, np.ndarray]  # its place in the data set, and its boxes (C, 4)
 _Collated = tuple[Tensor | np.ndarray, dict[int, UserError]]  # crops uint8 (B, C, S, S, 3), what is wrong by place
 
 
@@ -56,7 +55,8 @@ class TorchLoader:
         on_error: OnError = "stop",
     ) -> None:
         self._delivery = Delivery(dataset, plan, order, device, dtype, workers, mean, std, on_error=on_error)
-        self._crops = _Crops(plan.size, plan.filter)
+        self._reading = Reading(self._delivery.workers)
+        self._crops = _Crops(plan.size, plan.filter, self._reading)
         batch_bytes = order.local_batch_size * plan.layout.crops * plan.size**2 * 3
         self._collate = _Collate(
             (plan.layout.crops, plan.size, plan.size, 3),
@@ -69,6 +69,10 @@ class TorchLoader:
 
     def epoch(self, e: int, start_step: int = 0) -> Generator[Batch, None, None]:
         return self._delivery.deliver(self._pairs(e, start_step))
+
+    def reading(self) -> list[str]:
+        names = self._delivery.dataset.names
+        return [str(self._delivery.dataset.root / names[index]) for index in self._reading.now()]
 
     def close(self) -> None:
         self._delivery.close()
@@ -83,7 +87,7 @@ class TorchLoader:
             batch_sampler=self._planned_samples(epoch, start_step, pending),
             collate_fn=self._collate,
             num_workers=workers,
-            worker_init_fn=_leave_signals_to_the_parent,
+            worker_init_fn=obey_the_parent_only,
             prefetch_factor=_AHEAD if workers else None,
         )
         try:
@@ -100,8 +104,9 @@ class TorchLoader:
             yield self._samples(job, range(len(job.planned.index)))
 
     def _samples(self, job: Job, places: Iterable[int]) -> list[_Sample]:
-        dataset = self._delivery.dataset
-        return [(dataset.image(int(job.planned.index[place])), job.planned.boxes[place]) for place in places]
+        dataset, planned = self._delivery.dataset, job.planned
+        indices = ((place, int(planned.index[place])) for place in places)
+        return [(index, dataset.image(index), planned.boxes[place]) for place, index in indices]
 
     def _decode(self, crops: Tensor, job: Job, places: list[int]) -> Faults:
         """Make the crops of some places of the batch in this process, as workers do."""
@@ -112,25 +117,17 @@ class TorchLoader:
         return {place: item for place, item in found.items() if isinstance(item, UserError)}
 
 
-def _leave_signals_to_the_parent(number: int) -> None:
-    """In a worker: schedulers and terminals signal whole groups of processes, but what the parent still does may need
-    the worker's data. SIGTERM, which may be the parent's own, ends it half a minute later."""
-    for ignored in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(ignored, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, lambda signum, frame: signal.alarm(_WORKER_GRACE) and None)
-
-
 class _Crops(Dataset):
     """Crops uint8 (C, S, S, 3) of a planned sample, or the error that it met: raising would lose the one-line text."""
 
-    def __init__(self, size: int, filter: Filter) -> None:
-        self._size, self._filter = size, filter
+    def __init__(self, size: int, filter: Filter, reading: Reading) -> None:
+        self._size, self._filter, self._reading = size, filter, reading
 
     def __getitem__(self, sample: _Sample) -> np.ndarray | UserError:
-        source, boxes = sample
+        index, source, boxes = sample
         try:
-            image = source.decode()
+            with self._reading.image(index):
+                image = source.decode()
         except UserError as fault:
             return fault
         return np.stack([resized_crop(image, box, self._size, self._filter) for box in boxes])

@@ -45,6 +45,12 @@ def lines(folder: Path) -> int:
     return path.read_text().count('"samples"') if path.exists() else 0
 
 
+def stands_still(folder: Path) -> bool:
+    before = lines(folder)
+    time.sleep(1)
+    return lines(folder) == before
+
+
 def final(folder: Path) -> dict:
     found = checkpoint.newest(folder / "checkpoints")
     assert found is not None and found[1]["step"] == 3 * EPOCHS
@@ -185,6 +191,13 @@ def wait_for(condition: Callable[[], object], process: "subprocess.Popen[str]") 
         time.sleep(0.05)
 
 
+def wait_for_the_end_of(processes: list[int]) -> None:
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{process}").exists() for process in processes):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_ranks_start_again_after_a_death_and_stop_together(photo_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     options = OPTIONS | {"epochs": 2000, "checkpoint_every_minutes": 1e-9, "cpu_ranks": 2, "max_restarts": 1}
@@ -216,10 +229,7 @@ def test_no_rank_outlives_its_launcher(photo_folder: Path, tmp_path: Path) -> No
         wait_for(lambda: len(ranks_of(process.pid, folder)) == 2, process)
         ranks = ranks_of(process.pid, folder)
         process.kill()
-    deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for_the_end_of(ranks)
 
 
 def test_torchrun_restarts_a_killed_rank_and_it_goes_on(photo_folder: Path, tmp_path: Path) -> None:
@@ -246,9 +256,8 @@ def test_a_signal_to_the_whole_group_does_not_take_the_data_away(photo_folder: P
     plan, order = ViewPlan(16, 0, (), "shared", lengths=()), BatchOrder(len(dataset), 2)
     with closing(TorchLoader(dataset, plan, order=order, workers=1)) as loader, closing(loader.epoch(0)) as batches:  # type: ignore[type-var]
         next(batches)
-        for worker in multiprocessing.active_children():
-            assert worker.pid is not None
-            os.kill(worker.pid, number)
+        workers = [str(worker.pid) for worker in multiprocessing.active_children()]
+        subprocess.run(["kill", f"-{number}", *workers], check=True)  # not from the parent, which may end them
         assert len(list(batches)) == 11
 
 
@@ -263,12 +272,71 @@ def test_a_data_worker_that_dies_is_named(photo_folder: Path) -> None:
             list(batches)
 
 
+_HANGS = """
+import os, sys, time
+from cocor import stop, train
+from loaders import decode
+
+stop.PATIENCE, opener, (gate, *arguments) = 1.0, decode.without_waiting, sys.argv[1:]
+
+def hangs(path, flags):
+    while path.endswith("chelsea/3.jpg") and os.path.exists(gate):
+        time.sleep(0.1)
+    return opener(path, flags)
+
+decode.without_waiting = hangs
+sys.exit(train.main(arguments))
+"""
+
+
+def test_a_disk_that_does_not_answer_delays_the_end_by_seconds(photo_folder: Path, tmp_path: Path) -> None:
+    folder, gate = tmp_path / "run", tmp_path / "gate"
+    options = OPTIONS | {"epochs": 2000, "workers": 2}
+    command = [sys.executable, "-c", _HANGS, str(gate), *flags(data=photo_folder, output=folder, **options)]
+    with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as process:
+        wait_for(lambda: lines(folder) > 2, process)
+        gate.touch()
+        wait_for(lambda: stands_still(folder), process)
+        begin, children = time.monotonic(), ranks_of(process.pid, folder)
+        os.kill(process.pid, signal.SIGTERM)
+        error = process.communicate(timeout=60)[1]
+        assert time.monotonic() - begin < 10
+    last = error.splitlines()[-1]
+    assert process.returncode == 75, error
+    assert f"stopped by SIGTERM after step {lines(folder)} of 6,000: no data for 1 s, while reading" in last
+    assert f"{photo_folder}/chelsea/3.jpg; the same command with --resume" in last
+    found = checkpoint.newest(folder / "checkpoints")
+    assert found is not None and found[1]["step"] == lines(folder)
+    assert len(children) == 2  # data workers, one of which waits for the disk
+    wait_for_the_end_of(children)
+
+
+def test_signals_are_heard_while_the_main_thread_is_inside_of_a_library() -> None:
+    program = (
+        "import ctypes, os, signal, threading\nfrom cocor import stop\nstop.PATIENCE = 0.5\n"
+        "def hangs():\n"
+        "    mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)\n"
+        "    while True: libc.pthread_mutex_lock(mutex)\n"
+        "    yield\n"
+        "threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()\n"
+        "with stop.obeyed(), stop.deferred():\n"
+        "    stop.progress()\n"
+        "    stop.without_data(lambda number: stop.leave(stop.Stopped(number, 'without data')))\n"
+        "    list(stop.awaited(hangs()))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False, timeout=60
+    )
+    assert done.returncode == 75 and done.stderr.startswith("stopped by SIGUSR1 without data; the same command")
+
+
 def test_a_small_limit_of_open_files_is_named(photo_folder: Path, tmp_path: Path) -> None:
     options = OPTIONS | {"workers": 8}
     command = [sys.executable, "-m", "cocor.train", *flags(data=photo_folder, output=tmp_path / "run", **options)]
     shell = ["bash", "-c", 'ulimit -n 24; exec "$@"', "bash", *command]
+    begin = time.monotonic()
     done = subprocess.run(shell, env=environment(), capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 2
+    assert done.returncode == 2 and time.monotonic() - begin < 25, done.stderr  # not half a minute for its workers
     last = done.stderr.splitlines()[-1]
     assert last.startswith("cocor-train: error: ") and "open files" in last and "ulimit -n 4096" in last
 
