@@ -12,7 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from cocor.eval.cli import chosen_datasets, main
+from cocor.eval.cli import main
+from cocor.eval.inputs import chosen_datasets
 from cocor.eval.protocols import TRANSFER
 from loaders.errors import UserError
 from loaders.prep.convert import convert

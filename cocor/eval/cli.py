@@ -23,11 +23,9 @@ from cocor.eval.protocols import (
     SHOT_SEEDS,
     SHOTS,
     TASKS,
-    TRANSFER,
     WAYS,
 )
 from loaders.cache import user_cache
-from loaders.errors import UserError
 
 _WEIGHTS = "a run's folder, a file of weights of any origin, timm:NAME or random:NAME"
 
@@ -187,21 +185,6 @@ def _above_zero(text: str) -> float:
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
     return number
-
-
-def chosen_datasets(words: Sequence[str]) -> list[str]:
-    """The names behind ``--datasets``: ``all`` are the ten of the paper's transfer table."""
-    from cocor.cli import nearest
-
-    names: list[str] = []
-    for word in ",".join(words).split(","):
-        if word == "all":
-            names += TRANSFER
-        elif word in PROTOCOLS:
-            names.append(word)
-        else:
-            raise UserError(f"--datasets {word}: no such set{nearest(word, PROTOCOLS)}; known are {_names()}")
-    return list(dict.fromkeys(names))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from cocor.eval import consistency as consistency_probe
 from cocor.eval import fewshot as few
 from cocor.eval import figures, inputs
 from cocor.eval import spectrum as spectra
-from cocor.eval.cli import chosen_datasets
 from cocor.eval.datasets import Splits
 from cocor.eval.features import Features, features_of, joined, summary
 from cocor.eval.knn import knn_curve
@@ -223,7 +222,7 @@ def spectrum(options: argparse.Namespace) -> None:
 
 
 def transfer(options: argparse.Namespace) -> None:
-    names = chosen_datasets(options.datasets)
+    names = inputs.chosen_datasets(options.datasets)
     encoders = inputs.chosen_encoders(options)
     folder = _output(options, encoders[0])
     main = options.world.main

@@ -11,7 +11,7 @@ import torch
 from cocor.cli import nearest
 from cocor.eval.datasets import Splits, open_named, open_splits
 from cocor.eval.features import Extraction, Features, features_of, features_of_two
-from cocor.eval.protocols import PROTOCOLS, VIEWS
+from cocor.eval.protocols import PROTOCOLS, TRANSFER, VIEWS
 from cocor.eval.weights import Encoder, load_encoder
 from loaders.beton import is_beton
 from loaders.dataset import ImageDataset
@@ -30,6 +30,21 @@ def chosen_splits(options: argparse.Namespace) -> Splits:
     if options.root is None:
         raise UserError(f"--root: name the folder that {options.dataset} lies in")
     return open_named(options.dataset, options.root, options.cache, options.workers)
+
+
+def chosen_datasets(words: Sequence[str]) -> list[str]:
+    """The names behind ``--datasets``: ``all`` are the ten of the paper's transfer table."""
+    names: list[str] = []
+    for word in ",".join(words).split(","):
+        if word == "all":
+            names += TRANSFER
+        elif word in PROTOCOLS:
+            names.append(word)
+        else:
+            raise UserError(
+                f"--datasets {word}: no such set{nearest(word, PROTOCOLS)}; known are {', '.join(PROTOCOLS)}"
+            )
+    return list(dict.fromkeys(names))
 
 
 def images_to_look_at(options: argparse.Namespace) -> ImageDataset:

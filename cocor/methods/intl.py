@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from cocor.consistency import identity, normalised
-from cocor.methods.base import Gather, Method, batch_statistics_only, feature_size, feature_std, joined
+from cocor.methods.base import Gather, batch_statistics_only, feature_size, feature_std, joined
+from cocor.methods.encoding import Encoding
 
 
-class INTL(Method):
+class INTL(Encoding):
     """INTL on ``backbone``: a projector of two hidden layers of ``hidden`` units, embeddings of ``dim``.
 
     ``trace_weight`` None is the authors' ``0.01 (log2(N) - 3)`` for a global batch of N. ``gather`` concatenates
@@ -64,16 +65,9 @@ class INTL(Method):
         with batch_statistics_only(self):
             return self._loss([self.projector(self.backbone(images)) for images in views])
 
-    @torch.no_grad()
-    def embed_original(self, images: Tensor) -> Tensor:
-        """Backbone and projector without gradient: (N, 3, H, W) -> (N, dim)."""
-        with batch_statistics_only(self):
-            return normalised(self.projector(self.backbone(images)))
-
-    def embed_composite(self, images: Tensor) -> Tensor:
-        """Backbone and projector with gradient: (N, 3, H, W) -> (N, dim)."""
-        with batch_statistics_only(self):
-            return normalised(self.projector(self.backbone(images)))
+    def encode(self, images: Tensor) -> Tensor:
+        """Backbone and projector."""
+        return normalised(self.projector(self.backbone(images)))
 
     def after_step(self) -> None:
         """Nothing: INTL keeps no state besides its weights."""

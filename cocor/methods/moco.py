@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from cocor.consistency import identity, normalised
 from cocor.methods import shuffle
-from cocor.methods.base import Gather, Method, batch_statistics_only, feature_size, feature_std
+from cocor.methods.base import Gather, batch_statistics_only, feature_size, feature_std
+from cocor.methods.encoding import Encoding, two_layer_head
 from cocor.methods.grouped_norm import group_batch_norm
 from loaders.errors import UserError
 
 
-class MoCo(Method):
+class MoCo(Encoding):
     """MoCo v2 on ``backbone``. ``gather`` concatenates equally shaped tensors of all ranks along dimension 0, and
     ``exchange`` sends each rank its part of one.
 
@@ -48,9 +49,8 @@ class MoCo(Method):
         world: int = 1,
     ) -> None:
         super().__init__()
-        width = feature_size(backbone)
         self.backbone = backbone
-        self.head = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, dim))
+        self.head = two_layer_head(feature_size(backbone), dim)
         self.key_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
         self.key_head = copy.deepcopy(self.head).requires_grad_(False)
         self.temperature, self.momentum, self.key_bn_splits = temperature, momentum, key_bn_splits
@@ -70,7 +70,7 @@ class MoCo(Method):
         self._check_batch(len(images))
         with torch.no_grad():
             self._keys = self._encode_keys(key_images)
-        queries = self._encode(images)
+        queries = self.encode(images)
         positive, negative = self._logits(queries)
         loss = _info_nce(positive, negative)
         with torch.no_grad():
@@ -82,18 +82,11 @@ class MoCo(Method):
     def reevaluate(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
         """The loss of the last ``contrastive`` call with the present query encoder and the same keys."""
         with batch_statistics_only(self.backbone):
-            return _info_nce(*self._logits(self._encode(views[0])))
+            return _info_nce(*self._logits(self.encode(views[0])))
 
-    @torch.no_grad()
-    def embed_original(self, images: Tensor) -> Tensor:
-        """Query encoder without gradient: (N, 3, H, W) -> (N, dim)."""
-        with batch_statistics_only(self.backbone):
-            return self._encode(images)
-
-    def embed_composite(self, images: Tensor) -> Tensor:
-        """Query encoder with gradient: (N, 3, H, W) -> (N, dim)."""
-        with batch_statistics_only(self.backbone):
-            return self._encode(images)
+    def encode(self, images: Tensor) -> Tensor:
+        """The query encoder, with its head."""
+        return normalised(self.head(self.backbone(images)))
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -117,9 +110,6 @@ class MoCo(Method):
         """One group of backbone and head; as in the authors' code weight decay spares nothing. No predictor here."""
         parameters = [*self.backbone.parameters(), *self.head.parameters()]
         return [{"params": parameters, "weight_decay": weight_decay, "fixed_lr": False}]
-
-    def _encode(self, images: Tensor) -> Tensor:
-        return normalised(self.head(self.backbone(images)))
 
     def _encode_keys(self, images: Tensor) -> Tensor:
         """Keys of all ranks (world * B, dim), in the order of the global batch."""

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from cocor.consistency import normalised
-from cocor.methods.base import Method, batch_statistics_only, feature_std
+from cocor.methods.base import batch_statistics_only, feature_std
+from cocor.methods.encoding import Encoding
 
 
-class Predicting(Method):
+class Predicting(Encoding):
     """A method with ``projector`` and ``predictor`` on its backbone; it has its own :meth:`loss_of`."""
 
     projector: nn.Module
@@ -33,11 +34,9 @@ class Predicting(Method):
         with batch_statistics_only(self):
             return self.loss_of(views)[0]
 
-    @torch.no_grad()
-    def embed_original(self, images: Tensor) -> Tensor:
-        """Backbone and projector without gradient: (N, 3, H, W) -> (N, dim)."""
-        with batch_statistics_only(self):
-            return normalised(self.projector(self.backbone(images)))
+    def encode(self, images: Tensor) -> Tensor:
+        """Backbone and projector."""
+        return normalised(self.projector(self.backbone(images)))
 
     def embed_composite(self, images: Tensor) -> Tensor:
         """Backbone, projector and predictor with gradient: (N, 3, H, W) -> (N, dim)."""

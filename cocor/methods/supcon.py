@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from cocor.consistency import identity, normalised
-from cocor.methods.base import Gather, Method, batch_statistics_only, feature_size, feature_std, joined
+from cocor.methods.base import Gather, batch_statistics_only, feature_size, feature_std, joined
+from cocor.methods.encoding import Encoding, two_layer_head
 
 
-class SupCon(Method):
+class SupCon(Encoding):
     """SupCon on ``backbone``; ``gather`` concatenates equally shaped tensors of all ``world`` ranks."""
 
     def __init__(
@@ -28,16 +29,15 @@ class SupCon(Method):
         world: int = 1,
     ) -> None:
         super().__init__()
-        width = feature_size(backbone)
         self.backbone = backbone
-        self.head = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, dim))
+        self.head = two_layer_head(feature_size(backbone), dim)
         self.temperature = temperature
         self.gather, self.rank, self.world = gather, rank, world
         self.metrics = {}
 
     def contrastive(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
         """The loss of views (2, B, 3, H, W) with ``labels`` (B,), over the batches of all ranks."""
-        embeddings = torch.stack([self._encode(images) for images in views])
+        embeddings = torch.stack([self.encode(images) for images in views])
         loss = self._loss(embeddings, labels)
         self.metrics = {"loss": loss.detach(), "feature_std": feature_std(embeddings[0])}
         return loss
@@ -46,18 +46,11 @@ class SupCon(Method):
     def reevaluate(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
         """The loss of ``views`` at the present weights."""
         with batch_statistics_only(self):
-            return self._loss(torch.stack([self._encode(images) for images in views]), labels)
+            return self._loss(torch.stack([self.encode(images) for images in views]), labels)
 
-    @torch.no_grad()
-    def embed_original(self, images: Tensor) -> Tensor:
-        """Encoder and head without gradient: (N, 3, H, W) -> (N, dim)."""
-        with batch_statistics_only(self):
-            return self._encode(images)
-
-    def embed_composite(self, images: Tensor) -> Tensor:
-        """Encoder and head with gradient: (N, 3, H, W) -> (N, dim)."""
-        with batch_statistics_only(self):
-            return self._encode(images)
+    def encode(self, images: Tensor) -> Tensor:
+        """Backbone and head."""
+        return normalised(self.head(self.backbone(images)))
 
     def after_step(self) -> None:
         """Nothing: SupCon keeps no state besides its weights."""
@@ -66,9 +59,6 @@ class SupCon(Method):
         """One group of backbone and head. There is no predictor."""
         parameters = [*self.backbone.parameters(), *self.head.parameters()]
         return [{"params": parameters, "weight_decay": weight_decay, "fixed_lr": False}]
-
-    def _encode(self, images: Tensor) -> Tensor:
-        return normalised(self.head(self.backbone(images)))
 
     def _loss(self, embeddings: Tensor, labels: Tensor | None) -> Tensor:
         """Of (V, B, dim) on this rank; the samples of all ranks come one behind the other, each with its views."""
