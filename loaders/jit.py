@@ -5,12 +5,15 @@ abort on concurrent use and do not survive a fork: callers spread samples over a
 
 numba's cache notices a change of the file a function is in, not of the files of the functions it calls or of the
 constants that it uses, and would go on running old code. So the cache folder is named by a digest of all the sources
-that use ``jit`` and of what they import. A cache that cannot be written or read costs time, nothing else.
+that use ``jit`` and of what they import. Folders of other versions go when nothing has used them for a month. A cache
+that cannot be written or read, or is removed by another process, costs time, nothing else.
 """
 
 import hashlib
 import os
 import re
+import shutil
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -24,6 +27,8 @@ from loaders.private import private_folder
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_KEPT_SECONDS = 30 * 24 * 3600
+_NAME = re.compile(r"numba-[0-9a-f]{12}")
 _PACKAGE = Path(__file__).parent
 _IMPORT = re.compile(rb"^\s*(?:from|import) (loaders[\w.]*)(?: import ([\w, ]+))?", re.MULTILINE)
 
@@ -67,8 +72,19 @@ def _cache_folder() -> str:
             folder = place() / f"numba-{_digest()}"
             folder.mkdir(parents=True, exist_ok=True)
             if os.access(folder, os.W_OK):
+                _remove_old(folder)
                 return str(folder)
     return ""
+
+
+def _remove_old(current: Path) -> None:
+    """Note that ``current`` is in use, and remove the folders beside it that have not been for a month."""
+    with suppress(OSError):
+        os.utime(current)
+    for folder in current.parent.glob("numba-*"):
+        with suppress(OSError):  # another process removes it as well
+            if _NAME.fullmatch(folder.name) and time.time() - folder.lstat().st_mtime > _KEPT_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _digest() -> str:

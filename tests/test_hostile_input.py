@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Iterator
 from functools import partial
@@ -190,6 +191,16 @@ class TestCompiledCode:
     def test_it_is_kept_where_nobody_else_can_write(self, shared: Path) -> None:
         assert Path(loaders.jit._cache_folder.__wrapped__()).parent == shared
         assert shared.stat().st_mode & 0o777 == 0o700
+
+    def test_other_versions_go_when_nothing_has_used_them_for_a_month(self, shared: Path) -> None:
+        current = Path(loaders.jit._cache_folder.__wrapped__())
+        days = {"numba-0123456789ab": 31, "numba-ba9876543210": 29, "numba-of-mine": 31, current.name: 31}
+        for name, age in days.items():
+            (shared / name / "inside").mkdir(parents=True)
+            os.utime(shared / name, (time.time() - 24 * 3600 * age,) * 2)
+        assert loaders.jit._cache_folder.__wrapped__() == str(current)
+        assert {path.name for path in shared.iterdir()} == days.keys() - {"numba-0123456789ab"}
+        assert time.time() - current.stat().st_mtime < 3600
 
     @pytest.mark.parametrize("trap", ["link", "open to all", "another's"])
     def test_a_folder_that_somebody_laid_there_is_not_used(self, shared: Path, tmp_path: Path, trap: str) -> None:
