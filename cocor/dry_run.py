@@ -4,6 +4,7 @@ import resource
 import sys
 import time
 from dataclasses import fields
+from statistics import fmean
 
 import torch
 import yaml
@@ -17,6 +18,7 @@ from cocor.run import Run
 from loaders.batch import Batch
 
 STEPS = 2
+_MOST_TURNS = 20  # of steps whose mean time is taken, where the MMNN learns in some of them only
 
 
 def report(run: Run) -> None:
@@ -25,7 +27,8 @@ def report(run: Run) -> None:
     batches = run.pairs(0, 0)
     batch = None
     make_step = executable(run.step, run.execution)
-    steps = STEPS + (WARM_UP if run.execution in ("graph", "fused") else 0)
+    turns = min(run.config.mmnn_every, _MOST_TURNS)
+    steps = (STEPS + (WARM_UP if run.execution in ("graph", "fused") else 0)) * turns
     for number, (batch, labelled) in zip(range(steps), batches, strict=False):
         begin = time.perf_counter()
         metrics = make_step(batch, labelled, number)
@@ -38,9 +41,9 @@ def report(run: Run) -> None:
         print(yaml.safe_dump(run.config.to_dict(), sort_keys=False), end="")
         print("\n".join(["", *_shapes(batch), *_model(run), f"loss after {len(seconds)} steps: {loss:.4f}"]))
         print(f"memory: {_memory(run.world.device)}")
-        # The first step pays for warming up; loaders run ahead, so the last one shows the rate of the networks.
-        total = seconds[-1] * run.total
-        print(f"time: {seconds[-1]:.3f} s a step, {run.total:,} steps, about {duration(total)} if data keeps up")
+        # The first step pays for warming up; loaders run ahead, so the last ones show the rate of the networks.
+        rate = fmean(seconds[-turns:])
+        print(f"time: {rate:.3f} s a step, {run.total:,} steps, about {duration(rate * run.total)} if data keeps up")
         sys.stdout.flush()
 
 

@@ -3,7 +3,7 @@
 Parts are timed by marks on the device's stream wherever the work changes, so they add up to the whole. For that a step
 runs part after part, compiled if the run would be, but never recorded as a CUDA graph: the host's delays, which a graph
 takes away from small batches, show here. The table sets the times against the cost model: F is one forward pass of the
-encoder over the batch, a backward pass costs 2 F.
+encoder over the batch, a backward pass costs 2 F. Where steps differ (``cocor.turns``), both are means over turns.
 """
 
 import os
@@ -24,7 +24,7 @@ from cocor.run import Run
 from loaders.batch import Batch
 from loaders.errors import UserError
 
-WARM_UP, STEPS, TRACED = 5, 20, 3
+WARM_UP, STEPS, TRACED = 5, 20, 3  # steps; STEPS at least, rounded up to whole turns
 # Forward-equivalents an image of the methods' own losses: views, with 2 F for each backward pass, and second encoders.
 CONTRASTIVE_COST = {"moco": 4, "simsiam": 6, "supcon": 6, "byol": 8, "intl": 6}
 _VIEWS_KERNEL = "make_views"
@@ -86,7 +86,8 @@ def report(run: Run) -> None:
     with closing(_endless(run)) as batches:
         _steps(run, batches, parts, WARM_UP)
         parts.start()
-        _steps(run, batches, parts, STEPS)
+        steps = -(-STEPS // run.step.turns.cycle) * run.step.turns.cycle
+        _steps(run, batches, parts, steps)
         seconds = parts.read()
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it calls having no GPU an error
         activities = [ProfilerActivity.CPU]
@@ -101,8 +102,8 @@ def report(run: Run) -> None:
         return
     views = sum(event.device_time_total for event in trace.key_averages() if _VIEWS_KERNEL in event.key) / 1e6
     if views:
-        seconds["views"] = views / TRACED * STEPS
-    print("\n".join(table(run.config, seconds, STEPS, run.world.size)))
+        seconds["views"] = views / TRACED * steps
+    print("\n".join(table(run.config, seconds, steps, run.world.size)))
     path = run.config.output.with_name(run.config.output.name + "-trace.json.gz")
     print(f"\ntrace of {TRACED} steps, for chrome://tracing or ui.perfetto.dev: {_save(trace, path)}")
     sys.stdout.flush()
@@ -133,13 +134,15 @@ def table(config: Config, seconds: dict[str, float], steps: int, ranks: int) -> 
 
 
 def costs(config: Config, ranks: int) -> dict[str, float]:
-    """The cost model: forward-equivalents of each part of a step, in units of the batch."""
+    """The cost model: forward-equivalents of each part of a step, in units of the batch. A pass costs in proportion to
+    the pixels, as it does in a network of convolutions."""
     model: dict[str, float] = {"contrastive": CONTRASTIVE_COST[config.method]}
     if config.consistency != "none":
         originals = config.released_originals if config.recipe == "released" else 1
-        model |= {"original": originals, "composites": 3 * len(config.lengths)}
+        pixels = (config.composite_size / config.image_size) ** 2 if config.composite_size else 1
+        model |= {"original": originals, "composites": 3 * (config.lengths_per_step or len(config.lengths)) * pixels}
         if config.mmnn == "learned":
-            model["labelled"] = 3 * labelled_batch_size(config, ranks) / config.batch_size
+            model["labelled"] = 3 * labelled_batch_size(config, ranks) / config.batch_size / config.mmnn_every
     return model
 
 
@@ -151,7 +154,7 @@ def _steps(run: Run, batches: Iterator[_Pair], parts: Parts, count: int) -> None
         metrics = run.step(batch, labelled, run.done)
         with parts("logging"):  # as RunLog adds them up
             sums = {name: value + sums.get(name, 0.0) for name, value in metrics.items()}
-        run.done = min(run.done + 1, run.total - 1)
+        run.done = (run.done + 1) % run.total  # batches go on and on, with the same turns in every epoch
 
 
 def _endless(run: Run) -> Generator[_Pair, None, None]:

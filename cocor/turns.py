@@ -71,8 +71,12 @@ def guided_steps(config: Config, steps_per_epoch: int) -> int:
 
 def scaled_down(images: Tensor, size: int) -> Tensor:
     """Images (L, B, 3, H, W) at ``size`` x ``size`` pixels, antialiased and bilinear as crops are; channels-last."""
-    flat = F.interpolate(images.flatten(0, 1), (size, size), mode="bilinear", antialias=True)
-    return flat.contiguous(memory_format=torch.channels_last).unflatten(0, images.shape[:2])
+    lengths, count, channels = images.shape[:3]
+    result = images.new_empty(lengths, count, size, size, channels).movedim(-1, 2)
+    precise = torch.promote_types(images.dtype, torch.float32)  # on a CPU there is no other
+    for small, large in zip(result, images, strict=True):
+        small.copy_(F.interpolate(large.to(precise), (size, size), mode="bilinear", antialias=True))
+    return result
 
 
 def _chosen(images: Tensor, places: Sequence[int]) -> Tensor:

@@ -34,6 +34,10 @@ def test_an_inner_part_is_not_counted_twice() -> None:
         ({}, {"contrastive": 4, "original": 1, "composites": 9, "labelled": 0.75}),
         ({"mmnn": "constants", "method": "simsiam"}, {"contrastive": 6, "original": 1, "composites": 9}),
         ({"consistency": "none"}, {"contrastive": 4}),
+        (
+            {"lengths_per_step": 1, "composite_size": 112, "mmnn_every": 3},
+            {"contrastive": 4, "original": 1, "composites": 0.75, "labelled": 0.25},
+        ),
         ({"recipe": "released", "lengths": (1,)}, {"contrastive": 4, "original": 5, "composites": 3, "labelled": 0.75}),
     ],
 )

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,11 +57,12 @@ def config_for(folder: Path, **options: object) -> Config:
 Pairs = list[tuple[Batch, Batch | None]]
 
 
-def build(config: Config) -> tuple[TrainingStep, Pairs]:
-    """A step in float64 and the batches of its epoch, from real files."""
+def build(config: Config, steps: int = STEPS) -> tuple[TrainingStep, Pairs]:
+    """A step in float64 and the first ``steps`` batches of its epoch, each with a labelled one, from real files."""
     data = open_data(config)
     unlabelled = training_loader(config, data, WORLD, torch.float64)
-    labelled = labelled_loader(config, data, WORLD, torch.float64, unlabelled.steps_per_epoch)
+    every_step = replace(config, mmnn_every=1)
+    labelled = labelled_loader(every_step, data, WORLD, torch.float64, unlabelled.steps_per_epoch)
     method, target = build_method(config, WORLD), build_target(config, WORLD)
     with torch.no_grad():
         for name, parameter in method.named_parameters():  # timm starts some at 0, behind which nothing would learn
@@ -75,7 +77,7 @@ def build(config: Config) -> tuple[TrainingStep, Pairs]:
         batches = list(unlabelled.epoch(0))
     others: list = [None] * len(batches) if labelled is None else list(labelled.epoch(0))
     assert len(batches) == EPOCH
-    return step, list(zip(batches, others, strict=True))[:STEPS]
+    return step, list(zip(batches, others, strict=True))[:steps]
 
 
 class Sgd:
@@ -215,10 +217,10 @@ class Literal:
         return list(torch.autograd.grad(surrogate.sum(), list(trained(self.mmnn).values())))
 
 
-def assert_equal_steps(config: Config) -> TrainingStep:
-    """Make the steps of an epoch both ways; compare every weight, buffer and momentum after each."""
-    step, pairs = build(config)
-    literal = Literal(step)
+def assert_equal_steps(config: Config, steps: int = STEPS, written: type[Literal] = Literal) -> TrainingStep:
+    """Make steps of an epoch both ways; compare every weight and buffer after each."""
+    step, pairs = build(config, steps)
+    literal = written(step)
     for number, (batch, labelled) in enumerate(pairs):
         metrics, expected = step(batch, labelled, number), literal(batch, labelled, number)
         for name, value in expected.items():
@@ -230,7 +232,7 @@ def assert_equal_steps(config: Config) -> TrainingStep:
                 assert fused.state_dict().keys() == plain.state_dict().keys()
                 for name, value in fused.state_dict().items():
                     torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-7, atol=1e-9, msg=name)
-    assert step.learning_rate == pytest.approx(config.lr * literal.cosine(STEPS - 1))
+    assert step.learning_rate == pytest.approx(config.lr * literal.cosine(steps - 1))
     return step
 
 
