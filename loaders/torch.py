@@ -11,6 +11,7 @@ import shutil
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from functools import partial
+from threading import Lock
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from loaders.plan import Filter, ViewPlan
 
 _AHEAD = 2  # batches that each worker prepares
 _FEW_FILES = 256
+_forking = Lock()  # what one thread has frozen another would release
 _Sample = tuple[int, EncodedImage, np.ndarray]  # its place in the data set, and its boxes (C, 4)
 _Collated = tuple[Tensor | np.ndarray, dict[int, UserError]]  # crops uint8 (B, C, S, S, 3), what is wrong by place
 
@@ -80,8 +82,6 @@ class TorchLoader:
     def _pairs(self, epoch: int, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
         pending: deque[Job] = deque()
         workers = self._delivery.workers
-        if workers:
-            gc.collect()  # what a forked worker must not do: a dead DALI pipeline, for one, would wait for its threads
         loader = DataLoader(
             self._crops,
             batch_sampler=self._planned_samples(epoch, start_step, pending),
@@ -91,7 +91,7 @@ class TorchLoader:
             prefetch_factor=_AHEAD if workers else None,
         )
         try:
-            for collated, faults in loader:  # in the sampler's order
+            for collated, faults in _begun(loader):  # in the sampler's order
                 crops = torch.as_tensor(collated)
                 job = self._delivery.jobs.mend(pending.popleft(), faults, partial(self._decode, crops))
                 yield job, self._delivery.stage(crops)
@@ -115,6 +115,17 @@ class TorchLoader:
             if isinstance(item, np.ndarray):
                 crops[place] = torch.from_numpy(item)
         return {place: item for place, item in found.items() if isinstance(item, UserError)}
+
+
+def _begun(loader: DataLoader) -> Iterator[_Collated]:
+    """``iter(loader)``, whose forked workers leave their parent's garbage alone: a dead DALI pipeline, for one, would
+    wait for threads that they do not have."""
+    with _forking:
+        gc.freeze()
+        try:
+            return iter(loader)
+        finally:
+            gc.unfreeze()  # here, not in them
 
 
 class _Crops(Dataset):

@@ -1,11 +1,13 @@
 """All loaders execute one plan: same order, labels, boxes and programs, nearly the same pixels; nothing stays."""
 
 import gc
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from loaders.order import BatchOrder, CyclicOrder
 from loaders.plan import ViewPlan
 from loaders.prefetch import Prefetch
 from loaders.synthetic import SyntheticLoader, synthetic_dataset
-from loaders.torch import TorchLoader
+from loaders.torch import TorchLoader, resized_crop
 
 SIZE = 32
 PLAN = ViewPlan(size=SIZE, seed=3)
@@ -139,6 +141,32 @@ class TestOnePlan:
         loader = TorchLoader(dataset, PLAN, order=BatchOrder(24, 8, seed=PLAN.seed), workers=2)
         assert all(same(a, b) for a, b in zip(loader.epoch(0), make("torch").epoch(0), strict=True))
         loader.close()
+
+    def test_worker_processes_leave_their_parents_garbage_alone(
+        self, dataset: ImageDataset, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        class Cycle:
+            def __init__(self) -> None:
+                self.itself = self
+
+            def __del__(self) -> None:
+                (tmp_path / f"{os.getpid()}").touch()
+
+        def crop(*arguments: Any) -> np.ndarray:
+            gc.collect()
+            return resized_crop(*arguments)
+
+        monkeypatch.setattr(loaders.torch, "resized_crop", crop)
+        loader = TorchLoader(dataset, PLAN, order=BatchOrder(24, 8), workers=1)
+        gc.disable()
+        try:
+            Cycle()
+            assert len(list(loader.epoch(0))) == 3
+        finally:
+            gc.enable()
+        loader.close()
+        gc.collect()
+        assert [path.name for path in tmp_path.iterdir()] == [f"{os.getpid()}"]
 
     def test_the_released_recipe_has_several_originals(self, make: Callable[..., Loader]) -> None:
         plan = ViewPlan(size=SIZE, original="weak", originals=2)

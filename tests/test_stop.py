@@ -104,7 +104,9 @@ class TestTheFirstSeconds:
                 time.sleep(delay)
                 os.kill(process.pid, number)
                 error = process.communicate(timeout=60)[1]
-            assert "Traceback" not in error and len(error.splitlines()) <= 1, (delay, error)
+            # A fast machine trains already.
+            said = error.splitlines()
+            assert "Traceback" not in error and (len(said) <= 1 or "stopped by" in said[-1]), (delay, error)
             assert process.returncode in (code, -number, 128 + number), (delay, process.returncode, error)
 
     def test_the_whole_group_as_ctrl_c_reaches_it(self, photo_folder: Path, tmp_path: Path) -> None:
