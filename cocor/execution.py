@@ -30,6 +30,7 @@ from loaders.errors import UserError
 
 _log = logging.getLogger(__name__)
 Step = Callable[[Batch, Batch | None, int], Metrics]
+_COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 LONG_RUN = 10_000  # steps from which on compiling pays
 
 
@@ -91,17 +92,26 @@ def executable(step: TrainingStep, execution: str, parallel: bool | None = None)
 
 def compile_backbones(method: nn.Module, backend: str = "inductor") -> None:
     """Compile the backbones of ``method`` in place, at their first use; names of parameters stay as they are."""
-    # Beside the other caches rather than in /tmp, which machines empty and do not share.
-    with suppress(OSError):
-        folder = user_cache() / "compiled"
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    _keep_compiled_code()
     # The passes of a step differ in gradients, batch size and whether running statistics move: one program for each.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
     for name, module in method.named_children():
         if name.endswith("backbone"):
             module.compile(dynamic=False, backend=backend)
+
+
+def _keep_compiled_code() -> None:
+    """Let the compiler keep its work beside our other caches rather than in /tmp, which machines empty and do not
+    share. What the user has set stands; PyTorch sets the variable to its own default while it loads."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    if os.environ.get(_COMPILER_CACHE) not in (None, default_cache_dir()):
+        return
+    with suppress(OSError):
+        folder = user_cache() / "compiled"
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            os.environ[_COMPILER_CACHE] = str(folder)
 
 
 @contextmanager
