@@ -164,11 +164,11 @@ def _draw_curve(axes: "Axes", runs: Runs, key: str, title: str, unit: str, facto
 
 def _draw_similarities(axes: "Axes", name: str, records: list[Record]) -> None:
     train = [r for r in records if r["kind"] == "train"]
-    epochs = epochs_of(records)
     for number, length in enumerate(lengths_of(records)):
-        color = f"C{number}"
-        axes.plot(epochs, [_number(r.get(f"similarity_{length}")) for r in train], color, label=f"length {length}")
-        axes.plot(epochs, [_number(r.get(f"target_{length}")) for r in train], color, linestyle="--")
+        for what, line, label in (("similarity", "-", f"length {length}"), ("target", "--", None)):
+            key = f"{what}_{length}"  # not in every line if lengths take turns
+            told = [(e, _number(r[key])) for e, r in zip(epochs_of(records), train, strict=True) if key in r]
+            axes.plot(*zip(*told, strict=True), line, color=f"C{number}", label=label)
     axes.set(title=name, xlabel="epoch", ylabel="latent similarity (dashed: target)")
     legend(axes)
 

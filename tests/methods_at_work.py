@@ -1,11 +1,14 @@
-"""Two steps of every method on each rank, as a program: ``python -m methods_at_work FILE FLAGS...``.
+"""Two steps of every method on 1, 2 and 4 ranks, as a program: ``python -m methods_at_work FOLDER IMAGES``.
 
-The main rank writes to FILE what the steps did: losses, averaged gradients of encoder, MMNN and classifier, and the
-state behind them. :mod:`test_methods_ranks` compares the files of runs on 1, 2 and 4 ranks.
+Main ranks write to FOLDER what the steps did: losses, averaged gradients of encoder, MMNN and classifier, and the state
+behind them; :mod:`test_methods_ranks` compares the files. Ranks are forked, since importing takes longer than steps.
 """
 
 import copy
+import os
+import socket
 import sys
+import traceback
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from cocor import config as configuration
-from cocor import launch
+from cocor import distributed
 from cocor.build import build_method, build_target
 from cocor.config import Config, resolve
 from cocor.data import labelled_loader, open_data, training_loader
@@ -47,6 +50,9 @@ SMALL: dict[str, Any] = {
     "mmnn_warmup_epochs": 0,
     "sync_bn": True,
 }
+
+
+CHEAPER = {"lengths_per_step": 2, "composite_size": 24, "mmnn_every": 2}  # see cocor.turns
 
 
 def batches(config: Config, world: World) -> list[tuple[Batch, Batch]]:
@@ -88,21 +94,44 @@ def steps(
     return done
 
 
-def work(given: Config, world: World) -> None:
+def work(images: Path, world: World, file: Path) -> None:
     results: dict[str, dict[str, Any]] = {"float64": {}, "float32": {}}
-    config = resolve(SMALL | {"data": given.data})
+    config = resolve(SMALL | {"data": images})
     pairs, mmnn = batches(config, world), build_target(config, world)  # fitting an MMNN takes a second
     assert mmnn is not None
     for method in get_args(configuration.Method):
-        config = resolve(SMALL | {"method": method, "data": given.data})
+        config = resolve(SMALL | {"method": method, "data": images})
         results["float64"][method] = steps(config, world, mmnn, pairs, torch.float64)
         results["float32"][method] = steps(config, world, mmnn, pairs[:1], torch.float32)
     if world.main:
-        torch.save(results, Path(sys.argv[1]))
+        torch.save(results, file)
+
+
+def fork(rank: int, ranks: int, port: int, folder: Path, images: Path) -> int:
+    """Start a rank as torchrun would; returns its process number."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        torch.set_num_threads(1)
+        place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+        os.environ |= {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        work(images, distributed.init(use_gpu=False), folder / f"{ranks}.pt")
+        distributed.shutdown()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
 
 
 if __name__ == "__main__":
-    arguments = sys.argv[2:]
-    sys.exit(
-        launch.command("test", lambda: launch.run(configuration.load(arguments), sys.argv[1:], work, "methods_at_work"))
-    )
+    for ranks in (1, 2, 4):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        started = [fork(rank, ranks, port, Path(sys.argv[1]), Path(sys.argv[2])) for rank in range(ranks)]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in started]
+        assert not any(codes), codes

@@ -40,6 +40,18 @@ def test_runs_are_drawn_side_by_side(tmp_path: Path) -> None:
     assert epochs_of(read_run(ours))[-1] == 2.0
 
 
+def test_lengths_that_take_turns_are_all_drawn(tmp_path: Path) -> None:
+    lines = [
+        {"kind": "train", "step": n + 1, "epoch": 0, "images_per_s": 9.0, f"similarity_{n % 3 + 1}": 0.1 * n,
+         f"target_{n % 3 + 1}": 0.5}
+        for n in range(6)
+    ]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main([str(tmp_path), "--output", str(tmp_path / "p.svg"), "--json", str(tmp_path / "n.json")]) == 0
+    (found,) = json.loads((tmp_path / "n.json").read_text()).values()
+    assert found["similarity"] == {"1": 0.3, "2": 0.4, "3": 0.5} and found["target"] == {"1": 0.5, "2": 0.5, "3": 0.5}
+
+
 def test_numbers_are_kept(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", consistent=False)
     assert (

@@ -42,6 +42,13 @@ class Watched:
             metrics = {name: torch.tensor(value) for name, value in (HEALTHY | values).items()}
             self.watch(self.step, metrics, batch_of([self.step % 8, 0]), batch_of([7]), 0.03)
 
+    def show_unlabelled(self, steps: int, **values: float) -> None:
+        for _ in range(steps):
+            self.step += 1
+            metrics = {name: torch.tensor(value) for name, value in (HEALTHY | values).items()}
+            del metrics["hypergradient_norm"]
+            self.watch(self.step, metrics, batch_of([self.step % 8, 0]), None, 0.03)
+
 
 class TestLossesThatAreNoNumbers:
     @pytest.mark.parametrize("loss", [math.nan, math.inf])
@@ -68,6 +75,19 @@ class TestLossesThatAreNoNumbers:
         assert "not finite at step 2: its update is left out" in caplog.text and len(caplog.records) == 2
         with pytest.raises(UserError, match=f"nor in the {MOST_SKIPPED - 1} before"):
             watched.show(2 * MOST_SKIPPED, loss=math.nan, skipped=1.0)
+
+    def test_steps_without_a_labelled_batch_are_told_without(self, tmp_path: Path) -> None:
+        """They lack the labelled loss, and the step before or behind has its own."""
+        watched = Watched(tmp_path, on_nan="skip")
+        watched.show_unlabelled(3)
+        watched.show(1, labelled_loss=math.inf)
+        watched.show_unlabelled(1, loss=math.nan)
+        watched.show(1, labelled_loss=1.0)
+        watched.watch.look(0.03)
+        one, other = map(json.loads, (tmp_path / "faults.jsonl").read_text().splitlines())
+        assert (one["step"], one["labelled_samples"], one["losses"][0]["labelled_loss"]) == (4, [7], "inf")
+        assert (other["step"], other["labelled_samples"], other["losses"][0]["loss"]) == (5, [], "nan")
+        assert "labelled_loss" not in other["losses"][0]
 
     def test_a_skipped_step_leaves_no_trace(self, photo_folder: Path) -> None:
         """The step after it is the one that would have been made in its place."""
@@ -123,6 +143,16 @@ class TestCollapse:
         assert words in caplog.text
         watched.show(5 * EVERY, **values)
         assert len(caplog.records) == 1
+
+    def test_an_mmnn_that_learns_now_and_then_is_judged_by_these_steps(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        watched = Watched(tmp_path)
+        for norm in [1e-4] * 20 + [1e-12] * 20:
+            assert not caplog.records or norm < 1e-4
+            watched.show(1, hypergradient_norm=norm)
+            watched.show_unlabelled(4)
+        assert "the MMNN does not learn" in caplog.text
 
     def test_a_real_collapse_is_seen(self, tmp_path: Path) -> None:
         """Images without anything to see: all features are the same, and MoCo can only guess."""
