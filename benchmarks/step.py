@@ -2,24 +2,27 @@
 
     python benchmarks/step.py                                  # any machine; on a GPU ResNet-50 at 224 pixels
     python benchmarks/step.py --methods moco --batch-sizes 256 --executions eager graph compiled fused
+    python benchmarks/step.py --kinds cocor --options none composite-size=128 composite-size=128,mmnn-every=4
     python benchmarks/step.py --json out.json
 
-Rows: {plain method, + CoCor} x methods x executions (see ``cocor/execution.py``) x images a GPU. Batches are noise that
-lies on the device already: no loader is measured (``benchmarks/throughput.py`` does that). The labelled batch is a
-quarter of the batch, the MMNN learns in every step, its gradient is the exact one.
+Rows: {plain method, + CoCor} x methods x executions (see ``cocor/execution.py``) x images a GPU, and CoCor with each of
+--options (see ``cocor/turns.py``), of which commas join several. Batches are noise that lies on the device already: no
+loader is measured (``benchmarks/throughput.py`` does that). The labelled batch is a quarter of the batch, the MMNN
+learns in every step unless an option says otherwise, its gradient is the exact one.
 
 How each figure is taken, and what would make it wrong
 - images/s: the median of three windows of --steps steps, after the steps that compile and record; the device has
   finished all of them. Wrong if the card is shared, or hot: compare rows of one run.
 - F/s: forward-equivalents a second. A forward pass counts 1, with its backward pass 3; MoCo makes 4 an image (key 1,
-  query 3), SimSiam 6; CoCor adds 1 for the original, 3 a length, and 3 for each labelled image.
+  query 3), SimSiam 6; CoCor adds 1 for the original, 3 a length, and 3 for each labelled image. Smaller composites
+  count by their pixels, what is not in every step by how often it is; windows are whole turns.
 - of card: these against what the card does when it only passes the backbone forward and back on a batch of the same
   size, executed alike, in the same process. Above 100 % the step profits from running passes side by side.
 - other: the share of the step that is not passes of the encoder: 1 - (the same passes, with nothing between them) /
   (step). Losses, optimisers, moving average, queue, MMNN, copies.
 - memory: GiB of tensors at the peak, reserved by PyTorch.
-- start: seconds until the first recorded step, most of it compiling. The compiler keeps its results on disk: a second
-  run starts faster.
+- start: seconds until every kind of step is recorded, most of it compiling. The compiler keeps its results on disk: a
+  second run starts faster.
 """
 
 import argparse
@@ -37,49 +40,53 @@ import torch
 from torch import Tensor
 
 from cocor.build import build_method, build_target
-from cocor.config import Config, Execution, resolve
+from cocor.cli import convert, flag, nearest
+from cocor.config import Config, Execution, labelled_batch_size, resolve
 from cocor.distributed import World
 from cocor.execution import choose, executable
 from cocor.launch import command
 from cocor.methods.base import Method, batch_statistics_only
-from cocor.profile import CONTRASTIVE_COST
+from cocor.profile import CONTRASTIVE_COST, costs
 from cocor.recording import WARM_UP
 from cocor.step import TrainingStep
 from common import RESULTS, Column, describe_machine, device_slug, header, machine_line, row, write_json
 from loaders.batch import Batch
+from loaders.errors import UserError
 
 COLUMNS = (
     Column("step", -18), Column("execution", -10), Column("batch", 6), Column("images/s", 9, ",.0f"),
     Column("±", 5, ".1%"), Column("F/s", 8, ",.0f"), Column("of card", 8, ".0%"), Column("other", 7, ".1%"),
-    Column("memory", 7, ".1f"), Column("start", 7, ".0f"),
+    Column("memory", 7, ".1f"), Column("start", 7, ".0f"), Column("option", -20),
 )  # fmt: skip
+OPTIONS = ("composite_size", "lengths_per_step", "mmnn_every")
 CLASSES, WINDOWS, STEPS_PER_EPOCH = 1000, 3, 10_000
 
 
 def measure(
     config: Config, execution: Execution, steps: int, device: torch.device, parallel: bool | None = None
 ) -> dict[str, Any]:
-    """All figures of one row. UserError for an ``execution`` that this machine is not able to."""
+    """All figures of one row, from windows of ``steps`` steps or the next whole turn. UserError for an ``execution``
+    that this machine is not able to."""
     begin = time.perf_counter()
     precision = torch.bfloat16 if config.precision == "bf16" else torch.float32
     world = World(0, 0, 1, device)
     method, target = build_method(config, world), build_target(config, world)
     step = TrainingStep(config, method, target, CLASSES, steps_per_epoch=STEPS_PER_EPOCH, precision=precision)
     batch = noise(config, config.batch_size, config.image_size, device, precision)
-    labelled = noise(config, max(2, config.batch_size // 4), config.image_size, device, precision, plain=True)
+    labelled = noise(config, labelled_batch_size(config, 1), config.image_size, device, precision, plain=True)
     run = executable(step, choose(replace(config, execution=execution), world, steps), parallel)
     numbers = itertools.count()
-    for _ in range(WARM_UP + 2):
+    for _ in range((WARM_UP + 2) * config.mmnn_every):
         run(batch, labelled, next(numbers))
     _wait(device)
     start = time.perf_counter() - begin
-    seconds, spread = timed(lambda: run(batch, labelled, next(numbers)), steps, device)
+    window = -(-steps // step.turns.cycle) * step.turns.cycle
+    seconds, spread = timed(lambda: run(batch, labelled, next(numbers)), window, device)
     memory = (torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30)
     recorded = execution in ("graph", "fused")
-    passes = timed(_played(lambda: all_passes(step, batch, labelled), recorded, device), steps, device)[0]
+    passes = seconds_of_passes(step, batch, labelled, recorded, steps)
     card = timed(_played(lambda: forward_backward(step, batch.original), recorded, device), steps, device)[0]
-    extra = 0 if target is None else 1 + 3 * len(config.lengths) + 3 * len(labelled.index) / len(batch.index)
-    units = len(batch.index) * (CONTRASTIVE_COST[config.method] + extra) / seconds
+    units = len(batch.index) * sum(costs(config, 1).values()) / seconds
     return {
         "method": config.method, "cocor": target is not None, "execution": execution, "batch_size": config.batch_size,
         "images_per_s": len(batch.index) / seconds, "spread": spread, "step_ms": 1000 * seconds,
@@ -107,7 +114,19 @@ def noise(
     return Batch(images(0 if plain else 2, count), images(count), images(lengths, count), composition, label, label)
 
 
-def all_passes(step: TrainingStep, batch: Batch, labelled: Batch) -> None:
+def seconds_of_passes(step: TrainingStep, batch: Batch, labelled: Batch, recorded: bool, steps: int) -> float:
+    """Of :func:`all_passes` of a step, as the mean over steps with and without a labelled batch."""
+    shared, every = step.share(batch, labelled, 0)[0], step.config.mmnn_every
+
+    def seconds(of_step: Batch | None) -> float:
+        work = _played(lambda: all_passes(step, shared, of_step), recorded, step.device)
+        return timed(work, steps, step.device)[0]
+
+    guided = seconds(labelled)
+    return guided if every == 1 else (guided + (every - 1) * seconds(None)) / every
+
+
+def all_passes(step: TrainingStep, batch: Batch, labelled: Batch | None) -> None:
     """The encoder's forward and backward passes of one step and nothing else."""
     method, parameters = step.method, step.parameters
     backbone = [p for p in method.backbone.parameters() if p.requires_grad]
@@ -123,7 +142,7 @@ def all_passes(step: TrainingStep, batch: Batch, labelled: Batch) -> None:
         loss = method.contrastive(batch.views, batch.label)
     torch.autograd.grad(loss, parameters, allow_unused=True)
     step.join()
-    if step.guide is not None:
+    if step.guide is not None and labelled is not None:
         with step.autocast(), batch_statistics_only(method.backbone):
             output = method.backbone(labelled.original).sum()
         torch.autograd.grad(output, backbone)
@@ -183,6 +202,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[256, 64] if on_gpu else [16])
     parser.add_argument("--methods", nargs="+", choices=sorted(CONTRASTIVE_COST), default=["moco", "simsiam"])
     parser.add_argument("--kinds", nargs="+", choices=["plain", "cocor"], default=["plain", "cocor"])
+    parser.add_argument("--options", nargs="+", default=["none"], metavar="KEY=VALUE",
+                        help=f"rows of + CoCor with {', '.join(map(_word, OPTIONS))}; none: without")  # fmt: skip
     parser.add_argument("--executions", nargs="+", choices=["eager", "compiled", "graph", "fused"],
                         default=["eager", "fused"] if on_gpu else ["eager"])  # fmt: skip
     parser.add_argument("--parallel", action=argparse.BooleanOptionalAction,
@@ -194,21 +215,39 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _config(arguments: argparse.Namespace, method: str, kind: str, batch_size: int, on_gpu: bool) -> Config:
+def _overrides(option: str) -> dict[str, int]:
+    """The configuration's values in ``composite-size=128,mmnn-every=4``."""
+    values = {}
+    for word in option.split(",") if option != "none" else ():
+        name, _, value = word.partition("=")
+        key = name.replace("-", "_")
+        if key not in OPTIONS:
+            raise UserError(f"--options {word}: no option of a step{nearest(name, map(_word, OPTIONS))}")
+        values[key] = convert(f"--options {name}", value, int)
+    return values
+
+
+def _word(key: str) -> str:
+    return flag(key).removeprefix("--")
+
+
+def _config(
+    arguments: argparse.Namespace, method: str, kind: str, option: str, batch_size: int, on_gpu: bool
+) -> Config:
     splits = max(n for n in (8, 4, 2, 1) if batch_size // n >= 2)
     return resolve({
         "method": method, "backbone": arguments.backbone, "image_size": arguments.size, "batch_size": batch_size,
         "lengths": tuple(arguments.lengths), "consistency": "softplus" if kind == "cocor" else "none",
         "constants": tuple(0.8 - 0.05 * n for n in range(max(arguments.lengths))),
         "queue_size": 65536 if on_gpu else 1024, "key_bn_splits": splits, "mmnn_wait_epochs": 0,
-        "precision": "bf16" if on_gpu else "fp32", "epochs": 100,
+        "precision": "bf16" if on_gpu else "fp32", "epochs": 100, **_overrides(option),
     })  # fmt: skip
 
 
 def _show(result: dict[str, Any]) -> str:
     name = result["method"] + (" + cocor" if result["cocor"] else "")
     keys = ("execution", "batch_size", "images_per_s", "spread", "forward_equivalents_per_s", "of_card", "other",
-            "memory_gib", "start_s")  # fmt: skip
+            "memory_gib", "start_s", "option")  # fmt: skip
     return row(COLUMNS, [name, *(result[key] for key in keys)])
 
 
@@ -223,19 +262,25 @@ def run(argv: Sequence[str] | None = None) -> None:
     path = arguments.json or (RESULTS / f"step-{device_slug(machine)}.json" if on_gpu else None)
     results: list[dict[str, Any]] = []
     begin = time.perf_counter()
-    cells = itertools.product(arguments.batch_sizes, arguments.methods, arguments.kinds, arguments.executions)
-    for batch_size, method, kind, execution in cells:
+    kinds = [(kind, word) for kind in arguments.kinds for word in (arguments.options if kind == "cocor" else ["none"])]
+    configs = [
+        (execution, option, _config(arguments, method, kind, option, batch_size, on_gpu))
+        for batch_size, method, (kind, option), execution in itertools.product(
+            arguments.batch_sizes, arguments.methods, kinds, arguments.executions
+        )
+    ]
+    for execution, option, config in configs:
         if time.perf_counter() - begin > arguments.seconds:
             print(f"{arguments.seconds:.0f} seconds are over; the rest is left out", flush=True)
             break
-        config = _config(arguments, method, kind, batch_size, on_gpu)
         try:
-            results.append(measure(config, execution, arguments.steps, device, arguments.parallel))
+            results.append(measure(config, execution, arguments.steps, device, arguments.parallel) | {"option": option})
             print(_show(results[-1]), flush=True)
         except RuntimeError as error:
             if not any(isinstance(cause, torch.OutOfMemoryError) for cause in (error, error.__context__)):
                 raise
-            print(f"{method} {kind} {execution} {batch_size}: does not fit into the GPU's memory", flush=True)
+            what = f"{config.method}, consistency {config.consistency}, options {option}, {execution}"
+            print(f"{what}, {config.batch_size} images: does not fit into the GPU's memory", flush=True)
         if path is not None:
             write_json(path, {"machine": machine, "arguments": _plain(arguments), "rows": results})
         gc.collect()

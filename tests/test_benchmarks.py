@@ -134,15 +134,35 @@ def test_the_step_benchmark_refuses_graphs_without_a_gpu(capsys: pytest.CaptureF
     )
 
 
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("composit-size=16", "--options composit-size=16: no option of a step; did you mean composite-size?"),
+        ("mmnn-every=often", "--options mmnn-every: 'often' is not a whole number"),
+        ("composite-size=65", "composite_size: 65 is no size between 4 and the 64 of --image-size"),
+    ],
+)
+def test_the_step_benchmark_names_options_that_it_cannot_measure(
+    capsys: pytest.CaptureFixture[str], option: str, told: str
+) -> None:
+    assert step.main(["--size", "64", "--options", "none", option]) == 2
+    assert capsys.readouterr().err.startswith(f"step.py: error: {told}")
+
+
 def test_the_step_benchmark_runs_anywhere(tmp_path: Path) -> None:
-    words = ("--batch-sizes", 4, "--size", 32, "--steps", 1, "--methods", "moco", "--json", tmp_path / "step.json")
+    options = ("--options", "none", "composite-size=16,lengths-per-step=1,mmnn-every=2")
+    words = ("--batch-sizes", 4, "--size", 32, "--steps", 1, "--methods", "moco", "--json", tmp_path / "step.json",
+             *options)  # fmt: skip
     done = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / "step.py", *map(str, words)], capture_output=True, text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    plain, cocor = json.loads((tmp_path / "step.json").read_text())["rows"]
+    plain, cocor, cheaper = json.loads((tmp_path / "step.json").read_text())["rows"]
     assert cocor["cocor"] and not plain["cocor"] and plain["images_per_s"] > cocor["images_per_s"] > 0
+    assert [row["option"] for row in (plain, cocor, cheaper)] == ["none", *options[1:]]
+    for row, units in ((plain, 4), (cocor, 4 + 1 + 9 + 1.5), (cheaper, 4 + 1 + 0.75 + 0.75)):  # 2 labelled images of 4
+        assert row["forward_equivalents_per_s"] == pytest.approx(units * row["images_per_s"])
 
 
 def test_a_loader_that_fails_costs_its_own_cell_only(photo_folder: Path) -> None:
