@@ -1,19 +1,21 @@
 """Does CoCor help? Runs a named study over seeds and says what came out, with deviations.
 
     D="--data cifar10/train --val-data cifar10/test"
-    python benchmarks/evidence.py --study core $D --seeds 0 1 --epochs 100 --jobs 4
-    python benchmarks/evidence.py --study tune $D --methods moco --seeds 0 --epochs 20 --only beta8+uniform plain
+    python benchmarks/evidence.py --study core $D --linear cifar10 --seeds 0 1 --epochs 100 --jobs 4
+    python benchmarks/evidence.py --study tune $D --methods moco --seeds 0 --epochs 20 --only plain centre beta
     python benchmarks/evidence.py --study core $D -- --batch-size 256 --lr 0.03
 
 A study is a set of variants of a method (:mod:`evidence_studies`), each trained from ``configs/cifar10_METHOD.yaml``
 (or ``--configs``) for every seed, ``--jobs`` runs at a time, which share the GPUs; what follows ``--`` goes to every
-run. The same command again goes on: finished runs are skipped, stopped ones resumed. The result, in ``--output``:
+run. With ``--linear DIR`` every trained run is evaluated by ``cocor-eval linear --data DIR`` in the same place. The
+same command again goes on: finished runs are skipped, stopped ones resumed; a study that ended without ``--linear`` is
+only evaluated when it is given. The result, in ``--output``:
 
     STUDY.json   all curves    STUDY.md   the table    STUDY.png   k-NN over epochs, similarities and targets
 
 The accuracy is that of k-NN (k = 200, at most 20,000 training and 5,000 held-out images, see cocor/data.py) after the
-last epoch: the last, not the best. Gains are over the plain method of the same seed. Minutes are those of training only
-and depend on what else runs on the GPU.
+last epoch: the last, not the best. That of the linear probe is top-1 on all test images. Gains are over the plain
+method of the same seed. Minutes are those of training only and depend on what else runs on the GPU.
 """
 
 import argparse
@@ -30,13 +32,14 @@ import torch
 
 from cocor import atomic, config, launch
 from cocor.cli import Parser
+from cocor.eval.datasets import open_splits
 from common import describe_machine, machine_line, write_json
 from evidence_report import Row, draw, measured, table
 from evidence_runs import Crew, Training
 from evidence_studies import STUDIES, Variant
 from loaders.errors import UserError
 from loaders.names import available_cores
-from loaders.prep.demo import DEMO
+from loaders.prep.demo import DEMO, or_demo
 
 _CONFIGS = str(Path(__file__).resolve().parent.parent / "configs" / "cifar10_{method}.yaml")
 _CURVE = 20  # points of an accuracy curve
@@ -53,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--study", required=True, choices=[*STUDIES, "methods"], help="what is compared")
     parser.add_argument("--data", type=Path, required=True, help="training images: class folders or a .beton file")
     parser.add_argument("--val-data", type=Path, help="held-out images for k-NN (default: the folder val beside train)")
+    parser.add_argument("--linear", type=Path, metavar="DIR", help="also linear probes on DIR: train and test images")
     methods = get_args(config.Method)
     parser.add_argument("--methods", nargs="+", choices=methods, help="default: moco simsiam; for `methods` all five")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="default: 0 1")
@@ -105,6 +109,11 @@ def _check_paths(options: argparse.Namespace) -> None:
     for name, path in (("--data", options.data), ("--val-data", options.val_data)):
         if path is not None and str(path) != DEMO and not path.exists():
             raise UserError(f"{name} {path}: no such folder or file; check the path")
+    if options.linear is not None:
+        try:
+            open_splits(or_demo(options.linear))
+        except UserError as error:
+            raise UserError(f"--linear: {error}") from None
 
 
 Place = tuple[str, Variant, int]
@@ -125,7 +134,7 @@ def _variants(options: argparse.Namespace) -> list[Variant]:
 
 
 def _matches(text: str, key: str) -> bool:
-    """Whether all parts of ``beta8+uniform`` are in a variant's key; ``beta1`` is not in ``beta16``."""
+    """Whether all parts of ``mmnn+5`` are in a variant's key; ``beta-1`` is not in ``tune-beta-16``."""
     return all(re.search(rf"{re.escape(part)}(?![0-9.])", key) for part in text.split("+"))
 
 
@@ -158,11 +167,10 @@ def _training(
         **variant.flags,
     }
     flags |= _extra(options.flags)
-    name = f"{method}-{variant.key}-seed{seed}"
+    folder = options.output / "runs" / f"{method}-{variant.key}-seed{seed}"
     checked = config.load([f"--{key.replace('_', '-')}={value}" for key, value in flags.items()])
-    return Training(
-        method, variant.key, seed, options.output / "runs" / name, flags | {"batch_size": checked.batch_size}
-    )
+    flags["batch_size"] = checked.batch_size
+    return Training(method, variant.key, seed, folder, flags, options.linear)
 
 
 def _extra(words: Sequence[str]) -> dict[str, Any]:

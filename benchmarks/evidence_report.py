@@ -1,8 +1,9 @@
 """What the runs of a study measured: numbers of each run, means and deviations over seeds, a table and a picture."""
 
+import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ class Measured:
     images_per_s: float
     minutes: float
     last: dict[str, float]  # all that was logged last
+    linear: float | None = None  # test accuracy of the linear probe, if there was one
 
     @property
     def accuracy(self) -> float:
@@ -53,6 +55,7 @@ class Measured:
             "images_per_s": round(self.images_per_s, 1),
             "minutes": round(self.minutes, 2),
             "last": self.last,
+            **({} if self.linear is None else {"linear": self.linear}),
         }
 
 
@@ -76,6 +79,7 @@ def measured(training: Training) -> Measured:
             seconds += (record["step"] - before) * training.flags["batch_size"] / record["images_per_s"]
         before = record["step"]
     last = {key: value for key, value in (steps[-1] if steps else {}).items() if isinstance(value, float)}
+    probe = None if training.linear is None else json.loads(training.result.read_text())["result"]["top1"]
     return Measured(
         training,
         knn,
@@ -84,6 +88,7 @@ def measured(training: Training) -> Measured:
         statistics.median(rates) if rates else math.nan,
         seconds / 60,
         last,
+        probe,
     )
 
 
@@ -96,17 +101,21 @@ class Row:
     title: str
     runs: list[Measured]
 
-    @property
-    def accuracies(self) -> list[float]:
-        return [run.accuracy for run in self.runs]
+
+def by_knn(run: Measured) -> float:
+    return run.accuracy
 
 
-def gains(row: Row, plain: Row | None) -> list[float]:
+def by_linear(run: Measured) -> float:
+    return math.nan if run.linear is None else run.linear
+
+
+def gains(row: Row, plain: Row | None, value: Callable[[Measured], float] = by_knn) -> list[float]:
     """By how much each seed is better than the same seed of ``plain``."""
     if plain is None or plain is row:
         return []
-    other = {run.training.seed: run.accuracy for run in plain.runs}
-    return [run.accuracy - other[run.training.seed] for run in row.runs if run.training.seed in other]
+    other = {run.training.seed: value(run) for run in plain.runs}
+    return [value(run) - other[run.training.seed] for run in row.runs if run.training.seed in other]
 
 
 def spread(values: Sequence[float], scale: float = 100.0, sign: str = "") -> str:
@@ -118,12 +127,14 @@ def spread(values: Sequence[float], scale: float = 100.0, sign: str = "") -> str
 
 
 def table(rows: Sequence[Row]) -> str:
-    """k-NN accuracies with their deviations over seeds, gains over the plain method, similarities against targets, and
-    the share of the consistency loss in the gradient."""
+    """Accuracies of k-NN, and of the linear probe if there was one, with their deviations over seeds, gains over the
+    plain method, similarities against targets, and the share of the consistency loss in the gradient."""
+    accuracies = {"k-NN accuracy, %": by_knn}
+    if any(run.linear is not None for row in rows for run in row.runs):
+        accuracies["linear accuracy, %"] = by_linear
     titles = [
         "method",
-        "k-NN accuracy, %",
-        "gain over plain",
+        *(title for name in accuracies for title in (name, "gain over plain")),
         "seeds",
         "epochs",
         "minutes",
@@ -137,8 +148,11 @@ def table(rows: Sequence[Row]) -> str:
         lines.append(
             [
                 f"{NAMES[row.method]} {row.title}",
-                spread(row.accuracies),
-                spread(gains(row, plain), sign="+"),
+                *(
+                    cell
+                    for value in accuracies.values()
+                    for cell in (spread([value(run) for run in row.runs]), spread(gains(row, plain, value), sign="+"))
+                ),
                 str(len(row.runs)),
                 "/".join(dict.fromkeys(str(run.epochs) for run in row.runs)),
                 spread([run.minutes for run in row.runs], 1.0),

@@ -1,12 +1,16 @@
 """The trainings of a study as processes: so many at a time, resumed if they were stopped, skipped if they are done.
 
-Every run is ``cocor-train`` in a folder of its own, started with ``--resume``. Beside the folder of run NAME,
-``NAME.txt`` keeps what it prints, and ``NAME.done.json`` marks it as finished and holds its flags, so that a study that
-is started again with other flags does not mix results.
+    cocor-train in a folder of its own, with --resume  ->  cocor-eval linear in the same place, if it is asked for
+
+Beside the folder of run NAME, ``NAME.txt`` keeps what the training prints, and ``NAME.done.json`` marks it as finished
+and holds its flags, so that a study that is started again with other flags does not mix results; ``NAME.linear.txt``
+and ``NAME.linear.json`` do so for the evaluation, whose result is ``NAME/linear/linear.json``. While it lasts the
+features lie there as well: after a stop they need not be made again.
 """
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,47 +26,92 @@ from loaders.errors import UserError
 
 _PATIENCE = 120.0  # seconds for a run to write its checkpoint and stop
 _LOOK = 0.2  # seconds between two looks at the processes
+# cocor-train and cocor-eval after a signal, and both before they have learned to look after it.
+_STOPPED = {stop.STOPPED, stop.INTERRUPTED, 128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGINT}
 
 
 @dataclass(frozen=True)
 class Training:
-    """A run: its place in the study, its folder and its flags but for ``output`` and ``resume``."""
+    """A run: its place in the study, its folder and its flags but for ``output`` and ``resume``. ``linear`` names the
+    images, as ``cocor-eval --data`` takes them, on which it is evaluated when it is trained."""
 
     method: str
     variant: str
     seed: int
     folder: Path
     flags: dict[str, Any]
+    linear: Path | None = None
 
     @property
     def name(self) -> str:
         return self.folder.name
 
     @property
-    def output(self) -> Path:
-        """What it prints."""
-        return self.folder.with_name(f"{self.name}.txt")
-
-    @property
-    def _marker(self) -> Path:
-        return self.folder.with_name(f"{self.name}.done.json")
+    def result(self) -> Path:
+        """What the linear probe writes."""
+        return self.folder / "linear" / "linear.json"
 
     def is_done(self) -> bool:
+        """Trained, and evaluated if that is asked for."""
+        return self.is_trained() and (self.linear is None or self._is_evaluated())
+
+    def is_trained(self) -> bool:
         """UserError if the folder holds a finished run with other flags."""
-        if not self._marker.is_file():
+        marker = self._beside("done.json")
+        if not marker.is_file():
             return False
-        done = json.loads(self._marker.read_text())
+        done = json.loads(marker.read_text())
         if done != self._asked():
             changed = sorted(key for key in done.keys() | self._asked() if done.get(key) != self._asked().get(key))
             raise UserError(f"{self.folder}: a finished run with other {', '.join(changed)}; choose another --output")
         return True
 
-    def mark_done(self) -> None:
-        atomic.write_text(self._marker, json.dumps(self._asked(), indent=1) + "\n")
+    def mark(self) -> None:
+        """As trained; or, if it was that, as evaluated."""
+        evaluated = self._beside("linear.json")
+        if self.is_trained():
+            shutil.rmtree(self._features, ignore_errors=True)
+            atomic.write_text(evaluated, json.dumps({"linear": str(self.linear)}) + "\n")
+        else:
+            evaluated.unlink(missing_ok=True)  # it was of other weights
+            atomic.write_text(self._beside("done.json"), json.dumps(self._asked(), indent=1) + "\n")
 
     def command(self) -> list[str]:
+        """What is to be done next."""
+        return self._evaluation() if self.is_trained() else self._training()
+
+    def output(self) -> Path:
+        """What that prints."""
+        return self._beside("linear.txt" if self.is_trained() else "txt")
+
+    def _training(self) -> list[str]:
         values = self.flags | {"output": self.folder, "resume": "auto"}
         return [sys.executable, "-m", "cocor.train", *(f"{flag(key)}={value}" for key, value in values.items())]
+
+    def _evaluation(self) -> list[str]:
+        """Architecture, stem and size of the images are told by the weights."""
+        values = {
+            "data": self.linear,
+            "output": self.result.parent,
+            "cache": self._features,
+            "gpu": "yes" if int(self.flags["gpus"]) else "no",
+            "workers": self.flags["workers"],
+        }
+        flags = (f"{flag(key)}={value}" for key, value in values.items())
+        return [sys.executable, "-m", "cocor.eval.cli", "linear", str(self.folder), *flags]
+
+    @property
+    def _features(self) -> Path:
+        return self.folder / "linear" / "features"
+
+    def _is_evaluated(self) -> bool:
+        marker = self._beside("linear.json")
+        if not (marker.is_file() and self.result.is_file()):
+            return False
+        return bool(json.loads(marker.read_text()) == {"linear": str(self.linear)})
+
+    def _beside(self, ending: str) -> Path:
+        return self.folder.with_name(f"{self.name}.{ending}")
 
     def _asked(self) -> dict[str, str]:
         """What decides the result: how many threads read the data does not."""
@@ -74,6 +123,7 @@ class _Process:
     training: Training
     process: subprocess.Popen[bytes]
     place: int
+    output: Path
 
 
 class Crew:
@@ -85,6 +135,7 @@ class Crew:
     def __init__(self, jobs: int, gpus: int, deadline: float | None, say: Callable[[str], None] = print) -> None:
         self._jobs, self._gpus, self._deadline, self._say = jobs, gpus, deadline, say
         self._running: list[_Process] = []
+        self._ending = False
         self.failed: dict[str, str] = {}  # run -> why
         self.stopped: list[str] = []
 
@@ -100,17 +151,18 @@ class Crew:
                     waiting = []
                     self._stop()
                 while waiting and len(self._running) < self._jobs:
-                    self._start(waiting.pop(0))
+                    taken = [running.place for running in self._running]
+                    free = next(place for place in range(self._jobs) if place not in taken)
+                    self._start(waiting.pop(0), free)
                 time.sleep(_LOOK)
                 self._collect()
         finally:
             self._stop()
+            self._ending = False
             signal.signal(signal.SIGTERM, before)
 
-    def _start(self, training: Training) -> None:
-        taken = [running.place for running in self._running]
-        place = next(place for place in range(self._jobs) if place not in taken)
-        environment = dict(os.environ)
+    def _start(self, training: Training, place: int) -> None:
+        environment = os.environ | {"PYTHONUNBUFFERED": "1"}  # what it said last is the last line
         root = str(Path(__file__).resolve().parent.parent)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
         if self._gpus:
@@ -119,13 +171,14 @@ class Crew:
         elif self._jobs > 1:
             environment.setdefault("OMP_NUM_THREADS", "1")
         training.folder.parent.mkdir(parents=True, exist_ok=True)
-        with training.output.open("wb") as output:
+        path = training.output()
+        with path.open("wb") as output:
             process = subprocess.Popen(
                 training.command(), env=environment, stdin=subprocess.DEVNULL, stdout=output,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
-        self._running.append(_Process(training, process, place))
-        self._say(f"started {training.name}")
+        self._running.append(_Process(training, process, place, path))
+        self._say(f"started {training.name}{': linear probe' if training.is_trained() else ''}")
 
     def _collect(self) -> None:
         for running in list(self._running):
@@ -135,15 +188,21 @@ class Crew:
             self._running.remove(running)
             training = running.training
             if code == 0:
-                training.mark_done()
-                self._say(f"finished {training.name}")
-            elif code in (stop.STOPPED, stop.INTERRUPTED):
+                training.mark()
+                if training.is_done():
+                    self._say(f"finished {training.name}")
+                elif self._ending:
+                    self.stopped.append(training.name)
+                else:
+                    self._start(training, running.place)
+            elif code in _STOPPED:
                 self.stopped.append(training.name)
             else:
-                self.failed[training.name] = _last_line(training.output, code)
+                self.failed[training.name] = _last_line(running.output, code)
                 self._say(f"failed {training.name}: {self.failed[training.name]}")
 
     def _stop(self) -> None:
+        self._ending = True
         for running in self._running:
             running.process.terminate()
         end = time.monotonic() + _PATIENCE

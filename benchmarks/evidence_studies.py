@@ -6,7 +6,6 @@ the method without CoCor, ``cocor`` CoCor as the configuration has it, and the o
 
 import re
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
 Flags = dict[str, Any]
@@ -40,20 +39,21 @@ def _key(text: str) -> str:
 
 
 def _tune() -> list[Variant]:
-    """What the paper leaves open: the softplus' sharpness, the loss' weight, magnitudes, the MMNN's learning rate."""
-    grid = product((1, 4, 8, 16), (1, 3), ("uniform", "released"), (0.05, 5.0))
+    """What the paper leaves open, one thing at a time around a centre: sharpness and weight of the loss, magnitudes,
+    composites as the paper or the released code makes them, where targets come from and how fast they are learned."""
+    centre: Flags = {"consistency_beta": 8.0, "consistency_weight": 10.0}
+    changes: list[tuple[str, Flags]] = [
+        *((f"beta {beta:g}", {"consistency_beta": beta}) for beta in (1.0, 4.0, 16.0)),
+        *((f"weight {weight:g}", {"consistency_weight": weight}) for weight in (1.0, 3.0, 30.0)),
+        ("magnitudes released", {"magnitudes": "released"}),
+        ("recipe released", {"recipe": "released"}),
+        ("constants", {"mmnn": "constants"}),
+        *((f"MMNN lr {rate:g}", {"mmnn_lr": rate}) for rate in (0.5, 5.0)),
+        ("MMNN wait 0", {"mmnn_wait_epochs": 0}),
+    ]
     return [
-        Variant(
-            f"beta{beta}-weight{weight}-{magnitudes}-mmnn{rate:g}",
-            f"beta {beta}, weight {weight}, {magnitudes}, MMNN {rate:g}",
-            {
-                "consistency_beta": beta,
-                "consistency_weight": weight,
-                "magnitudes": magnitudes,
-                "mmnn_lr": rate,
-            },
-        )
-        for beta, weight, magnitudes, rate in grid
+        Variant("centre", "+ CoCor, beta 8, weight 10", centre),
+        *(Variant(_key(f"tune-{words.lower()}"), f"centre, {words}", centre | flags) for words, flags in changes),
     ]
 
 

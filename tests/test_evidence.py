@@ -3,8 +3,11 @@
 import json
 import math
 import os
+import signal
+import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,15 @@ def command(data: Path, output: Path, *more: str, flags: list[str] | None = None
     where = ["--data", str(data), "--val-data", str(data), "--output", str(output)]
     which = ["--study", "core", "--methods", "moco", "--only", "plain", "cocor", "--seeds", "0", "--epochs", "2"]
     return [*which, *where, "--gpus", "0", "--jobs", "2", *more, "--", *TINY, *(flags or [])]
+
+
+@pytest.fixture(scope="module")
+def splits(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same images to learn from and to test on."""
+    folder = tmp_path_factory.mktemp("splits")
+    for name in ("train", "test"):
+        (folder / name).symlink_to(photo_folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +90,78 @@ def test_a_run_that_was_stopped_goes_on(study: tuple[Path, Path], capsys: pytest
     assert len(json.loads((output / "core.json").read_text())["runs"]) == 2
 
 
+def test_a_finished_study_is_evaluated_and_goes_on_where_it_was_stopped(
+    study: tuple[Path, Path], splits: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images, output = study
+    with_probe = command(images, output, "--linear", str(splits))
+    runs = output / "runs"
+    printed = {path: path.stat().st_mtime_ns for path in runs.glob("moco-*-seed0.txt")}
+    script = [sys.executable, "-u", str(BENCHMARKS / "evidence.py"), *with_probe]
+    with subprocess.Popen(script, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "started moco-cocor-seed0: linear probe" in line:
+                time.sleep(1)
+                process.send_signal(signal.SIGTERM)
+    assert process.returncode == 130 and not list(runs.glob("*.linear.json"))
+
+    assert evidence.main(with_probe) == 0
+    said = capsys.readouterr().out
+    assert "2 runs, 0 of them done" in said and "finished moco-plain-seed0" in said and "| linear accuracy, % |" in said
+    assert {path: path.stat().st_mtime_ns for path in printed} == printed  # nothing was trained
+    plain, cocor = json.loads((output / "core.json").read_text())["runs"]
+    probe = json.loads((runs / "moco-plain-seed0" / "linear" / "linear.json").read_text())
+    assert plain["linear"] == probe["result"]["top1"] > 0 and 0 < cocor["linear"] <= 1
+    assert not (runs / "moco-plain-seed0" / "linear" / "features").exists()
+
+    assert evidence.main(with_probe) == 0
+    assert "2 runs, 2 of them done" in capsys.readouterr().out
+    assert evidence.main(command(images, output)) == 0  # without the flag no column
+    assert "linear" not in capsys.readouterr().out and "linear" not in (output / "core.json").read_text()
+
+
+class Fake(Training):
+    """Its training and its evaluation say where they run."""
+
+    def command(self) -> list[str]:
+        code = f"""
+import os, time
+from pathlib import Path
+time.sleep({self.seed} / 4)
+print(os.environ["CUDA_VISIBLE_DEVICES"])
+folder = Path({str(self.result.parent)!r})
+folder.mkdir(parents=True, exist_ok=True)
+(folder / "linear.json").write_text("{{}}")
+"""
+        return [sys.executable, "-c", code]
+
+
+def test_an_evaluation_takes_the_place_of_its_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    fakes = [Fake("moco", "plain", seed, tmp_path / f"{seed}", {}, tmp_path) for seed in range(4)]
+    said: list[str] = []
+    Crew(2, 2, None, say=said.append).run(fakes)
+    for fake in fakes:
+        assert fake.is_done()
+        trained, evaluated = (tmp_path / f"{fake.name}.{ending}" for ending in ("txt", "linear.txt"))
+        assert trained.read_text() == evaluated.read_text() in ("5\n", "7\n")
+    assert said.index("started 0: linear probe") < said.index("started 2")
+    (tmp_path / "0.done.json").unlink()
+    Crew(1, 1, None, say=said.append).run(fakes)
+    assert said[-3:] == ["started 0", "started 0: linear probe", "finished 0"]  # trained anew: evaluated anew
+
+
+def test_an_evaluation_that_fails_is_named_with_its_reason(tmp_path: Path, splits: Path) -> None:
+    training = Training("moco", "plain", 0, tmp_path / "run", {"gpus": 0, "workers": 1}, splits)
+    training.folder.mkdir()
+    training.mark()
+    crew = Crew(1, 0, None, say=lambda text: None)
+    crew.run([training])
+    assert f"cocor-eval: error: {training.folder}: holds neither backbone.safetensors nor" in crew.failed["run"]
+    assert not training.is_done() and training.is_trained()
+
+
 def test_a_run_that_fails_is_named_with_its_reason(
     photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,13 +207,12 @@ def test_every_variant_of_every_study_is_a_configuration(name: str, method: str)
     assert len(seen) == len(STUDIES[name]) == len({variant.key for variant in STUDIES[name]})
 
 
-def test_tuning_covers_the_grid() -> None:
-    tried = [variant.flags for variant in STUDIES["tune"] if variant.key != "plain"]
-    assert {f["consistency_beta"] for f in tried} == {1, 4, 8, 16} and {f["consistency_weight"] for f in tried} == {
-        1,
-        3,
-    }
-    assert {f["magnitudes"] for f in tried} == {"uniform", "released"} and len({f["mmnn_lr"] for f in tried}) == 2
+def test_tuning_changes_one_thing_at_a_time() -> None:
+    plain, centre, *others = STUDIES["tune"]
+    assert (plain.key, centre.key) == ("plain", "centre") and len(others) >= 12
+    assert centre.flags == {"consistency_beta": 8.0, "consistency_weight": 10.0}
+    for variant in others:
+        assert len(variant.flags.items() - centre.flags.items()) == 1, variant.key
 
 
 def test_variants_are_chosen_by_parts_of_their_names(tmp_path: Path) -> None:
@@ -137,8 +220,9 @@ def test_variants_are_chosen_by_parts_of_their_names(tmp_path: Path) -> None:
         words = ["--study", "tune", "--data", str(tmp_path), "--only", *only]
         return [variant.key for variant in evidence._variants(evidence._parser().parse_args(words))]
 
-    assert chosen("plain", "beta1+weight3+uniform+mmnn5") == ["plain", "beta1-weight3-uniform-mmnn5"]
-    assert len(chosen("beta1")) == len(chosen("beta16")) == 8 and len(chosen("beta8+released")) == 4
+    assert chosen("plain", "centre", "mmnn+lr-0.5") == ["plain", "centre", "tune-mmnn-lr-0.5"]
+    assert chosen("beta-1", "weight-3") == ["tune-beta-1", "tune-weight-3"]
+    assert len(chosen("beta")) == len(chosen("weight")) == 3 and len(chosen("released")) == 2
 
 
 def test_a_path_that_leads_nowhere_is_told_before_anything_runs(
@@ -148,6 +232,10 @@ def test_a_path_that_leads_nowhere_is_told_before_anything_runs(
     printed = capsys.readouterr()
     assert printed.err == f"evidence.py: error: --data {tmp_path}/nowhere: no such folder or file; check the path\n"
     assert not printed.out
+    for name, words in (("nowhere", "no such folder"), (".", "has no train folder; a probe needs train/CLASS/")):
+        assert evidence.main(command(tmp_path, tmp_path / "out", "--linear", str(tmp_path / name))) == 2
+        printed = capsys.readouterr()
+        assert f"evidence.py: error: --linear: {tmp_path}" in printed.err and words in printed.err and not printed.out
 
 
 def measured(variant: str, seed: int, accuracy: float, rate: float = 100.0) -> Measured:
@@ -164,6 +252,11 @@ def test_gains_are_over_the_same_seed() -> None:
     assert (spread([0.7, 0.6]), spread([0.7]), spread([])) == ("65.0 ± 7.1", "70.0", "-")
     text = table([plain, cocor])
     assert "| MoCo v2 + CoCor | 65.0 ± 10.0 | +5.0 ± 0.0 | 3 | 10 | 2.0 ± 0.0 | 100 | 0.82/0.80 0.60/0.80 | - |" in text
+    evaluated = replace(cocor, runs=[replace(run, linear=run.accuracy + 0.1) for run in cocor.runs])
+    other = replace(plain, runs=[replace(run, linear=run.accuracy + 0.08) for run in plain.runs])
+    text = table([other, evaluated])
+    assert "| k-NN accuracy, % | gain over plain | linear accuracy, % | gain over plain | seeds |" in text
+    assert "| MoCo v2 + CoCor | 65.0 ± 10.0 | +5.0 ± 0.0 | 75.0 ± 10.0 | +7.0 ± 0.0 | 3 |" in text
     assert math.isnan(Measured(plain.runs[0].training, [], {}, {}, 1.0, 1.0, {}).accuracy)
 
 
