@@ -43,11 +43,15 @@ class Turns:
         """The places in ``config.lengths`` of those that step number ``step`` trains on, in ascending order.
 
         Every length takes part in the same share of the steps. As a step's loss is the mean over its lengths, the mean
-        gradient over a whole turn is that of all lengths.
+        gradient over a whole turn is that of all lengths. Steps in which the MMNN learns have a turn of their own: it
+        would never see some lengths if both turns kept step.
         """
+        guided = step // self.steps_per_epoch * guided_steps(self.config, self.steps_per_epoch)
+        guided += self.guided_before(step)
+        turn = guided if self.guided(step) else step - guided
         count = len(self.config.lengths)
         taken = self.config.lengths_per_step or count
-        return sorted((step * taken + at) % count for at in range(taken))
+        return sorted((turn * taken + at) % count for at in range(taken))
 
     def guided(self, step: int) -> bool:
         """Whether step number ``step`` is one in which the MMNN learns, hence has a labelled batch."""
@@ -61,7 +65,7 @@ class Turns:
     def cycle(self) -> int:
         """Steps after which all turns begin again, within an epoch."""
         count = len(self.config.lengths)
-        return math.lcm(self.config.mmnn_every, count // math.gcd(count, self.config.lengths_per_step))
+        return self.config.mmnn_every * count // math.gcd(count, self.config.lengths_per_step)
 
 
 def guided_steps(config: Config, steps_per_epoch: int) -> int:

@@ -36,7 +36,9 @@ class Cheaper(Literal):
     def __call__(self, batch: Batch, labelled: Batch | None, number: int) -> dict[str, Tensor]:
         config, count = self.config, len(self.config.lengths)
         taken = config.lengths_per_step or count
-        turn = [(number * taken + at) % count for at in range(taken)]
+        with_labels = [n % config.mmnn_every == 0 for n in range(number + 1)]
+        before = with_labels[:-1].count(with_labels[-1])  # such steps as this one
+        turn = [(before * taken + at) % count for at in range(taken)]
         composites = batch.composites[turn]
         if config.composite_size:
             weights = triangle(config.image_size, config.composite_size)
@@ -70,19 +72,34 @@ def test_a_step_tells_of_what_takes_part_in_it(photo_folder: Path) -> None:
     step, pairs = build(config_for(photo_folder, **ALL), EPOCH)
     told = [step(*pair, number).keys() for number, pair in enumerate(pairs)]
     lengths = [[n for n in (1, 2, 3) if f"similarity_{n}" in names and f"target_{n}" in names] for names in told]
-    assert lengths == [[1, 2], [1, 3], [2, 3]]
+    assert lengths == [[1, 2], [1, 2], [1, 3]]
     assert [{"labelled_loss", "labelled_accuracy", "hypergradient_norm"} <= names for names in told] == [1, 0, 1]
     assert "labelled_loss" not in told[1]
 
 
-@pytest.mark.parametrize(("count", "taken"), [(3, 1), (3, 2), (4, 3), (5, 2), (3, 3)])
-def test_every_length_gets_as_many_turns_as_any_other(count: int, taken: int) -> None:
-    lengths = tuple(range(1, count + 1))
-    turns = Turns(resolve({"lengths": lengths, "lengths_per_step": taken, "mmnn_every": 4}), steps_per_epoch=10)
-    steps = [turns.places(step) for step in range(turns.cycle)]
-    assert all(len(set(places)) == taken and places == sorted(places) for places in steps)
-    every_place = [place for places in steps for place in places]
-    assert {every_place.count(place) for place in range(count)} == {taken * turns.cycle // count}
+@pytest.mark.parametrize("every", [1, 2, 3, 4])
+@pytest.mark.parametrize(("count", "taken"), [(3, 1), (3, 2), (4, 3), (5, 2), (3, 0)])
+def test_at_any_time_every_length_has_had_as_many_turns_as_any_other(count: int, taken: int, every: int) -> None:
+    """Or one more, among the steps in which the MMNN learns and among the others."""
+    options = {"lengths": tuple(range(1, count + 1)), "lengths_per_step": taken, "mmnn_every": every}
+    turns = Turns(resolve(options), steps_per_epoch=9)
+    counts = {guided: [0] * count for guided in (True, False)}
+    for step in range(60):
+        places = turns.places(step)
+        assert len(set(places)) == (taken or count) and places == sorted(places)
+        for place in places:
+            counts[turns.guided(step)][place] += 1
+        assert all(max(row) - min(row) <= 1 for row in counts.values())
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_cycle_of_steps_holds_whole_turns(every: int) -> None:
+    turns = Turns(resolve({"lengths_per_step": 2, "mmnn_every": every}), steps_per_epoch=1000)
+    for first in (0, 5):
+        steps = range(first, first + turns.cycle)
+        places = [place for step in steps for place in turns.places(step)]
+        assert {places.count(place) for place in (0, 1, 2)} == {2 * every}
+        assert [turns.guided(step) for step in steps].count(True) == 3
 
 
 @pytest.mark.parametrize("consistency", ["softplus", "abs"])
