@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 NAMES = {"moco": "MoCo v2", "simsiam": "SimSiam", "supcon": "SupCon", "byol": "BYOL", "intl": "INTL"}
 _MOST_SIMILARITIES = 6  # panels of single variants
+_COLOURS, _STYLES = 10, ("-", "--", ":")  # of curves in one panel
+_MOST_INSIDE = 6  # names that a legend has place for beside curves
 Curve = list[tuple[float, float]]
 
 
@@ -202,20 +204,24 @@ def draw(rows: Sequence[Row], path: Path, clock: bool) -> None:
 
 
 def _accuracies(axes: "Axes", method: str, rows: Sequence[Row], *, minutes: bool) -> None:
-    for row in rows:
+    for number, row in enumerate(rows):
         at, mean, deviation = _band([run.knn for run in row.runs])
         if minutes and row.runs[0].epochs:
             rate = statistics.fmean(run.minutes / max(run.epochs, 1) for run in row.runs)
             at = [epoch * rate for epoch in at]
         percent = [100 * value for value in mean]
-        (line,) = axes.plot(at, percent, label=row.title)
+        style = _STYLES[number // _COLOURS % len(_STYLES)]
+        (line,) = axes.plot(at, percent, style, color=f"C{number % _COLOURS}", label=row.title)
         low = [100 * (value - error) for value, error in zip(mean, deviation, strict=True)]
         high = [100 * (value + error) for value, error in zip(mean, deviation, strict=True)]
         axes.fill_between(at, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
     axes.set_title(f"{NAMES[method]}: k-NN accuracy")
     axes.set_xlabel("minutes of training" if minutes else "epoch")
     axes.set_ylabel("accuracy (%)")
-    legend(axes)
+    if len(rows) <= _MOST_INSIDE:
+        legend(axes)
+    else:
+        legend(axes, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.15))
 
 
 def _consistency(axes: "Axes", row: Row) -> None:
