@@ -59,8 +59,11 @@ def test_the_command_leaves_a_trace_but_no_run(
     photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "runs" / "look"
-    assert main([*flags(data=photo_folder, output=output), "--profile"]) == 0
+    turns = {"mmnn_every": 2, "lengths_per_step": 1, "composite_size": 16}
+    assert main([*flags(data=photo_folder, output=output, **turns), "--profile"]) == 0
     shown = capsys.readouterr().out
+    costs = {words[0]: words[-2] for line in shown.splitlines() if len(words := line.split()) == 5}
+    assert (costs["contrastive"], costs["composites"], costs["labelled"]) == ("4.00", "0.75", "0.75")
     assert all(part in shown for part in ("data wait", "contrastive", "composites", "labelled", "optimiser", "per F"))
     assert not output.exists()
     with gzip.open(tmp_path / "runs" / "look-trace.json.gz") as file:

@@ -169,6 +169,17 @@ def test_a_run_goes_on_in_the_middle_of_a_turn(photo_folder: Path, tmp_path: Pat
     assert one == other
 
 
+def test_a_dry_run_tells_the_mean_time_of_steps_with_and_without_labels(
+    photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main([*flags(data=photo_folder, output=tmp_path / "run", loader="torch", batch_size=4, **ALL), "--dry-run"])
+        == 0
+    )
+    shown = capsys.readouterr().out
+    assert "loss after 4 steps" in shown and "s a step, 12 steps" in shown
+
+
 def test_a_run_with_other_turns_is_another_run(
     photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
