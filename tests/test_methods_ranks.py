@@ -59,13 +59,10 @@ def test_losses_gradients_and_state_do_not_depend_on_the_number_of_ranks(
 
 
 @pytest.mark.parametrize("method", get_args(Method))
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_in_single_precision_ranks_err_no_more_than_one_does(
-    results: dict[int, Results], method: str, ranks: int
-) -> None:
+def test_in_single_precision_ranks_err_no_more_than_one_does(results: dict[int, Results], method: str) -> None:
     """Rounding: this small network, on 8 images, magnifies it up to 100,000 times on a single rank already."""
     rows: list[tuple[Tensor, Tensor, Tensor]] = []
-    for name, several, one in compared(results, "float32", method, ranks):
+    for name, several, one in compared(results, "float32", method, 2):
         if name in ("0 loss", "0 contrastive_loss", "0 consistency_loss"):
             torch.testing.assert_close(several, one, rtol=1e-6, atol=1e-6)
         if name.startswith("0 gradient method"):
