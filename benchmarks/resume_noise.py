@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +74,14 @@ def _lanes(place: Path, options: argparse.Namespace) -> list[Lane]:
             convert(open_source(images), stored, "beton", Settings(), workers=1)
         source = stored if loader == "ffcv" else images
         data: dict[str, Any] = {"data": source, "val_data": source, "loader": loader, "synthetic_images": runs.IMAGES}
-        lanes.append(Lane(loader, flags | data, place / loader))
+        lanes.append(Lane(loader, flags | data, place / loader, forked=options.device == "cpu"))
     return lanes
 
 
 def _compare(lane: Lane) -> tuple[bool, str]:
     """Whether a resumed run is what an unbroken one is, and what to print about it."""
     one, two, broken = (
-        Lane(f"{lane.name}-{name}", lane.flags, lane.folder / name, forked=False) for name in ("one", "two", "resumed")
+        replace(lane, name=f"{lane.name}-{name}", folder=lane.folder / name) for name in ("one", "two", "resumed")
     )
     processes = [runs.start(run) for run in (one, two)]
     stopped = _stop_and_resume(broken)

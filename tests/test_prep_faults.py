@@ -49,10 +49,10 @@ def wait_until_gone(group: int) -> None:
 
 def test_kill_9_leaves_nothing_accepted_and_nothing_running() -> None:
     root = Path(__file__).parents[1]
-    call = [sys.executable, str(root / "benchmarks" / "prep_faults.py"), "--rounds", "12", "--images", "100"]
+    call = [sys.executable, str(root / "benchmarks" / "prep_faults.py"), "--rounds", "6", "--images", "100"]
     environment = os.environ | {"PYTHONPATH": str(root)}
     done = subprocess.run(call, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0 and "12 rounds" in done.stdout, done.stderr
+    assert done.returncode == 0 and "6 rounds" in done.stdout, done.stderr
 
 
 def test_ctrl_c_and_sigterm_clean_up(many_photos: Path, tmp_path: Path) -> None:
