@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+from collections.abc import Generator
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Odd file names in what a test has logged: workers of pytest-xdist can send proper text only."""
+    report = yield
+    report.sections = [(name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections]
+    return report
 
 
 PHOTOS = ("astronaut", "chelsea", "coffee", "rocket")
