@@ -27,20 +27,22 @@ def leave(run: Run, signum: int) -> NoReturn:
     """End this process as ``signum`` asked for, with a checkpoint of the last finished step if it can be written."""
     position = f"after step {run.done:,} of {run.total:,}: no data for {stop.PATIENCE:.0f} s{_awaited(run)}"
     _log.warning(f"{signal.Signals(signum).name} {position}")
+    saved = threading.Event()
     if run.world.main:
-        saving = threading.Thread(target=_save, args=(run,), daemon=True)
+        saving = threading.Thread(target=_save, args=(run, saved), daemon=True)
         saving.start()
         saving.join(_SAVING)
     else:
         time.sleep(_OTHERS_WAIT)
-    stop.leave(stop.Stopped(signum, position))
+    stop.leave(stop.Stopped(signum, position, "there" if saved.is_set() else "the last checkpoint"))
 
 
-def _save(run: Run) -> None:
+def _save(run: Run, saved: threading.Event) -> None:
     try:
         resume.save_alone(run)
+        saved.set()
     except UserError as error:
-        _log.error(f"{error}; the checkpoint before is the last")
+        _log.error(str(error))
 
 
 def _awaited(run: Run) -> str:

@@ -38,9 +38,9 @@ Item = TypeVar("Item")
 class Stopped(Exception):
     """The run was asked to stop and has done so; ``code`` is its exit code."""
 
-    def __init__(self, signum: int, position: str = "before a step was made") -> None:
+    def __init__(self, signum: int, position: str = "before a step was made", where: str = "there") -> None:
         name = signal.Signals(signum).name
-        super().__init__(f"stopped by {name} {position}; the same command with --resume goes on from there")
+        super().__init__(f"stopped by {name} {position}; the same command with --resume goes on from {where}")
         self.code = INTERRUPTED if signum == signal.SIGINT else STOPPED
 
 
