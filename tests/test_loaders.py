@@ -168,6 +168,12 @@ class TestOnePlan:
         gc.collect()
         assert [path.name for path in tmp_path.iterdir()] == [f"{os.getpid()}"]
 
+    def test_files_that_are_being_read_are_known(self, make: Callable[..., Loader], dataset: ImageDataset) -> None:
+        loader = make("dali")
+        assert loader.reading() == []
+        with Path(dataset.paths[3]).open():
+            assert loader.reading() == [dataset.paths[3]]
+
     def test_the_released_recipe_has_several_originals(self, make: Callable[..., Loader]) -> None:
         plan = ViewPlan(size=SIZE, original="weak", originals=2)
         left, right = (next(make(name, plan=plan).epoch(0)) for name in LOADERS)
