@@ -98,24 +98,40 @@ def state_of(step: TrainingStep) -> list[Tensor]:
     return modules + moments
 
 
+def perturb(tensors: list[Tensor], size: float = 1e-6) -> None:
+    """Change ``tensors`` by a few roundings."""
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            tensor.mul_(1 + size * torch.randn_like(tensor))
+
+
 def assert_follows(config: Config, world: World, execution: str, steps: int) -> None:
     """Each of ``steps`` steps, from the state in which the written code is: left to themselves two runs on noise drift
-    apart from the last bit on, however exact each step is."""
-    step, written = build(config, world), build(config, world)
+    apart from the last bit on, however exact each step is. How much a step magnifies roundings is measured beside it,
+    by the written code from a state that is a few roundings away."""
+    step, written, disturbed = (build(config, world) for _ in range(3))
     execute = executable(step, execution)
+    perturb(state_of(disturbed))
     for number, pair in enumerate(batches(config, world.device, steps)):
         if number:
-            for own, other in zip(state_of(step), state_of(written), strict=True):
+            for own, other, third in zip(*map(state_of, (step, written, disturbed)), strict=True):
                 own.copy_(other)
+                third.copy_(other)
+            perturb(state_of(disturbed))
         before = [tensor.clone() for tensor in state_of(written)]
-        row = {name: float(value) for name, value in execute(*pair, number).items()}
-        expected = {name: float(value) for name, value in written(*pair, number).items()}
-        assert_same([row], [expected], 2e-3)
+        row, expected, roundings = (
+            {name: float(value) for name, value in run(*pair, number).items()} for run in (execute, written, disturbed)
+        )
+        assert row.keys() == expected.keys()
+        for name, value in expected.items():
+            allowed = 2e-3 * abs(value) + 2e-3 + 5 * abs(roundings[name] - value)
+            assert abs(row[name] - value) <= allowed, (number, name, row[name], value)
         if number == 0:
             continue  # moments are made in the first step
-        for own, other, old in zip(state_of(step), state_of(written), before, strict=True):
-            change = (other.double() - old.double()).norm()
-            assert (own.double() - other.double()).norm() <= 0.01 * change + 1e-5 * old.double().norm() + 1e-6, number
+        for own, other, third, old in zip(*map(state_of, (step, written, disturbed)), before, strict=True):
+            own, other, third, old = (tensor.double() for tensor in (own, other, third, old))
+            allowed = 0.01 * (other - old).norm() + 5 * (third - other).norm() + 1e-5 * old.norm() + 1e-6
+            assert (own - other).norm() <= allowed, number
 
 
 class TestChoice:
@@ -222,17 +238,18 @@ class TestOnGpu:
 
     @pytest.mark.parametrize("execution", ["compiled", "graph", "fused"])
     def test_twenty_steps_on_their_own_stay_near_the_written_code(self, execution: str) -> None:
-        config = config_for()
+        config = config_for(lr=0.005)
         _, rows = train(config, GPU, execution, steps=20)
         _, expected = train(config, GPU, "eager", steps=20)
-        # Rounding (1e-7) grows from step to step, since the images are noise: two eager runs, whose sums are made in
-        # another order each time, show by how much.
-        _, again = train(config, GPU, "eager", steps=20)
+        disturbed = build(config, GPU)
+        perturb(disturbed.weights())
         names = ["loss", "labelled_loss", "similarity_1", "similarity_2", "similarity_3"]
-        apart = [[abs(one[name] - other[name]) for name in names] for one, other in zip(again, expected, strict=True)]
-        for number, (row, other) in enumerate(zip(rows, expected, strict=True)):
-            noise = max(max(values) for values in apart[: number + 1])
-            assert max(abs(row[name] - other[name]) for name in names) <= 20 * noise + 0.01, number
+        noise = 0.0
+        for number, pair in enumerate(batches(config, GPU.device, 20)):
+            metrics = disturbed(*pair, number)
+            noise = max(noise, *(abs(float(metrics[name]) - expected[number][name]) for name in names))
+            apart = max(abs(rows[number][name] - expected[number][name]) for name in names)
+            assert apart <= 20 * noise + 0.01, number
 
     @pytest.mark.parametrize(
         "options",
