@@ -1,6 +1,7 @@
 """Compiled and recorded steps make the same step as the one that is written down."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -106,32 +107,39 @@ def perturb(tensors: list[Tensor], size: float = 1e-6) -> None:
 
 
 def assert_follows(config: Config, world: World, execution: str, steps: int) -> None:
-    """Each of ``steps`` steps, from the state in which the written code is: left to themselves two runs on noise drift
-    apart from the last bit on, however exact each step is. How much a step magnifies roundings is measured beside it,
-    by the written code from a state that is a few roundings away."""
-    step, written, disturbed = (build(config, world) for _ in range(3))
+    """Each of ``steps`` steps, from the state in which the written code is, in float64: left to themselves two runs on
+    noise drift apart from the last bit on, and in float32 a single ReLU that turns by rounding moves a step's gradients
+    by percents."""
+    step, written = (in_float64(build(config, world)) for _ in range(2))
     execute = executable(step, execution)
-    perturb(state_of(disturbed))
-    for number, pair in enumerate(batches(config, world.device, steps)):
+    for number, (batch, labelled) in enumerate(batches(config, world.device, steps)):
+        pair = tuple(in_double(part) for part in (batch, labelled))
         if number:
-            for own, other, third in zip(*map(state_of, (step, written, disturbed)), strict=True):
+            for own, other in zip(state_of(step), state_of(written), strict=True):
                 own.copy_(other)
-                third.copy_(other)
-            perturb(state_of(disturbed))
         before = [tensor.clone() for tensor in state_of(written)]
-        row, expected, roundings = (
-            {name: float(value) for name, value in run(*pair, number).items()} for run in (execute, written, disturbed)
+        row, expected = (
+            {name: float(value) for name, value in run(*pair, number).items()} for run in (execute, written)
         )
-        assert row.keys() == expected.keys()
-        for name, value in expected.items():
-            allowed = 2e-3 * abs(value) + 2e-3 + 5 * abs(roundings[name] - value)
-            assert abs(row[name] - value) <= allowed, (number, name, row[name], value)
+        assert_same([row], [expected], 1e-5)
         if number == 0:
             continue  # moments are made in the first step
-        for own, other, third, old in zip(*map(state_of, (step, written, disturbed)), before, strict=True):
-            own, other, third, old = (tensor.double() for tensor in (own, other, third, old))
-            allowed = 0.01 * (other - old).norm() + 5 * (third - other).norm() + 1e-5 * old.norm() + 1e-6
-            assert (own - other).norm() <= allowed, number
+        for own, other, old in zip(state_of(step), state_of(written), before, strict=True):
+            own, other, old = own.double(), other.double(), old.double()
+            assert (own - other).norm() <= 1e-4 * (other - old).norm() + 1e-7 * old.norm() + 1e-10, number
+
+
+def in_float64(step: TrainingStep) -> TrainingStep:
+    for part in step.parts().values():
+        if isinstance(part, nn.Module):
+            part.double()
+    return step
+
+
+def in_double(batch: Batch) -> Batch:
+    return replace(
+        batch, views=batch.views.double(), original=batch.original.double(), composites=batch.composites.double()
+    )
 
 
 class TestChoice:

@@ -38,7 +38,8 @@ class GroupedBatchNorm2d(nn.BatchNorm2d):
 
     def _by_formula(self, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None) -> Tensor:
         """The same from plain operations, which a compiler joins with what comes before and after."""
-        groups = input.float().unflatten(0, (self.groups, -1))
+        exact = input.to(torch.promote_types(input.dtype, torch.float32))
+        groups = exact.unflatten(0, (self.groups, -1))
         var, mean = torch.var_mean(groups, (1, 3, 4), correction=0, keepdim=True)
         if running_mean is not None and running_var is not None:
             assert self.momentum is not None
