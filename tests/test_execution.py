@@ -112,14 +112,14 @@ def assert_follows(config: Config, world: World, execution: str, steps: int) -> 
     by percents."""
     step, written = (in_float64(build(config, world)) for _ in range(2))
     execute = executable(step, execution)
-    for number, (batch, labelled) in enumerate(batches(config, world.device, steps)):
-        pair = tuple(in_double(part) for part in (batch, labelled))
+    for number, pair in enumerate(batches(config, world.device, steps)):
+        batch, labelled = map(in_double, pair)
         if number:
             for own, other in zip(state_of(step), state_of(written), strict=True):
                 own.copy_(other)
         before = [tensor.clone() for tensor in state_of(written)]
         row, expected = (
-            {name: float(value) for name, value in run(*pair, number).items()} for run in (execute, written)
+            {name: float(value) for name, value in run(batch, labelled, number).items()} for run in (execute, written)
         )
         assert_same([row], [expected], 1e-5)
         if number == 0:
