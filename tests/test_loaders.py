@@ -16,7 +16,7 @@ from PIL import Image
 
 import loaders.torch
 from loaders.batch import IMAGENET_STD, Batch, Loader
-from loaders.dali import DaliLoader
+from loaders.dali import DaliLoader, advise_queues
 from loaders.dataset import ImageDataset, open_folder
 from loaders.errors import UserError
 from loaders.order import BatchOrder, CyclicOrder
@@ -278,6 +278,17 @@ class TestFaults:
     def test_a_missing_gpu_is_one_line(self, dataset: ImageDataset, name: str) -> None:
         with pytest.raises(UserError, match="a GPU was asked for"):
             LOADERS[name](dataset, PLAN, order=BatchOrder(24, 8), device="cuda")
+
+
+@pytest.mark.parametrize(("setting", "advised"), [(None, True), ("8", True), ("32", False)])
+def test_whoever_uses_dali_without_our_commands_is_told_of_the_queues(
+    setting: str | None, advised: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", setting or "")
+    if setting is None:
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    advise_queues.__wrapped__()
+    assert ("set CUDA_DEVICE_MAX_CONNECTIONS=32" in caplog.text) == advised
 
 
 class TestNothingIsLeftBehind:
