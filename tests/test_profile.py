@@ -15,7 +15,7 @@ from cocor.train import main
 
 
 def test_an_inner_part_is_not_counted_twice() -> None:
-    parts = Parts(torch.device("cpu"))
+    begin, parts = time.perf_counter(), Parts(torch.device("cpu"))
     parts.start()
     with parts("outer"):
         time.sleep(0.02)
@@ -25,7 +25,8 @@ def test_an_inner_part_is_not_counted_twice() -> None:
     time.sleep(0.01)
     seconds = parts.read()
     assert seconds.keys() == {"outer", "inner", "other"}
-    assert 0.03 <= seconds["outer"] < 0.05 and 0.03 <= seconds["inner"] < 0.05 and 0.01 <= seconds["other"] < 0.03
+    assert seconds["outer"] >= 0.03 and seconds["inner"] >= 0.03 and seconds["other"] >= 0.01
+    assert sum(seconds.values()) <= time.perf_counter() - begin
 
 
 @pytest.mark.parametrize(
