@@ -7,9 +7,9 @@
 
 A study is a set of variants of a method (:mod:`evidence_studies`), each trained from ``configs/cifar10_METHOD.yaml``
 (or ``--configs``) for every seed, ``--jobs`` runs at a time, which share the GPUs; what follows ``--`` goes to every
-run. With ``--linear DIR`` every trained run is evaluated by ``cocor-eval linear --data DIR`` in the same place. The
-same command again goes on: finished runs are skipped, stopped ones resumed; a study that ended without ``--linear`` is
-only evaluated when it is given. The result, in ``--output``:
+run (:mod:`evidence_flags`). With ``--linear DIR`` every trained run is evaluated by ``cocor-eval linear --data DIR`` in
+the same place. The same command again goes on: finished runs are skipped, stopped ones resumed; a study that ended
+without ``--linear`` is only evaluated when it is given. The result, in ``--output``:
 
     STUDY.json   all curves    STUDY.md   the table    STUDY.png   k-NN over epochs, similarities and targets
 
@@ -32,11 +32,13 @@ import torch
 
 from cocor import atomic, config, launch
 from cocor.cli import Parser
+from cocor.data import held_out_images
 from cocor.eval.datasets import open_splits
 from common import describe_machine, machine_line, write_json
+from evidence_flags import shared_flags
 from evidence_report import Row, draw, measured, table
 from evidence_runs import Crew, Training
-from evidence_studies import STUDIES, Variant
+from evidence_studies import STUDIES, Flags, Variant
 from loaders.errors import UserError
 from loaders.names import available_cores
 from loaders.prep.demo import DEMO, or_demo
@@ -76,21 +78,28 @@ def _parser() -> argparse.ArgumentParser:
 
 def _study(options: argparse.Namespace, given: Sequence[str]) -> None:
     variants = _variants(options)
+    shared = shared_flags(options.flags, variants)
     if options.jobs < 1 or options.epochs < 1:
         raise UserError("--jobs and --epochs: at least 1")
+    for name, values in (("--seeds", options.seeds), ("--methods", options.methods or [])):
+        if len(set(values)) < len(values):  # equal runs would count as several, in one folder
+            raise UserError(f"{name} {' '.join(map(str, values))}: names one twice")
+    present = torch.cuda.device_count()
+    gpus = present if options.gpus is None else options.gpus
     if not options.report_only:
         _check_paths(options)
-    gpus = torch.cuda.device_count() if options.gpus is None else options.gpus
+        if gpus > present:
+            raise UserError(f"--gpus {gpus}: have {present}; use {present} or fewer (0: the CPU)")
     deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
     crew = Crew(options.jobs, gpus, deadline)
-    equal = [_training(options, gpus, *place) for place in _places(options, variants) if place[1].like is None]
+    equal = [_training(options, gpus, shared, *place) for place in _places(options, variants) if place[1].like is None]
     timed = [place for place in _places(options, variants) if place[1].like is not None]
     if not options.report_only:
         crew.run(equal)
     rows = _rows(equal, variants)
     if timed:
         longer = [
-            _training(options, gpus, *place, epochs=epochs)
+            _training(options, gpus, shared, *place, epochs=epochs)
             for place in timed
             if (epochs := _as_long(place, rows, options.epochs)) is not None
         ]
@@ -147,10 +156,16 @@ def _places(options: argparse.Namespace, variants: Sequence[Variant]) -> list[Pl
 
 
 def _training(
-    options: argparse.Namespace, gpus: int, method: str, variant: Variant, seed: int, epochs: int | None = None
+    options: argparse.Namespace,
+    gpus: int,
+    shared: Flags,
+    method: str,
+    variant: Variant,
+    seed: int,
+    epochs: int | None = None,
 ) -> Training:
-    """The run of one variant, its flags checked."""
-    file = Path(options.configs.format(method=method))
+    """The run of one variant, its flags and those that all runs share, checked."""
+    file = Path(options.configs.replace("{method}", method))
     length = epochs or options.epochs
     flags: dict[str, Any] = {
         "config": file,
@@ -166,30 +181,15 @@ def _training(
         "keep_checkpoints": 1,
         **variant.flags,
     }
-    flags |= _extra(options.flags)
+    flags |= shared
     folder = options.output / "runs" / f"{method}-{variant.key}-seed{seed}"
     checked = config.load([f"--{key.replace('_', '-')}={value}" for key, value in flags.items()])
+    if not options.report_only and held_out_images(checked) is None:
+        raise UserError(
+            "--val-data: name held-out class folders, on which runs are compared by k-NN (--knn-every above 0)"
+        )
     flags["batch_size"] = checked.batch_size
     return Training(method, variant.key, seed, folder, flags, options.linear)
-
-
-def _extra(words: Sequence[str]) -> dict[str, Any]:
-    """``--lr 0.1 --stem=small --no-sync-bn`` as flags by name."""
-    result: dict[str, Any] = {}
-    key = None
-    for word in words:
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            key = name.replace("-", "_")
-            result[key] = value if equals else "true"
-            if name.startswith("no-") and not equals:
-                del result[key]
-                result[name[3:].replace("-", "_")] = "false"
-        elif key is None:
-            raise UserError(f"{word}: flags of cocor-train begin with --")
-        else:
-            result[key], key = word, None
-    return result
 
 
 def _as_long(place: Place, rows: Sequence[Row], epochs: int) -> int | None:

@@ -76,6 +76,11 @@ def uses_labels(config: Config) -> bool:
     return config.consistency != "none" and config.mmnn == "learned"
 
 
+def held_out_images(config: Config) -> Path | None:
+    """Where the images lie on which k-NN is measured, if it is."""
+    return None if config.loader == "synthetic" else _roots(config)[1]
+
+
 def _roots(config: Config) -> tuple[Path, Path | None]:
     """The training and held-out folders: ``--data`` itself, or its ``train`` and ``val`` folders if it has both."""
     if config.data is None:

@@ -18,6 +18,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import evidence  # noqa: E402
 from cocor.config import load  # noqa: E402
+from evidence_flags import shared_flags  # noqa: E402
 from evidence_report import Measured, Row, gains, spread, table  # noqa: E402
 from evidence_runs import Crew, Training  # noqa: E402
 from evidence_studies import STUDIES, Variant  # noqa: E402
@@ -185,6 +186,10 @@ def test_time_is_up(photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
         (["--jobs", "0"], "at least 1"),
         (["--study", "all"], "invalid choice"),
         (["--configs", "nowhere/{method}.yaml"], "nowhere/moco.yaml"),
+        (["--configs", "nowhere/{name}.yaml"], "nowhere/{name}.yaml"),
+        (["--seeds", "0", "1", "0"], "--seeds 0 1 0: names one twice"),
+        (["--methods", "moco", "moco"], "--methods moco moco: names one twice"),
+        (["--gpus", "99"], "--gpus 99: have "),
     ],
 )
 def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], words: str) -> None:
@@ -274,11 +279,40 @@ def test_equal_time_is_more_epochs_by_the_ratio_of_speeds() -> None:
 
 def test_flags_behind_the_dashes_are_read_as_the_command_reads_them() -> None:
     words = ["--lr", "0.1", "--stem=small", "--no-sync-bn", "--log-samples", "--lengths", "1,2"]
-    assert evidence._extra(words) == {
+    assert shared_flags(words, []) == {
         "lr": "0.1", "stem": "small", "sync_bn": "false", "log_samples": "true", "lengths": "1,2"
     }  # fmt: skip
     with pytest.raises(UserError, match="begin with --"):
-        evidence._extra(["lr", "0.1"])
+        shared_flags(["lr", "0.1"], [])
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--seed", "3"], "--seed behind the --: the study sets it; give --seeds before the --"),
+        (["--epochs=3"], "give --epochs before the --"),
+        (["--consistency", "abs"], "--consistency behind the --: the variant plain sets it; leave it out"),
+        (["--dry-run"], "--dry-run behind the --: nothing would be trained"),
+        (["--overwrite"], "--overwrite behind the --: the same command goes on, another --output begins anew"),
+        (["--knn-every", "0"], "--val-data: name held-out class folders, on which runs are compared by k-NN"),
+        (["--loader", "synthetic"], "--val-data: name held-out class folders, on which runs are compared by k-NN"),
+    ],
+)
+def test_flags_that_would_spoil_the_comparison_are_refused(
+    photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], words: str
+) -> None:
+    assert evidence.main(command(photo_folder, tmp_path / "out", flags=flags)) == 2
+    printed = capsys.readouterr()
+    assert words in printed.err and printed.err.count("\n") == 1 and not printed.out
+
+
+def test_images_to_compare_runs_on_are_asked_for_before_anything_runs(
+    photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--study", "core", "--data", str(photo_folder), "--gpus", "0", "--output", str(tmp_path / "out")]
+    assert evidence.main(words) == 2
+    printed = capsys.readouterr()
+    assert "error: --val-data: name held-out class folders" in printed.err and not printed.out
 
 
 def test_runs_stop_when_the_study_does(tmp_path: Path) -> None:
