@@ -25,6 +25,7 @@ from loaders.batch import Batch
 from loaders.errors import UserError
 
 WARM_UP, STEPS, TRACED = 5, 20, 3  # steps; STEPS at least, rounded up to whole turns
+_MOST_STEPS = 240  # where a turn is longer, what is in few of its steps weighs little in their mean
 # Forward-equivalents an image of the methods' own losses: views, with 2 F for each backward pass, and second encoders.
 CONTRASTIVE_COST = {"moco": 4, "simsiam": 6, "supcon": 6, "byol": 8, "intl": 6}
 _VIEWS_KERNEL = "make_views"
@@ -86,7 +87,7 @@ def report(run: Run) -> None:
     with closing(_endless(run)) as batches:
         _steps(run, batches, parts, WARM_UP)
         parts.start()
-        steps = -(-STEPS // run.step.turns.cycle) * run.step.turns.cycle
+        steps = min(-(-STEPS // run.step.turns.cycle) * run.step.turns.cycle, _MOST_STEPS)
         _steps(run, batches, parts, steps)
         seconds = parts.read()
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it calls having no GPU an error

@@ -71,6 +71,16 @@ def test_the_command_leaves_a_trace_but_no_run(
         assert json.load(file)["traceEvents"]
 
 
+def test_turns_however_long_are_looked_at_for_some_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cocor.profile._MOST_STEPS", 6)
+    turns = {"mmnn_every": 1_000_000, "lengths_per_step": 1, "composite_size": 8}
+    tiny = {"loader": "synthetic", "synthetic_images": 200, "image_size": 16}
+    assert main([*flags(output=tmp_path / "look", **tiny, **turns), "--profile"]) == 0
+    assert "composites" in capsys.readouterr().out
+
+
 def test_a_place_that_cannot_be_written_is_named(
     photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -178,6 +178,7 @@ def test_a_dry_run_tells_the_mean_time_of_steps_with_and_without_labels(
     )
     shown = capsys.readouterr().out
     assert "loss after 4 steps" in shown and "s a step, 12 steps" in shown
+    assert "composites: (2, 4, 3, 16, 16)" in shown  # what a step trains on
 
 
 def test_a_run_with_other_turns_is_another_run(
