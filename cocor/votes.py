@@ -27,7 +27,8 @@ class Votes:
         """Cast ``numbers``, of the same count in each call; returns the largest of each over all ranks."""
         if not self._late:
             return self.now(*numbers)
-        votes = torch.tensor(numbers, dtype=torch.float32, device="cpu").pin_memory().to(self._device, non_blocking=True)
+        cast = torch.tensor(numbers, dtype=torch.float32, device="cpu").pin_memory()
+        votes = cast.to(self._device, non_blocking=True)
         dist.all_reduce(votes, dist.ReduceOp.MAX)
         here, done = torch.empty(len(numbers), device="cpu", pin_memory=True), torch.cuda.Event()
         here.copy_(votes, non_blocking=True)
