@@ -74,7 +74,7 @@ class Delivery:
         """Uninitialised memory for the crops of ``job``, uint8 (B, C, S, S, 3); pinned if they go to a GPU."""
         shape = (len(job.planned.index), self.plan.layout.crops, self.plan.size, self.plan.size, 3)
         if self.on_gpu:
-            return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=True)
         return self._memory.empty(shape, np.uint8)
 
     def prefetch(self, source: Generator[Item, None, None], depth: int = 2) -> Prefetch[Item]:
