@@ -102,16 +102,25 @@ def compile_backbones(method: nn.Module, backend: str = "inductor") -> None:
 
 def _keep_compiled_code() -> None:
     """Let the compiler keep its work beside our other caches rather than in /tmp, which machines empty and do not
-    share. What the user has set stands; PyTorch sets the variable to its own default while it loads."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    if os.environ.get(_COMPILER_CACHE) not in (None, default_cache_dir()):
+    share. What the user has set stands."""
+    if not _is_default(os.environ.get(_COMPILER_CACHE)):
         return
     with suppress(OSError):
         folder = user_cache() / "compiled"
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             os.environ[_COMPILER_CACHE] = str(folder)
+
+
+def _is_default(folder: str | None) -> bool:
+    """Whether nobody has chosen ``folder``: PyTorch sets the variable to its own default while it loads."""
+    if folder is None:
+        return True
+    with suppress(ImportError, KeyError, OSError):  # elsewhere in other versions; a user without a name
+        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+        return folder == default_cache_dir()
+    return False
 
 
 @contextmanager

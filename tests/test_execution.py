@@ -218,6 +218,19 @@ class TestCompiledCode:
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
         assert self.kept_in() == str(tmp_path / "mine")
 
+    def test_a_user_without_a_name_can_compile(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As in a container that runs under any number; older versions of PyTorch then have no default."""
+
+        def fails() -> str:
+            raise KeyError("getpwuid(): uid not found: 1234")
+
+        monkeypatch.setattr("torch._inductor.runtime.cache_dir_utils.default_cache_dir", fails)
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
+        assert self.kept_in() == str(tmp_path / "mine")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+        assert self.kept_in() == str(tmp_path / "cocor" / "compiled")
+
 
 @pytest.mark.parametrize("method", ["moco", "simsiam"])
 def test_what_the_compiler_is_given_is_the_step(method: str) -> None:
