@@ -1,4 +1,4 @@
-"""The throughput table as a picture: a group of bars for each loader, a bar for each stage, on a logarithmic scale."""
+"""The throughput table as a picture: a group of bars for each loader, a bar for each stage, from 0 on."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -31,8 +31,9 @@ def plot_cells(cells: Sequence[Measured | Absent], title: str, path: Path) -> No
         axes.bar_label(bars, [f"{value:,.0f}" for value in values], padding=2, fontsize=6)
     axes.set_yticks(range(len(loaders)), loaders)
     axes.invert_yaxis()
-    axes.set_xscale("log")
+    axes.set_xlim(0, 1.1 * max(rates.values(), default=1.0))  # room for the numbers
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("samples/s")
     axes.set_title(title, fontsize=7)
-    axes.legend(fontsize=7)
+    figure.legend(fontsize=7, loc="outside lower center", ncols=len(STAGES))
     figure.savefig(path, dpi=150)
