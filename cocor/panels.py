@@ -19,8 +19,8 @@ WIDTH, _HEIGHT, _DPI = 4.8, 3.8, 110
 
 @contextmanager
 def panels(path: Path, count: int, columns: int | None = None, width: float = WIDTH) -> Iterator[Sequence["Axes"]]:
-    """``count`` axes, each ``width`` inches wide, of a figure that is written to ``path`` (.png, .svg, .pdf) when the
-    block ends.
+    """``count`` axes, each ``width`` inches wide, at most ``columns`` in a row, of a figure that is written to ``path``
+    (.png, .svg, .pdf) when the block ends.
 
     Raises:
         UserError: matplotlib is not installed, or the format is none of these.
@@ -34,7 +34,7 @@ def panels(path: Path, count: int, columns: int | None = None, width: float = WI
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    columns = columns or count
+    columns = min(columns or count, count)
     rows = -(-count // columns)
     figure, axes = plt.subplots(
         rows, columns, figsize=(width * columns, _HEIGHT * rows), layout="constrained", squeeze=False

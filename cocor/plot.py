@@ -119,7 +119,7 @@ def draw(runs: Runs, output: Path, wanted: Sequence[str] = PANELS) -> None:
     count = len(shared) + len(consistent)
     if not count:
         raise UserError(f"--panels {' '.join(wanted)}: none of the runs measured that")
-    with panels(output, count, min(_COLUMNS, count)) as places:
+    with panels(output, count, _COLUMNS) as places:
         for axes, panel in zip(places, shared, strict=False):
             if panel == "knn":
                 _draw_knn(axes, runs)

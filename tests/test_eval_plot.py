@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from cocor.panels import WIDTH, panels
 from cocor.plot import epochs_of, main, read_run
 
 
@@ -28,6 +29,13 @@ def write_run(folder: Path, consistent: bool = True, tail: str = "") -> Path:
             lines.append({"kind": "knn", "step": step, "epoch": step // 50, "accuracy": step / 200})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + tail)
     return folder
+
+
+@pytest.mark.parametrize(("count", "across"), [(1, 1), (2, 2), (3, 3), (4, 3)])
+def test_a_picture_is_no_wider_than_its_panels(tmp_path: Path, count: int, across: int) -> None:
+    with panels(tmp_path / "p.png", count, columns=3) as axes:
+        assert len(axes) == count
+    assert Image.open(tmp_path / "p.png").width == pytest.approx(across * WIDTH * 110, abs=1)
 
 
 def test_runs_are_drawn_side_by_side(tmp_path: Path) -> None:
