@@ -140,10 +140,14 @@ class Crew:
         self.stopped: list[str] = []
 
     def run(self, trainings: Sequence[Training]) -> None:
-        """Do all that is not done yet. Ctrl-C or SIGTERM stop the runs, resumably, and then this process."""
+        """Do all that is not done yet. Signals, a closed terminal's and Slurm's too, stop the runs, resumably, and then
+        this process: in sessions of their own they would train on without it."""
         waiting = [training for training in trainings if not training.is_done()]
         self._say(f"{len(trainings)} runs, {len(trainings) - len(waiting)} of them done, {self._jobs} at a time")
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        before = {number: signal.getsignal(number) for number in stop.SIGNALS}
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:  # as under nohup
+                signal.signal(number, signal.default_int_handler)
         try:
             while waiting or self._running:
                 if self._deadline is not None and time.monotonic() > self._deadline:
@@ -159,7 +163,8 @@ class Crew:
         finally:
             self._stop()
             self._ending = False
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _start(self, training: Training, place: int) -> None:
         environment = os.environ | {"PYTHONUNBUFFERED": "1"}  # what it said last is the last line

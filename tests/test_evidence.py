@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -315,13 +316,31 @@ def test_images_to_compare_runs_on_are_asked_for_before_anything_runs(
     assert "error: --val-data: name held-out class folders" in printed.err and not printed.out
 
 
+class Sleeping(Training):
+    def command(self) -> list[str]:
+        return [sys.executable, "-c", "import time; time.sleep(60)"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_no_training_outlives_a_study_that_is_asked_to_stop(tmp_path: Path, number: signal.Signals) -> None:
+    """As when its terminal is closed, or when its time on a cluster is nearly up."""
+    crew, before = Crew(1, 0, None, say=lambda text: None), signal.getsignal(number)
+    running = []
+
+    def ask() -> None:
+        running.extend(run.process for run in crew._running)
+        os.kill(os.getpid(), number)
+
+    timer = threading.Timer(0.5, ask)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        crew.run([Sleeping("moco", "plain", 0, tmp_path / "run", {})])
+    assert [process.returncode for process in running] == [-signal.SIGTERM] and crew.stopped == ["run"]
+    assert signal.getsignal(number) is before
+
+
 def test_runs_stop_when_the_study_does(tmp_path: Path) -> None:
     """Ctrl-C ends the trainings and leaves none behind."""
-
-    class Sleeping(Training):
-        def command(self) -> list[str]:
-            return [sys.executable, "-c", "import time; time.sleep(60)"]
-
     crew = Crew(2, 0, time.monotonic() + 1, say=lambda text: None)
     trainings: list[Any] = [Sleeping("moco", "plain", seed, tmp_path / f"{seed}", {}) for seed in range(3)]
     begin = time.monotonic()
