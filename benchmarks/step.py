@@ -222,7 +222,9 @@ def _overrides(option: str) -> dict[str, int]:
         name, _, value = word.partition("=")
         key = name.replace("-", "_")
         if key not in OPTIONS:
-            raise UserError(f"--options {word}: no option of a step{nearest(name, map(_word, OPTIONS))}")
+            known = list(map(_word, OPTIONS))
+            remedy = nearest(name, known) or f"; there are {', '.join(known)}"
+            raise UserError(f"--options {word}: no option of a step{remedy}")
         values[key] = convert(f"--options {name}", value, int)
     return values
 

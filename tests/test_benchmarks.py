@@ -138,6 +138,7 @@ def test_the_step_benchmark_refuses_graphs_without_a_gpu(capsys: pytest.CaptureF
     ("option", "told"),
     [
         ("composit-size=16", "--options composit-size=16: no option of a step; did you mean composite-size?"),
+        ("foo=1", "--options foo=1: no option of a step; there are composite-size, lengths-per-step, mmnn-every"),
         ("mmnn-every=often", "--options mmnn-every: 'often' is not a whole number"),
         ("composite-size=65", "composite_size: 65 is no size between 4 and the 64 of --image-size"),
     ],
