@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import NoReturn, TypeVar
@@ -173,20 +173,30 @@ def without_data(give_up: Callable[[int], object]) -> None:
 
 
 def awaited(items: Generator[Item, None, None]) -> Generator[Item, None, None]:
-    """``items``, known to be waited for: when the process is given up meanwhile, the caller gets no further."""
+    """``items``, known to be waited for: when the process is given up meanwhile, the caller gets no further. So is
+    their end, which waits for what is being read ahead."""
     state = _state
-    with closing(items):
+    try:
         while True:
-            with state.lock:
-                state.awaiting, state.awaited_since = True, time.monotonic()
-            try:
+            with _awaiting(state):
                 item = next(items, None)
-            finally:
-                with state.lock:
-                    state.awaiting = False
             if item is None:
                 return
             yield item
+    finally:
+        with _awaiting(state):
+            items.close()
+
+
+@contextmanager
+def _awaiting(state: _State) -> Iterator[None]:
+    with state.lock:
+        state.awaiting, state.awaited_since = True, time.monotonic()
+    try:
+        yield
+    finally:
+        with state.lock:
+            state.awaiting = False
 
 
 def progress() -> None:

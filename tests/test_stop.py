@@ -334,6 +334,25 @@ def test_signals_are_heard_while_the_main_thread_is_inside_of_a_library() -> Non
     assert done.returncode == 75 and done.stderr.startswith("stopped by SIGUSR1 without data; the same command")
 
 
+def test_a_disk_that_does_not_answer_does_not_hold_up_the_end_of_what_is_read_ahead() -> None:
+    """The step has its data when the signal comes, but not those of the next."""
+    program = (
+        "import os, signal, time\nfrom contextlib import closing\nfrom cocor import stop\nstop.PATIENCE = 0.5\n"
+        "def hangs():\n"
+        "    try: yield 1\n"
+        "    finally: time.sleep(60)\n"
+        "with stop.obeyed(), stop.deferred(), closing(stop.awaited(hangs())) as batches:\n"
+        "    stop.progress()\n"
+        "    stop.without_data(lambda number: stop.leave(stop.Stopped(number, 'without data')))\n"
+        "    next(batches)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False, timeout=50
+    )
+    assert done.returncode == 75 and done.stderr.startswith("stopped by SIGTERM without data; the same command")
+
+
 def test_a_small_limit_of_open_files_is_named(photo_folder: Path, tmp_path: Path) -> None:
     options = OPTIONS | {"workers": 8}
     command = [sys.executable, "-m", "cocor.train", *flags(data=photo_folder, output=tmp_path / "run", **options)]
