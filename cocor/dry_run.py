@@ -27,7 +27,7 @@ def report(run: Run) -> None:
     batches = run.pairs(0, 0)
     batch = None
     make_step = executable(run.step, run.execution)
-    turns = min(run.config.mmnn_every, _MOST_TURNS)
+    turns = min(run.config.mmnn_every, _MOST_TURNS) if run.labelled is not None else 1
     steps = (STEPS + (WARM_UP if run.execution in ("graph", "fused") else 0)) * turns
     for number, (batch, labelled) in zip(range(steps), batches, strict=False):
         begin = time.perf_counter()

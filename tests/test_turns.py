@@ -169,15 +169,14 @@ def test_a_run_goes_on_in_the_middle_of_a_turn(photo_folder: Path, tmp_path: Pat
     assert one == other
 
 
+@pytest.mark.parametrize(("mmnn", "steps"), [("learned", 4), ("constants", 2)])
 def test_a_dry_run_tells_the_mean_time_of_steps_with_and_without_labels(
-    photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], mmnn: str, steps: int
 ) -> None:
-    assert (
-        main([*flags(data=photo_folder, output=tmp_path / "run", loader="torch", batch_size=4, **ALL), "--dry-run"])
-        == 0
-    )
+    options = ALL | {"data": photo_folder, "output": tmp_path / "run", "loader": "torch", "batch_size": 4, "mmnn": mmnn}
+    assert main([*flags(**options), "--dry-run"]) == 0
     shown = capsys.readouterr().out
-    assert "loss after 4 steps" in shown and "s a step, 12 steps" in shown
+    assert f"loss after {steps} steps" in shown and "s a step, 12 steps" in shown
     assert "composites: (2, 4, 3, 16, 16)" in shown  # what a step trains on
 
 
