@@ -94,7 +94,9 @@ def _study(options: argparse.Namespace, given: Sequence[str]) -> None:
     crew = Crew(options.jobs, gpus, deadline)
     equal = [_training(options, gpus, shared, *place) for place in _places(options, variants) if place[1].like is None]
     timed = [place for place in _places(options, variants) if place[1].like is not None]
-    if not options.report_only:
+    if options.report_only:
+        equal = _recorded(equal)
+    else:
         crew.run(equal)
     rows = _rows(equal, variants)
     if timed:
@@ -103,7 +105,9 @@ def _study(options: argparse.Namespace, given: Sequence[str]) -> None:
             for place in timed
             if (epochs := _as_long(place, rows, options.epochs)) is not None
         ]
-        if not options.report_only and not crew.stopped:
+        if options.report_only:
+            longer = _recorded(longer)
+        elif not crew.stopped:
             crew.run(longer)
         rows += _rows(longer, variants)
     _report(options, rows, given)
@@ -201,6 +205,11 @@ def _as_long(place: Place, rows: Sequence[Row], epochs: int) -> int | None:
     }
     like, plain = rates.get(variant.like or "", math.nan), rates.get("plain", math.nan)
     return max(1, round(epochs * plain / like)) if math.isfinite(plain / like) else None
+
+
+def _recorded(trainings: Sequence[Training]) -> list[Training]:
+    """Those that have ended, with the flags they had: a report does not depend on how it is asked for."""
+    return [recorded for training in trainings if (recorded := training.as_recorded()) is not None]
 
 
 def _rows(trainings: Sequence[Training], variants: Sequence[Variant]) -> list[Row]:

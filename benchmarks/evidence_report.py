@@ -78,7 +78,7 @@ def measured(training: Training) -> Measured:
     seconds, before = 0.0, 0
     for record in steps:
         if record.get("images_per_s"):
-            seconds += (record["step"] - before) * training.flags["batch_size"] / record["images_per_s"]
+            seconds += (record["step"] - before) * int(training.flags["batch_size"]) / record["images_per_s"]
         before = record["step"]
     last = {key: value for key, value in (steps[-1] if steps else {}).items() if isinstance(value, float)}
     probe = None if training.linear is None else json.loads(training.result.read_text())["result"]["top1"]

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,14 @@ class Training:
             changed = sorted(key for key in done.keys() | self._asked() if done.get(key) != self._asked().get(key))
             raise UserError(f"{self.folder}: a finished run with other {', '.join(changed)}; choose another --output")
         return True
+
+    def as_recorded(self) -> "Training | None":
+        """The run as it was made, whatever is asked for now; None if it has not ended."""
+        trained, evaluated = self._beside("done.json"), self._beside("linear.json")
+        if not trained.is_file():
+            return None
+        linear = json.loads(evaluated.read_text())["linear"] if evaluated.is_file() else None
+        return replace(self, flags=json.loads(trained.read_text()), linear=linear and Path(linear))
 
     def mark(self) -> None:
         """As trained; or, if it was that, as evaluated."""

@@ -80,6 +80,13 @@ def test_results_of_other_flags_are_not_mixed(study: tuple[Path, Path], capsys: 
     assert "a finished run with other lr; choose another --output" in capsys.readouterr().err
 
 
+def test_a_report_is_of_what_was_measured_whatever_flags_it_is_asked_with(study: tuple[Path, Path]) -> None:
+    images, output = study
+    assert evidence.main(command(images, output, "--report-only", flags=["--lr", "0.5"])) == 0
+    runs = json.loads((output / "core.json").read_text())["runs"]
+    assert len(runs) == 2 and all(run["flags"].get("lr") != "0.5" for run in runs)
+
+
 def test_a_run_that_was_stopped_goes_on(study: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     images, output = study
     runs = output / "runs"
