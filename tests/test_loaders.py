@@ -291,6 +291,24 @@ def test_whoever_uses_dali_without_our_commands_is_told_of_the_queues(
     assert ("set CUDA_DEVICE_MAX_CONNECTIONS=32" in caplog.text) == advised
 
 
+def test_the_example_in_the_readme_runs(photo_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    code = next(block for block in text.split("```python\n")[1:] if "open_loader" in block).split("```")[0]
+    for there, here in (
+        ("imagenet/train", str(photo_folder)),
+        ("cuda", "cpu"),
+        ("256)", "4)"),
+        ("bfloat16", "float32"),
+    ):
+        code = code.replace(there, here)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    batch = names["batch"]
+    assert batch.views.shape == (2, 4, 3, 224, 224) and batch.composites.shape == (3, 4, 3, 224, 224)
+    assert batch.original.shape == (4, 3, 224, 224) and batch.composition.shape == (3, 4, 14)
+
+
 class TestNothingIsLeftBehind:
     @pytest.mark.parametrize("name", LOADERS)
     def test_leaving_early_leaves_no_threads(self, make: Callable[..., Loader], name: str) -> None:
