@@ -42,7 +42,8 @@ what was read. Baselines draw their own random numbers, so they do equal work on
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ from processes import alone
 from sources import CONTENDERS, STAGES_OF, Contender
 from stages import STAGES, TITLES, Stage
 
+Place = tuple[Contender, Stage]
 Cell = Measured | Absent
 
 COLUMNS = (
@@ -121,9 +123,12 @@ def main() -> None:
     lines = machine_line(machine), images.line(report.data), describe_settings(settings), header(COLUMNS)
     print(*lines, sep="\n", flush=True)
     target = options.json or (RESULTS / f"throughput-{device_slug(machine)}.json" if options.save else None)
-    for contender, stage in cells_of(options, settings):
+
+    def measured(place: Place) -> Cell:
         late = options.budget is not None and time.monotonic() - started > options.budget
-        cell = Absent(contender, stage, "out of time") if late else measure(contender, stage, chosen, settings)
+        return Absent(*place, "out of time") if late else measure(*place, chosen, settings)
+
+    for cell in in_pairs(measured, cells_of(options, settings), together=options.quick):
         report.cells.append(cell)
         show(cell)
         if target is not None:
@@ -159,7 +164,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--execution", choices=["eager", "compiled", "graph", "fused"],
         help="of the training step, see cocor/execution.py (default: graph; eager on CPUs)",
     )  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="small and short, every stage: a test, not a measurement")
+    parser.add_argument("--quick", action="store_true", help="small and short, two cells at a time: no measurement")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE, after every row")
     parser.add_argument("--save", action="store_true", help="write them to benchmarks/results/throughput-<device>.json")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw samples/s (needs matplotlib)")
@@ -196,13 +201,25 @@ def describe_settings(settings: Settings) -> str:
     )
 
 
-def cells_of(options: argparse.Namespace, settings: Settings) -> Iterator[tuple[Contender, Stage]]:
+def cells_of(options: argparse.Namespace, settings: Settings) -> Iterator[Place]:
     """The cells to measure. Training on a CPU takes minutes, so it must be asked for."""
     stages: Sequence[Stage] = options.stage or (STAGES if settings.on_gpu or options.quick else STAGES[:-1])
     for contender in options.loader or CONTENDERS:
         for stage in STAGES_OF[contender]:
             if stage in stages:
                 yield contender, stage
+
+
+def in_pairs(measured: Callable[[Place], Cell], places: Iterable[Place], together: bool) -> Iterator[Cell]:
+    """The cells in order; ``together`` two at a time, which is for tests and disturbs what is measured."""
+    if not together:
+        yield from map(measured, places)
+        return
+    pool = ThreadPoolExecutor(2)
+    try:
+        yield from pool.map(measured, places)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def show(cell: Cell) -> None:
