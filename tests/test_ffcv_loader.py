@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
@@ -13,11 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from loading import FIELDS, grey_levels, opening, same, threads
 from PIL import Image
 from prep_cases import CORNERS, corner_colours, good_cases, write_all
 from tqdm import tqdm
 
-from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch, Loader
+from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Loader
 from loaders.dali import DaliLoader
 from loaders.dataset import open_folder
 from loaders.errors import UserError
@@ -38,7 +38,6 @@ pytestmark = pytest.mark.ffcv
 SIZE = 32
 PLAN = ViewPlan(size=SIZE, seed=3)
 LOADERS = {"torch": TorchLoader, "dali": DaliLoader, "ffcv": FfcvLoader}
-FIELDS = ("views", "original", "composites", "composition", "label", "index")
 
 
 @pytest.fixture(scope="module")
@@ -68,33 +67,7 @@ def own(tmp_path_factory: pytest.TempPathFactory, photos: dict[str, Image.Image]
 
 @pytest.fixture
 def make(images: StoredDataset) -> Iterator[Callable[..., Loader]]:
-    """Opens a loader by name, with few threads; closes all of them at the end."""
-    opened: list[Loader] = []
-
-    def open_one(name: str, data: StoredDataset | None = None, plan: ViewPlan = PLAN, **order: object) -> Loader:
-        data = data or images
-        options: dict = {"batch_size": 8, "seed": plan.seed} | order
-        workers = 0 if name == "torch" else 2
-        opened.append(LOADERS[name](data, plan, order=BatchOrder(len(data), **options), workers=workers))
-        return opened[-1]
-
-    yield open_one
-    for loader in opened:
-        loader.close()
-
-
-def same(first: Batch, second: Batch) -> bool:
-    return all(torch.equal(getattr(first, name), getattr(second, name)) for name in FIELDS)
-
-
-def grey_levels(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Mean absolute difference in units of 1/255; tensors (..., 3, H, W)."""
-    std = torch.tensor(IMAGENET_STD).view(3, 1, 1)
-    return float(((first - second).abs() * std).mean() * 255)
-
-
-def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    yield from opening(LOADERS, images, PLAN)
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from loading import grey_levels, opening, same, threads
 from PIL import Image
 
 import loaders.torch
-from loaders.batch import IMAGENET_STD, Batch, Loader
+from loaders.batch import Loader
 from loaders.dali import DaliLoader, advise_queues
 from loaders.dataset import ImageDataset, open_folder
 from loaders.errors import UserError
@@ -28,7 +29,6 @@ from loaders.torch import TorchLoader, resized_crop
 SIZE = 32
 PLAN = ViewPlan(size=SIZE, seed=3)
 LOADERS = {"torch": TorchLoader, "dali": DaliLoader}
-FIELDS = ("views", "original", "composites", "composition", "label", "index")
 
 
 @pytest.fixture(scope="module")
@@ -38,33 +38,7 @@ def dataset(photo_folder: Path) -> ImageDataset:
 
 @pytest.fixture
 def make(dataset: ImageDataset) -> Iterator[Callable[..., Loader]]:
-    """Opens a loader by name, in this process and with few threads; closes all of them at the end."""
-    opened: list[Loader] = []
-
-    def open_one(name: str, images: ImageDataset | None = None, plan: ViewPlan = PLAN, **order: object) -> Loader:
-        images = images or dataset
-        options: dict = {"batch_size": 8, "seed": plan.seed} | order
-        workers = 0 if name == "torch" else 2
-        opened.append(LOADERS[name](images, plan, order=BatchOrder(len(images), **options), workers=workers))
-        return opened[-1]
-
-    yield open_one
-    for loader in opened:
-        loader.close()
-
-
-def same(first: Batch, second: Batch) -> bool:
-    return all(torch.equal(getattr(first, name), getattr(second, name)) for name in FIELDS)
-
-
-def grey_levels(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Mean absolute difference in units of 1/255; tensors (..., 3, H, W)."""
-    std = torch.tensor(IMAGENET_STD).view(3, 1, 1)
-    return float(((first - second).abs() * std).mean() * 255)
-
-
-def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    yield from opening(LOADERS, dataset, PLAN)
 
 
 class TestOnePlan:
