@@ -94,22 +94,14 @@ def _study(options: argparse.Namespace, given: Sequence[str]) -> None:
     crew = Crew(options.jobs, gpus, deadline)
     equal = [_training(options, gpus, shared, *place) for place in _places(options, variants) if place[1].like is None]
     timed = [place for place in _places(options, variants) if place[1].like is not None]
-    if options.report_only:
-        equal = _recorded(equal)
-    else:
-        crew.run(equal)
-    rows = _rows(equal, variants)
+    rows = _rows(_ended(options, crew, equal), variants)
     if timed:
         longer = [
             _training(options, gpus, shared, *place, epochs=epochs)
             for place in timed
             if (epochs := _as_long(place, rows, options.epochs)) is not None
         ]
-        if options.report_only:
-            longer = _recorded(longer)
-        elif not crew.stopped:
-            crew.run(longer)
-        rows += _rows(longer, variants)
+        rows += _rows(_ended(options, crew, longer), variants)
     _report(options, rows, given)
     if crew.failed:
         raise UserError("; ".join(f"{name}: {why}" for name, why in crew.failed.items()))
@@ -207,9 +199,14 @@ def _as_long(place: Place, rows: Sequence[Row], epochs: int) -> int | None:
     return max(1, round(epochs * plain / like)) if math.isfinite(plain / like) else None
 
 
-def _recorded(trainings: Sequence[Training]) -> list[Training]:
-    """Those that have ended, with the flags they had: a report does not depend on how it is asked for."""
-    return [recorded for training in trainings if (recorded := training.as_recorded()) is not None]
+def _ended(options: argparse.Namespace, crew: Crew, trainings: Sequence[Training]) -> Sequence[Training]:
+    """``trainings``, made if they are not yet; for a report those made before, with the flags that they had, since it
+    does not depend on how it is asked for."""
+    if options.report_only:
+        return [recorded for training in trainings if (recorded := training.as_recorded()) is not None]
+    if not crew.stopped:
+        crew.run(trainings)
+    return trainings
 
 
 def _rows(trainings: Sequence[Training], variants: Sequence[Variant]) -> list[Row]:

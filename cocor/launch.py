@@ -27,6 +27,7 @@ from typing import Any
 
 from cocor import start, stop
 from cocor.config import Config, check_ranks
+from loaders import queues
 from loaders.errors import UserError
 from loaders.names import printable
 
@@ -67,7 +68,7 @@ class RanksFailed(Exception):
 
 def command(name: str, body: Callable[[], None]) -> int:
     """Run a console command's body and return its exit code. A user's mistake becomes one line on stderr."""
-    use_all_queues()
+    queues.use_all()
     try:
         start.listen()
         body()
@@ -87,13 +88,6 @@ def command(name: str, body: Callable[[], None]) -> int:
         if _LAUNCHED not in os.environ:
             raise
         return fail(traceback.format_exc(), 1)
-
-
-def use_all_queues() -> None:
-    """Let CUDA use all 32 queues of a GPU, not 8. DALI's dozens of streams would share queues with the training step,
-    whose kernels then wait behind copies and decoding: on an H200 that takes 5 to 15 % of a step, with 32 queues 1.3 %.
-    CUDA reads the variable when it starts, so this comes first; what the user has set stands."""
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def lacking(error: Exception) -> str:

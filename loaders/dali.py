@@ -9,14 +9,11 @@ of the time of its own. An error ends a DALI pipeline: another one is built and 
 the cause (:mod:`loaders.dali_faults`).
 """
 
-import logging
-import os
 import resource
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -24,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from loaders import queues
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
 from loaders.dali_faults import Recovery
 from loaders.dali_graph import build_pipeline, load_dali
@@ -40,7 +38,6 @@ _AHEAD = 3  # batches in DALI's own queue
 _GPU_BATCH = 512  # images that DALI works on together at least, in several steps' batches if those are smaller
 _OPEN_BATCHES = 8  # more than are in all queues together
 _LARGEST_HINT = 6500  # pixels a side up to which the hardware decoder's memory is set aside at the start
-_log = logging.getLogger(__name__)
 
 
 class DaliLoader:
@@ -75,7 +72,7 @@ class DaliLoader:
         # A GPU decodes large batches faster than small ones, and DALI's cost on the host is a batch's, not an image's.
         self._steps_at_once = -(-_GPU_BATCH // order.local_batch_size) if self._delivery.on_gpu else 1
         if self._delivery.on_gpu:
-            advise_queues()
+            queues.advise()
         self._pipeline: Any = None
         self._pool: ThreadPoolExecutor  # of the open epoch
         self._requests: Iterator[Request] = iter(())
@@ -205,16 +202,6 @@ class DaliLoader:
             "preallocate_height_hint": height,
             "preallocate_width_hint": width,
         }
-
-
-@cache
-def advise_queues() -> None:
-    """Tell programs that use the loader without our commands, which set it, of the variable it is slow without."""
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8") in map(str, range(1, 32)):
-        _log.warning(
-            "DALI's streams share a GPU's queues with other work, which slows both down by 5 % and more: "
-            "set CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts"
-        )
 
 
 def _allow_open_files(count: int) -> None:

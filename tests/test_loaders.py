@@ -16,8 +16,9 @@ from loading import grey_levels, opening, same, threads
 from PIL import Image
 
 import loaders.torch
+from loaders import queues
 from loaders.batch import Loader
-from loaders.dali import DaliLoader, advise_queues
+from loaders.dali import DaliLoader
 from loaders.dataset import ImageDataset, open_folder
 from loaders.errors import UserError
 from loaders.order import BatchOrder, CyclicOrder
@@ -261,7 +262,7 @@ def test_whoever_uses_dali_without_our_commands_is_told_of_the_queues(
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", setting or "")
     if setting is None:
         monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
-    advise_queues.__wrapped__()
+    queues.advise.__wrapped__()
     assert ("set CUDA_DEVICE_MAX_CONNECTIONS=32" in caplog.text) == advised
 
 

@@ -315,6 +315,14 @@ def test_a_disk_that_does_not_answer_delays_the_end_by_seconds(photo_folder: Pat
     wait_for_the_end_of(children)
 
 
+def assert_left_without_data(program: str, name: str) -> None:
+    """The Python ``program`` is left as signal ``name`` asks for, long before what it waits for would end."""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False, timeout=50
+    )
+    assert done.returncode == 75 and done.stderr.startswith(f"stopped by {name} without data; the same command")
+
+
 def test_signals_are_heard_while_the_main_thread_is_inside_of_a_library() -> None:
     program = (
         "import ctypes, os, signal, threading\nfrom cocor import stop\nstop.PATIENCE = 0.5\n"
@@ -328,10 +336,7 @@ def test_signals_are_heard_while_the_main_thread_is_inside_of_a_library() -> Non
         "    stop.without_data(lambda number: stop.leave(stop.Stopped(number, 'without data')))\n"
         "    list(stop.awaited(hangs()))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False, timeout=60
-    )
-    assert done.returncode == 75 and done.stderr.startswith("stopped by SIGUSR1 without data; the same command")
+    assert_left_without_data(program, "SIGUSR1")
 
 
 def test_a_disk_that_does_not_answer_does_not_hold_up_the_end_of_what_is_read_ahead() -> None:
@@ -347,10 +352,7 @@ def test_a_disk_that_does_not_answer_does_not_hold_up_the_end_of_what_is_read_ah
         "    next(batches)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False, timeout=50
-    )
-    assert done.returncode == 75 and done.stderr.startswith("stopped by SIGTERM without data; the same command")
+    assert_left_without_data(program, "SIGTERM")
 
 
 def test_a_small_limit_of_open_files_is_named(photo_folder: Path, tmp_path: Path) -> None:
