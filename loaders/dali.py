@@ -1,43 +1,30 @@
 """The DALI loader: every file is read and decoded once, and every crop is a region-of-interest resize of that decode.
 
-    plan -> file names and boxes (external source) -> io.file.read -> decoders.image -> C resizes -> stack -> torch
+    plan -> file names and boxes (loaders.dali_input) -> DALI (loaders.dali_decoder) -> crops -> torch
 
-DALI draws nothing; it is told which files and which boxes (:mod:`loaders.dali_input`). On a GPU decoding is "mixed":
-nvJPEG and the card's JPEG engines; crops never leave the GPU, and the batches of several small steps are decoded
-together. On the CPU DALI only decodes, and the resizes are ours (:mod:`loaders.kernels.resize`), which take a fraction
-of the time of its own. An error ends a DALI pipeline: another one is built and does again what was in flight, without
-the cause (:mod:`loaders.dali_faults`).
+DALI draws nothing; it is told which files and which boxes. On a GPU decoding is "mixed": nvJPEG and the card's JPEG
+engines; crops never leave the GPU, and the batches of several small steps are decoded together. On the CPU DALI only
+decodes, and the resizes are ours (:mod:`loaders.kernels.resize`), which take a fraction of the time of its own.
 """
 
 import resource
-from collections import deque
-from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from itertools import islice
-from typing import Any
+from collections.abc import Generator, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from loaders import queues
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
-from loaders.dali_faults import Recovery
-from loaders.dali_graph import build_pipeline, load_dali
-from loaders.dali_input import Feed, Request
+from loaders.dali_decoder import GPU_BATCH, DaliDecoder
+from loaders.dali_graph import load_dali
+from loaders.dali_input import Feed
 from loaders.dataset import ImageDataset, OnError
 from loaders.delivery import Delivery
 from loaders.jobs import Job
-from loaders.kernels.resize import resize_crops
 from loaders.order import BatchOrder
 from loaders.plan import ViewPlan
-from loaders.stored import StoredDataset
 
-_AHEAD = 3  # batches in DALI's own queue
-_GPU_BATCH = 512  # images that DALI works on together at least, in several steps' batches if those are smaller
 _OPEN_BATCHES = 8  # more than are in all queues together
-_LARGEST_HINT = 6500  # pixels a side up to which the hardware decoder's memory is set aside at the start
 
 
 class DaliLoader:
@@ -63,21 +50,13 @@ class DaliLoader:
         on_error: OnError = "stop",
     ) -> None:
         load_dali()
-        _allow_open_files(_OPEN_BATCHES * max(order.local_batch_size, _GPU_BATCH))
+        _allow_open_files(_OPEN_BATCHES * max(order.local_batch_size, GPU_BATCH))
         self._delivery = Delivery(dataset, plan, order, device, dtype, workers, mean, std, on_error=on_error)
         self._feed = Feed(self._delivery)
-        self._recovery = Recovery(self._delivery, self._feed)
         self._hw_decoder_load = hw_decoder_load
-        self._crops_by_dali = self._delivery.on_gpu or plan.filter != "bilinear"
-        # A GPU decodes large batches faster than small ones, and DALI's cost on the host is a batch's, not an image's.
-        self._steps_at_once = -(-_GPU_BATCH // order.local_batch_size) if self._delivery.on_gpu else 1
         if self._delivery.on_gpu:
             queues.advise()
-        self._pipeline: Any = None
-        self._pool: ThreadPoolExecutor  # of the open epoch
-        self._requests: Iterator[Request] = iter(())
-        self._again: deque[Request] = deque()  # after an error, before all others
-        self._in_flight: deque[Request] = deque()
+        self._decoder: DaliDecoder | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -91,117 +70,16 @@ class DaliLoader:
 
     def close(self) -> None:
         self._delivery.close()
-        self._pipeline = None
-
-    def _requests_of(self, epoch: int, start_step: int) -> Generator[Request, None, None]:
-        jobs = self._delivery.jobs.epoch(epoch, start_step)
-        while together := list(islice(jobs, self._steps_at_once)):
-            yield self._feed.request(together, self._pool)
+        self._decoder = None
 
     def _pairs(self, epoch: int, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
         """Jobs and their crops uint8 (B, C, S, S, 3) on the loader's device."""
-        threads = max(1, self._delivery.workers)
-        with (
-            ThreadPoolExecutor(threads, thread_name_prefix="cocor-decode") as self._pool,
-            self._delivery.prefetch(self._requests_of(epoch, start_step), depth=_AHEAD + 1) as self._requests,
-        ):
-            try:
-                if self._pipeline is None:
-                    self._pipeline = self._build()
-                while True:
-                    crops = self._run()
-                    if crops is None:
-                        return
-                    jobs = self._in_flight.popleft().jobs
-                    yield from zip(jobs, crops.split([len(job.planned.index) for job in jobs]), strict=True)
-            finally:
-                self._drain()
-
-    def _run(self) -> Tensor | None:
-        """The crops of the oldest request in flight; None at the epoch's end."""
-        stream = torch.cuda.current_stream(self._delivery.device) if self._delivery.on_gpu else None
-        while True:
-            try:
-                (output,) = self._pipeline.run(stream)
-                return torch.from_dlpack(output.as_tensor()) if self._crops_by_dali else self._crop(output)
-            except StopIteration:
-                return None
-            except (RuntimeError, MemoryError) as error:
-                fault = error.with_traceback(None)  # whose frames would keep the dead pipeline and its memory
-            self._start_anew(fault)
-
-    def _crop(self, images: Any) -> Tensor:
-        """The crops of the oldest request's whole images, made in the pool's threads."""
-        request, size = self._in_flight[0], self._delivery.plan.size
-        crops = self._delivery.room(request.jobs[0])
-        out, boxes = crops.numpy(), request.boxes.astype(np.int32)
-
-        def work(place: int) -> None:
-            pixels = np.asarray(images[place])
-            height, width, _ = pixels.shape
-            resize_crops(pixels.reshape(-1), height, width, boxes[place], size, out[place])
-
-        list(self._pool.map(work, range(len(images))))
-        return crops
-
-    def _start_anew(self, fault: Exception) -> None:
-        """Build a pipeline to do again what was in flight when ``fault`` ended the last one. Raises what remains."""
-        self._pipeline = None
-        requests, self._in_flight = list(self._in_flight), deque()
-        self._again.extendleft(reversed(self._recovery.after(fault, requests, self._pool)))
-        self._pipeline = self._build()
-
-    def _drain(self) -> None:
-        """Let DALI finish what it has been told to do, so that the pipeline is ready for another epoch."""
-        self._requests = iter(())
-        self._again.clear()
+        # Not to be used again before this epoch has ended, which a disk that does not answer may keep it from.
+        decoder, self._decoder = self._decoder or DaliDecoder(self._delivery, self._feed, self._hw_decoder_load), None
         try:
-            if self._pipeline is not None:
-                with suppress(StopIteration):
-                    while True:
-                        self._pipeline.run()
-                self._pipeline.reset()
-        except RuntimeError:
-            self._pipeline = None
-        self._in_flight.clear()
-
-    def _next_inputs(self) -> list[Any]:
-        """DALI's external source: files, then begin and end (y, x) of every crop's region."""
-        request = self._again.popleft() if self._again else next(self._requests)
-        request = self._feed.renewed(request, self._pool)
-        self._in_flight.append(request)
-        inputs: list[Any] = [request.files]
-        if not self._crops_by_dali:
-            return inputs
-        begin, end = request.boxes[..., :2], request.boxes[..., :2] + request.boxes[..., 2:]
-        for crop in range(begin.shape[1]):
-            inputs += [np.ascontiguousarray(begin[:, crop]), np.ascontiguousarray(end[:, crop])]
-        return inputs
-
-    def _build(self) -> Any:
-        on_gpu = self._delivery.on_gpu
-        return build_pipeline(
-            self._next_inputs,
-            in_memory=isinstance(self._delivery.dataset, StoredDataset),
-            batch_size=self._steps_at_once * self._delivery.order.local_batch_size,
-            crops=self._delivery.plan.layout.crops,
-            size=self._delivery.plan.size,
-            filter=self._delivery.plan.filter if self._crops_by_dali else None,
-            threads=max(1, self._delivery.workers),
-            device_id=self._delivery.device.index if on_gpu else None,
-            ahead=_AHEAD,
-            gpu_decoder=self._gpu_options() if on_gpu else {},
-        )
-
-    def _gpu_options(self) -> dict[str, Any]:
-        """The hardware decoder's share, and room for the largest image, so that it does not stall later to grow."""
-        sizes = self._delivery.dataset.sizes[~self._feed.on_host]
-        height, width = np.minimum(sizes.max(axis=0, initial=1), _LARGEST_HINT).tolist()
-        return {
-            "hw_decoder_load": self._hw_decoder_load,
-            "preallocate_height_hint": height,
-            "preallocate_width_hint": width,
-        }
+            yield from decoder.pairs(epoch, start_step)
+        finally:
+            self._decoder = decoder
 
 
 def _allow_open_files(count: int) -> None:

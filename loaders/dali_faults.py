@@ -8,7 +8,7 @@
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ class Recovery:
     def __init__(self, delivery: Delivery, feed: Feed) -> None:
         self._delivery, self._feed = delivery, feed
 
-    def after(self, fault: Exception, requests: Sequence[Request], pool: ThreadPoolExecutor) -> list[Request]:
+    def after(self, fault: Exception, requests: Sequence[Request], pool: Executor) -> list[Request]:
         """What to give to a new pipeline after ``fault`` in one of ``requests``, those in flight.
 
         Raises:
@@ -59,7 +59,7 @@ class Recovery:
         index = index[np.sort(first)]
         return index[~self._feed.on_host[index]]
 
-    def _skip_unusable(self, requests: Sequence[Request], pool: ThreadPoolExecutor) -> bool:
+    def _skip_unusable(self, requests: Sequence[Request], pool: Executor) -> bool:
         def fault_of(index: int) -> UnusableImage | None:
             try:
                 self._delivery.dataset.image(index).decode()

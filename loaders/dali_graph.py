@@ -1,8 +1,13 @@
 """DALI's side of :mod:`loaders.dali`: the import and its remedies, and the graph from file names to crops."""
 
+import atexit
 import importlib
+import threading
+import time
 import warnings
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,6 +15,8 @@ import numpy as np
 from loaders.errors import UserError
 from loaders.plan import Filter
 
+_AT_EXIT = 2.0  # seconds; what has not ended by then ends with the process
+_working: list[Callable[[], Any]] = []  # each tells the pipeline that is at work now, or None
 _INSTALL = "pip install nvidia-dali-cuda130, or choose another --loader"
 
 
@@ -86,6 +93,31 @@ def build_pipeline(
     pipeline = crops_of_files()
     pipeline.build()
     return pipeline
+
+
+@contextmanager
+def working(pipeline: Callable[[], Any]) -> Iterator[None]:
+    """Within, what ``pipeline()`` returns may wait for a disk, and does not keep the process from ending."""
+    atexit.unregister(_end_working)
+    atexit.register(_end_working)  # after DALI has registered its own, so it comes before that
+    _working.append(pipeline)
+    try:
+        yield
+    finally:
+        _working.remove(pipeline)
+
+
+def _end_working() -> None:
+    """DALI ends all its pipelines when Python ends, and waits for the threads of each: here for a moment only."""
+    pipelines = [found for pipeline in list(_working) if (found := pipeline()) is not None]
+    threads = [threading.Thread(target=pipeline._shutdown, daemon=True) for pipeline in pipelines]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + _AT_EXIT
+    for pipeline, thread in zip(pipelines, threads, strict=True):
+        thread.join(max(0, deadline - time.monotonic()))
+        if thread.is_alive():
+            pipeline._pipes.discard(weakref.ref(pipeline))  # where DALI looks for what it has to end
 
 
 def undecodable(files: Iterable[np.ndarray]) -> list[int]:

@@ -11,7 +11,7 @@ side by side as raw pixels (PPM), in a memory file where it wants a name, and pa
 import logging
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from threading import Lock
@@ -86,7 +86,7 @@ class Feed:
         self.on_host: NDArray[np.bool_] = ~dataset.plain | huge
         self._tell(np.flatnonzero(huge))
 
-    def request(self, jobs: list[Job], pool: ThreadPoolExecutor, on_host: bool = False) -> Request:
+    def request(self, jobs: list[Job], pool: Executor, on_host: bool = False) -> Request:
         """Jobs as DALI takes them, all of their images decoded ``on_host`` or as few as possible. Images that cannot be
         used are skipped or raised, as the delivery says."""
         dataset, size = self._delivery.dataset, self._delivery.plan.size
@@ -115,7 +115,7 @@ class Feed:
         files = [np.frombuffer(os.fsencode(path), np.uint8) for path in paths]
         return Request(jobs, files, boxes, on_host, list(kept.values()))
 
-    def renewed(self, request: Request, pool: ThreadPoolExecutor) -> Request:
+    def renewed(self, request: Request, pool: Executor) -> Request:
         """``request`` without images that have turned out unusable since it was made."""
         jobs = [self._delivery.jobs.renewed(job) for job in request.jobs]
         same = all(new is old for new, old in zip(jobs, request.jobs, strict=True))

@@ -6,36 +6,51 @@ On the CPU all of it happens in a background thread. On a GPU the background thr
 are made on the host) in pinned memory; the executor is launched by the consumer, on its current stream.
 """
 
-from collections.abc import Generator, Sequence
+import logging
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from threading import Lock
-from typing import TypeVar
+from typing import Protocol, TypeVar
 from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from loaders import prefetch
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
+from loaders.data_worker import Reading
 from loaders.dataset import ImageDataset, OnError
 from loaders.errors import UserError
 from loaders.jobs import Job, Jobs
 from loaders.kernels import make_executor
-from loaders.names import available_cores
+from loaders.names import available_cores, printable
 from loaders.order import BatchOrder
 from loaders.plan import ViewPlan
-from loaders.prefetch import Prefetch
+from loaders.prefetch import InConsumer, Prefetch
 from loaders.recycle import Recycler
 
 Item = TypeVar("Item")
+
+_SHOWN = 3  # files
+_log = logging.getLogger(__name__)
+
+
+class Pairs(Protocol):
+    """Jobs and their crops (B, C, S, S, 3) uint8, and an end."""
+
+    def __iter__(self) -> Iterator[tuple[Job, Tensor]]: ...
+
+    def close(self) -> None: ...
 
 
 class Delivery:
     """Makes jobs (``jobs``) and finishes batches for one loader. Arguments as for the loaders.
 
     ``decoding`` says that the loader keeps ``workers`` threads or processes busy itself: views cost the CPU about a
-    sixth of what decoding and resizing cost, so the executor then gets a quarter as many threads.
+    sixth of what decoding and resizing cost, so the executor then gets a quarter as many threads. ``by_workers``: what
+    the loader's processes read, if it has some.
     """
 
     def __init__(
@@ -51,6 +66,7 @@ class Delivery:
         *,
         on_error: OnError = "stop",
         decoding: bool = True,
+        by_workers: Reading | None = None,
     ) -> None:
         self.dataset, self.plan, self.order, self.dtype = dataset, plan, order, dtype
         self.device = usable_device(device)
@@ -59,7 +75,8 @@ class Delivery:
         self._executor = make_executor(self.device, dtype, plan.layout, plan.size, mean, std, threads)
         self.jobs = Jobs(dataset, plan, order, on_error, pinned=self.on_gpu)
         self._memory = Recycler()
-        self._active: WeakSet[Prefetch | Generator] = WeakSet()
+        self._by_workers = by_workers
+        self._active: WeakSet[Prefetch | InConsumer] = WeakSet()
         self._lock = Lock()
 
     @property
@@ -79,7 +96,7 @@ class Delivery:
 
     def prefetch(self, source: Generator[Item, None, None], depth: int = 2) -> Prefetch[Item]:
         """Run ``source`` in a thread that :meth:`close` stops."""
-        active = Prefetch(self._on_device(source), depth)
+        active = Prefetch(self._on_device(source), depth, self._given_up)
         self._register(active)
         return active
 
@@ -112,10 +129,11 @@ class Delivery:
                 for job, crops in ready:
                     yield self.finish(job, crops)
         else:
-            self._register(pairs)
-            yield from self._finish_all(pairs)
+            direct = InConsumer(pairs, self.use_device, self._given_up)
+            self._register(direct)
+            yield from self._finish_all(direct)
 
-    def _finish_all(self, pairs: Generator[tuple[Job, Tensor], None, None]) -> Generator[Batch, None, None]:
+    def _finish_all(self, pairs: Pairs) -> Generator[Batch, None, None]:
         with closing(pairs):
             for job, crops in pairs:
                 yield self.finish(job, crops)
@@ -130,7 +148,7 @@ class Delivery:
         return assemble(torch.as_tensor(images), here, self.plan, self.dtype)
 
     def end_epoch(self) -> None:
-        """End the open epoch and its threads."""
+        """End the open epoch and its threads, except those that a disk keeps from it."""
         with self._lock:
             active = list(self._active)
         for item in active:
@@ -143,7 +161,9 @@ class Delivery:
         self._memory.clear()
 
     def reading(self) -> list[str]:
-        """The files of the data set that this process has open, where the system tells."""
+        """The files that workers read, or that this process has open of the data set, where the system tells."""
+        if self._by_workers is not None:
+            return [str(self.dataset.root / self.dataset.names[index]) for index in self._by_workers.now()]
         found, root = [], self.dataset.root.absolute()
         with suppress(OSError):
             for handle in Path("/proc/self/fd").iterdir():
@@ -153,7 +173,18 @@ class Delivery:
                         found.append(str(path))
         return sorted(set(found))
 
-    def _register(self, active: Prefetch | Generator) -> None:
+    def _given_up(self) -> None:
+        """Say, once, that data did not come in time for an end."""
+        names = self.reading()
+        if self.dataset.incidents.untold("does not answer", names or [""]):
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            shown = ", ".join(map(printable, names[:_SHOWN])) or printable(self.dataset.root)
+            _log.warning(
+                f"the disk with the data does not answer: not waited for after {prefetch.PATIENCE:.0f} s, "
+                f"while reading {shown}{more}"
+            )
+
+    def _register(self, active: Prefetch | InConsumer) -> None:
         with self._lock:
             self._active.add(active)
 

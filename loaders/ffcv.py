@@ -79,8 +79,8 @@ class FfcvLoader:
         from loaders.ffcv_pipeline import PlannedLoader
 
         delivery = self._delivery
-        if self._loader is None:
-            self._loader = PlannedLoader(self._dataset, delivery.order)
+        # Not to be used again before this epoch has ended, which a disk that does not answer may keep it from.
+        loader, self._loader = self._loader or PlannedLoader(self._dataset, delivery.order), None
 
         def submit(stored: NDArray[np.uint64]) -> PendingCrops:
             delivery.use_device()
@@ -97,10 +97,13 @@ class FfcvLoader:
 
             return delivery.jobs.mend(pending.job, pending.wait(), decode), pending.crops
 
-        with (
-            closing(DecodePool(self._dataset.file, delivery.plan.size, max(1, delivery.workers))) as pool,
-            closing(delivery.jobs.epoch(epoch, start_step)) as jobs,
-            closing(self._loader.batches(epoch, start_step, submit)) as batches,
-        ):
-            for batch in batches:
-                yield mend(batch)
+        try:
+            with (
+                closing(DecodePool(self._dataset.file, delivery.plan.size, max(1, delivery.workers))) as pool,
+                closing(delivery.jobs.epoch(epoch, start_step)) as jobs,
+                closing(loader.batches(epoch, start_step, submit)) as batches,
+            ):
+                for batch in batches:
+                    yield mend(batch)
+        finally:
+            self._loader = loader

@@ -11,7 +11,7 @@ Import this module only after :func:`loaders.ffcv_import.load_ffcv`.
 import ctypes
 import queue
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,7 @@ from loaders.beton import RAW
 from loaders.errors import UnusableImage
 from loaders.jobs import Job
 from loaders.kernels.resize import resize_crops
+from loaders.pool import DaemonPool
 from loaders.stored import StoredFile
 
 OFFSET, LENGTH, MODE, HEIGHT, WIDTH, ROW, COLUMNS = range(7)  # of the table that says where images are stored
@@ -99,7 +100,7 @@ class DecodePool:
         self._free: queue.SimpleQueue[_Decoder] = queue.SimpleQueue()
         for decoder in self._decoders:
             self._free.put(decoder)
-        self._pool = ThreadPoolExecutor(threads, "cocor-decode")
+        self._pool = DaemonPool(threads, "cocor-decode")
 
     def submit(
         self, job: Job, stored: NDArray[np.uint64], crops: Tensor, places: Sequence[int] | slice = slice(None)

@@ -2,15 +2,25 @@
 
 The producer's exceptions appear in the consumer. Leaving the loop early, closing the loader, losing the last reference
 and the end of the program all stop the thread, and the generator's ``finally`` clauses run in it.
+
+They wait for it, but no longer than ``PATIENCE`` seconds: a disk that does not answer must hold up neither an error on
+its way to the user nor the end of the process. The thread is then left alone with its generator. It is a daemon, as
+must be all threads that the generator waits for; if the disk answers after all, both end as they would have.
 """
 
+import logging
 import queue
 import threading
+import time
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, suppress
 from typing import Generic, TypeVar
 
+PATIENCE = 10.0
+"""Seconds. A batch takes less, and a scheduler that has asked a run to stop gives it more (:mod:`cocor.stop`)."""
+
+_log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
 
@@ -22,17 +32,24 @@ class _Raised:
 _END = object()
 
 
-class Prefetch(Generic[Item]):
-    """Iterates ``source`` in a thread that keeps up to ``depth`` finished items. A context manager."""
+def _tell() -> None:
+    _log.warning(f"gave up waiting for data after {PATIENCE:.0f} s")
 
-    def __init__(self, source: Generator[Item, None, None], depth: int = 2) -> None:
+
+class Prefetch(Generic[Item]):
+    """Iterates ``source`` in a thread that keeps up to ``depth`` finished items. A context manager. ``given_up`` is
+    called where the thread does not end in time."""
+
+    def __init__(
+        self, source: Generator[Item, None, None], depth: int = 2, given_up: Callable[[], None] = _tell
+    ) -> None:
         self._ready: queue.Queue[object] = queue.Queue(depth)
         self._stop = threading.Event()
         # The thread must not refer to this object, or it would never be collected.
         self._thread = threading.Thread(
             target=_produce, args=(source, self._ready, self._stop), name="cocor-prefetch", daemon=True
         )
-        self._finalizer = weakref.finalize(self, _shut_down, self._ready, self._stop, self._thread)
+        self._finalizer = weakref.finalize(self, _shut_down, self._ready, self._stop, self._thread, given_up)
         self._thread.start()
 
     def __iter__(self) -> Iterator[Item]:
@@ -60,28 +77,85 @@ class Prefetch(Generic[Item]):
         self.close()
 
 
+class InConsumer(Generic[Item]):
+    """Iterates ``source`` in the thread that asks for its items. Only its early end, which may wait for a disk, goes
+    on in another one: :meth:`close` waits no longer than for that of a :class:`Prefetch`, and raises what it raises.
+
+    ``prepare`` is called first in that thread, and ``given_up`` where it does not end in time.
+    """
+
+    def __init__(
+        self, source: Generator[Item, None, None], prepare: Callable[[], None], given_up: Callable[[], None] = _tell
+    ) -> None:
+        self._source, self._prepare, self._given_up = source, prepare, given_up
+        self._ended = False
+
+    def __iter__(self) -> Iterator[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        if self._ended:
+            raise StopIteration
+        try:
+            return next(self._source)
+        except BaseException:
+            self._ended = True
+            raise
+
+    def close(self) -> None:
+        """End ``source``. Calling it twice is allowed."""
+        if self._ended:
+            return
+        self._ended = True
+        raised: list[BaseException] = []
+        thread = threading.Thread(
+            target=_end, args=(self._source, self._prepare, raised), name="cocor-end", daemon=True
+        )  # fmt: skip
+        thread.start()
+        thread.join(PATIENCE)
+        if thread.is_alive():
+            self._given_up()
+        for error in raised:
+            raise error
+
+
+def _end(source: Generator[object, None, None], prepare: Callable[[], None], raised: list[BaseException]) -> None:
+    try:
+        prepare()
+        source.close()
+    except BaseException as error:
+        raised.append(error)
+
+
 def _produce(source: Generator[object, None, None], ready: "queue.Queue[object]", stop: threading.Event) -> None:
     last: object = _END
     try:
         with closing(source):
             for item in source:
-                ready.put(item)
+                if not stop.is_set():
+                    ready.put(item)
                 del item  # the consumer alone keeps a batch alive
                 if stop.is_set():
                     return
     except BaseException as error:
         last = _Raised(error)
     finally:
-        ready.put(last)
+        if not stop.is_set():
+            ready.put(last)
 
 
-def _shut_down(ready: "queue.Queue[object]", stop: threading.Event, thread: threading.Thread) -> None:
+def _shut_down(
+    ready: "queue.Queue[object]", stop: threading.Event, thread: threading.Thread, given_up: Callable[[], None]
+) -> None:
     stop.set()
+    deadline = time.monotonic() + PATIENCE
     while thread.is_alive():  # it may be waiting for room in the queue
-        try:
+        with suppress(queue.Empty):
             ready.get(timeout=0.02)
-        except queue.Empty:
-            continue
-    thread.join()
+        if time.monotonic() > deadline:
+            given_up()
+            break
+    else:
+        thread.join()
     with suppress(queue.Full):
         ready.put_nowait(_END)  # wakes a consumer in another thread

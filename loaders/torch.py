@@ -26,6 +26,7 @@ from loaders.decode import EncodedImage
 from loaders.delivery import Delivery
 from loaders.errors import UserError
 from loaders.jobs import Faults, Job
+from loaders.names import available_cores
 from loaders.order import BatchOrder
 from loaders.plan import Filter, ViewPlan
 
@@ -56,9 +57,12 @@ class TorchLoader:
         std: Sequence[float] = IMAGENET_STD,
         on_error: OnError = "stop",
     ) -> None:
-        self._delivery = Delivery(dataset, plan, order, device, dtype, workers, mean, std, on_error=on_error)
-        self._reading = Reading(self._delivery.workers)
-        self._crops = _Crops(plan.size, plan.filter, self._reading)
+        workers = available_cores() if workers is None else workers
+        reading = Reading(workers)
+        self._delivery = Delivery(
+            dataset, plan, order, device, dtype, workers, mean, std, on_error=on_error, by_workers=reading
+        )
+        self._crops = _Crops(plan.size, plan.filter, reading)
         batch_bytes = order.local_batch_size * plan.layout.crops * plan.size**2 * 3
         self._collate = _Collate(
             (plan.layout.crops, plan.size, plan.size, 3),
@@ -73,8 +77,7 @@ class TorchLoader:
         return self._delivery.deliver(self._pairs(e, start_step))
 
     def reading(self) -> list[str]:
-        names = self._delivery.dataset.names
-        return [str(self._delivery.dataset.root / names[index]) for index in self._reading.now()]
+        return self._delivery.reading()
 
     def close(self) -> None:
         self._delivery.close()

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Loader
 from loaders.dali import DaliLoader
+from loaders.dali_decoder import DaliDecoder
 from loaders.dataset import open_folder
 from loaders.errors import UserError
 from loaders.ffcv import FfcvLoader
@@ -180,13 +181,17 @@ class TestOneDecode:
         assert plan.layout.crops == (3 if recipe == "paper" else 2 + 5 + 3)
         loader.close()
 
-    def test_dalis_graph_has_one_decoder_for_all_crops(self, make: Callable[..., Loader]) -> None:
-        loader = make("dali")
+    def test_dalis_graph_has_one_decoder_for_all_crops(
+        self, make: Callable[..., Loader], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        loader, fed, feed = make("dali"), [], DaliDecoder._next_inputs
+        monkeypatch.setattr(
+            DaliDecoder, "_next_inputs", lambda decoder: fed.append(len((given := feed(decoder))[0])) or given
+        )
         assert isinstance(loader, DaliLoader)
-        fed: list[int] = []
-        feed, loader._next_inputs = loader._next_inputs, lambda: fed.append(len((given := feed())[0])) or given
         assert len(list(loader.epoch(0))) == 3 and fed == [8, 8, 8]
-        kinds = [op.name.strip("_").rpartition("_")[0] for op in loader._pipeline._ops]
+        assert loader._decoder is not None
+        kinds = [op.name.strip("_").rpartition("_")[0] for op in loader._decoder._pipeline._ops]
         assert kinds.count("Image") == 1 and "Resize" not in kinds  # on the CPU, crops are cut by our own resize
 
 

@@ -1,0 +1,208 @@
+"""A disk that does not answer holds up neither the end of a loader nor that of its process, signal or no signal."""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Generator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from loading import same, threads
+from test_train import environment
+
+from loaders import decode, prefetch
+from loaders.dataset import open_folder
+from loaders.open import open_loader
+from loaders.order import BatchOrder
+from loaders.plan import ViewPlan
+from loaders.pool import DaemonPool
+from loaders.prefetch import InConsumer, Prefetch
+
+PLAN = ViewPlan(size=32, seed=3)
+ORDER = BatchOrder(24, 2, seed=3)
+
+_FAILS = """
+import os, sys, threading, time
+from contextlib import closing, nullcontext
+from loaders import decode, prefetch
+from loaders.open import open_images, open_loader
+from loaders.order import BatchOrder
+from loaders.plan import ViewPlan
+from loaders.stored import StoredFile
+
+name, data, workers, closes = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "closes"
+prefetch.PATIENCE = 0.5
+images, order = open_images(data, workers=1), BatchOrder(24, 2, seed=3)
+hung = int(order.indices(0, 1)[0])
+opener, damage, stuck = decode.without_waiting, StoredFile.damage, threading.Event()
+
+def hangs(path, flags):
+    while path == images.paths[hung]:
+        time.sleep(0.1)
+    return opener(path, flags)
+
+def hangs_in(file, rows):
+    while images.rows[hung] in rows:
+        stuck.set()
+        time.sleep(0.1)
+    return damage(file, rows)
+
+if name == "dali":
+    os.remove(images.paths[hung])
+    os.mkfifo(images.paths[hung])  # DALI waits for somebody to write into it
+elif name == "torch":
+    decode.without_waiting = hangs
+else:
+    StoredFile.damage = hangs_in
+loader = open_loader(name, images, ViewPlan(size=32, seed=3), order, workers=workers)
+with closing(loader) if closes else nullcontext():
+    batches = loader.epoch(0)
+    next(batches)
+    if name == "ffcv":
+        stuck.wait(60)
+    deadline = time.monotonic() + 60
+    while name == "torch" and not loader.reading() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    print("failing", images.names[hung], time.monotonic(), flush=True)
+    raise ArithmeticError("the training step failed")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "end"),
+    [
+        ("torch", 0, "closes"),
+        ("torch", 2, "closes"),
+        ("dali", 2, "closes"),
+        ("dali", 2, "leaves it open"),
+        pytest.param("ffcv", 2, "closes", marks=pytest.mark.ffcv),
+    ],
+)
+def test_an_error_ends_a_process_whose_disk_does_not_answer(
+    request: pytest.FixtureRequest, name: str, workers: int, end: str
+) -> None:
+    data = request.getfixturevalue("photo_beton" if name == "ffcv" else "photo_copy")
+    done = subprocess.run(
+        [sys.executable, "-c", _FAILS, name, str(data), str(workers), end],
+        env=environment(), capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    seconds = time.monotonic() - float(done.stdout.split()[2])
+    assert done.returncode == 1, done.stderr
+    assert "ArithmeticError: the training step failed\n" in done.stderr
+    assert seconds < 20
+    if end == "closes":
+        (line,) = [line for line in done.stderr.splitlines() if "does not answer" in line]
+        awaited = data / done.stdout.split()[1] if name == "torch" else data  # others do not know
+        assert line.endswith(f"while reading {awaited}")
+
+
+def test_the_next_epoch_starts_anew_and_is_whole(photo_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images, opener, gate = open_folder(photo_folder, quiet=True), decode.without_waiting, threading.Event()
+    victim = images.paths[int(ORDER.indices(0, 1)[0])]
+
+    def hangs(path: str, flags: int) -> int:
+        if path == victim:
+            gate.wait(60)
+        return opener(path, flags)
+
+    with closing(open_loader("torch", images, PLAN, ORDER, workers=0)) as loader:
+        expected = list(loader.epoch(1))
+        monkeypatch.setattr(decode, "without_waiting", hangs)
+        monkeypatch.setattr(prefetch, "PATIENCE", 0.1)
+        batches = loader.epoch(0)
+        next(batches)
+        batches.close()
+        monkeypatch.setattr(decode, "without_waiting", opener)
+        assert all(same(*pair) for pair in zip(loader.epoch(1), expected, strict=True))
+        gate.set()
+        assert all(same(*pair) for pair in zip(loader.epoch(1), expected, strict=True))
+
+
+class TestBackgroundWork:
+    """What loaders are made of."""
+
+    @pytest.fixture(autouse=True)
+    def impatient(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(prefetch, "PATIENCE", 0.2)
+
+    @staticmethod
+    def source(gate: threading.Event, ended: list[str]) -> Generator[int, None, None]:
+        """Its second item and its end both wait for the gate."""
+        try:
+            yield 1
+            gate.wait(60)
+            yield 2
+        finally:
+            gate.wait(60)
+            ended.append(threading.current_thread().name)
+
+    def test_a_thread_that_waits_is_left_alone_and_ends_when_it_can(self) -> None:
+        gate, ended, told = threading.Event(), [], []  # type: ignore[var-annotated]
+        for depth in (1, 2):
+            items = Prefetch(self.source(gate, ended), depth, lambda: told.append("late"))
+            assert next(items) == 1
+            items.close()
+            items.close()
+            assert list(items) == []
+        assert told == ["late"] * 2 and ended == [] and len(threads()) == 2
+        gate.set()
+        for thread in threading.enumerate():
+            if thread.name == "cocor-prefetch":
+                thread.join(10)
+        assert len(ended) == 2 and threads() == []
+
+    def test_what_works_in_the_consumer_ends_elsewhere(self) -> None:
+        gate, ended, told = threading.Event(), [], []  # type: ignore[var-annotated]
+        items = InConsumer(self.source(gate, ended), prepare=lambda: None, given_up=lambda: told.append("late"))
+        assert next(items) == 1
+        items.close()
+        items.close()
+        assert told == ["late"] and list(items) == [] and threads() == ["cocor-end"]
+        gate.set()
+        next(thread for thread in threading.enumerate() if thread.name == "cocor-end").join(10)
+        assert ended == ["cocor-end"]
+
+    def test_what_works_in_the_consumer_needs_no_thread_to_come_to_its_end(self) -> None:
+        ended: list[str] = []
+        gate = threading.Event()
+        gate.set()
+        items = InConsumer(self.source(gate, ended), prepare=lambda: pytest.fail("a thread was prepared"))
+        assert list(items) == [1, 2] and ended == ["MainThread"]
+        items.close()
+
+    def test_an_error_at_the_end_is_raised(self) -> None:
+        def source() -> Generator[int, None, None]:
+            try:
+                yield 1
+            finally:
+                raise ArithmeticError
+
+        items = InConsumer(source(), prepare=lambda: None)
+        next(items)
+        with pytest.raises(ArithmeticError):
+            items.close()
+
+    def test_a_pool_works_off_its_tasks_and_hands_on_errors(self) -> None:
+        with DaemonPool(3, "pool") as pool:
+            assert list(pool.map(pow, range(50), [2] * 50)) == [i * i for i in range(50)]
+            failed = pool.submit(divmod, 1, 0)
+            with pytest.raises(ZeroDivisionError):
+                failed.result()
+        assert threads() == []
+        with pytest.raises(RuntimeError, match="shut down"):
+            pool.submit(int)
+
+    def test_a_pool_drops_what_it_has_not_begun(self) -> None:
+        gate = threading.Event()
+        pool = DaemonPool(1, "pool")
+        begun, waiting = pool.submit(gate.wait, 60), pool.submit(pytest.fail, "begun")
+        while not begun.running():
+            time.sleep(0.001)
+        pool.shutdown(wait=False, cancel_futures=True)
+        assert waiting.cancelled()
+        gate.set()
+        pool.shutdown()
+        assert begun.result() and threads() == []
