@@ -14,23 +14,21 @@ import os
 import shutil
 import sysconfig
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import nn
 
+from cocor import compiled_code
 from cocor.config import Config
 from cocor.distributed import World
 from cocor.recording import RecordedStep
 from cocor.step import Metrics, TrainingStep
 from loaders.batch import Batch
-from loaders.cache import user_cache
 from loaders.errors import UserError
 
 _log = logging.getLogger(__name__)
 Step = Callable[[Batch, Batch | None, int], Metrics]
-_COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 LONG_RUN = 10_000  # steps from which on compiling pays
 
 
@@ -86,41 +84,18 @@ def executable(step: TrainingStep, execution: str, parallel: bool | None = None)
     """
     if execution in ("compiled", "fused"):
         _log.info("compiling: the first steps take minutes; the compiler keeps its work for later runs")
-        compile_backbones(step.method)
+        compile_backbones(step)
     return RecordedStep(step, parallel) if execution in ("graph", "fused") else step
 
 
-def compile_backbones(method: nn.Module, backend: str = "inductor") -> None:
-    """Compile the backbones of ``method`` in place, at their first use; names of parameters stay as they are."""
-    _keep_compiled_code()
+def compile_backbones(step: TrainingStep, backend: str = "inductor") -> None:
+    """Compile the backbones of ``step`` in place, at their first use; names of parameters stay as they are."""
+    compiled_code.keep(step.config)
     # The passes of a step differ in gradients, batch size and whether running statistics move: one program for each.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
-    for name, module in method.named_children():
+    for name, module in step.method.named_children():
         if name.endswith("backbone"):
             module.compile(dynamic=False, backend=backend)
-
-
-def _keep_compiled_code() -> None:
-    """Let the compiler keep its work beside our other caches rather than in /tmp, which machines empty and do not
-    share. What the user has set stands."""
-    if not _is_default(os.environ.get(_COMPILER_CACHE)):
-        return
-    with suppress(OSError):
-        folder = user_cache() / "compiled"
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            os.environ[_COMPILER_CACHE] = str(folder)
-
-
-def _is_default(folder: str | None) -> bool:
-    """Whether nobody has chosen ``folder``: PyTorch sets the variable to its own default while it loads."""
-    if folder is None:
-        return True
-    with suppress(ImportError, KeyError, OSError):  # elsewhere in other versions; a user without a name
-        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-        return folder == default_cache_dir()
-    return False
 
 
 @contextmanager

@@ -83,7 +83,7 @@ def report(run: Run) -> None:
     parts = Parts(run.world.device)
     run.step.timer = parts
     if run.execution in ("compiled", "fused"):
-        compile_backbones(run.step.method)
+        compile_backbones(run.step)
     with closing(_endless(run)) as batches:
         _steps(run, batches, parts, WARM_UP)
         parts.start()

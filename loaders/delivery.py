@@ -180,7 +180,7 @@ class Delivery:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             shown = ", ".join(map(printable, names[:_SHOWN])) or printable(self.dataset.root)
             _log.warning(
-                f"the disk with the data does not answer: not waited for after {prefetch.PATIENCE:.0f} s, "
+                f"the disk with the data does not answer: gave up after {prefetch.PATIENCE:.0f} s, "
                 f"while reading {shown}{more}"
             )
 

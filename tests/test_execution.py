@@ -200,45 +200,13 @@ def test_compiling_changes_no_name_in_a_checkpoint() -> None:
     assert list(step.state_dict()["method"]) == list(written.state_dict()["method"])
 
 
-class TestCompiledCode:
-    """Where the compiler keeps its work: once the compiler is loaded, PyTorch has named a place itself."""
-
-    def kept_in(self) -> str:
-        compile_backbones(nn.Module())
-        return torch._inductor.runtime.cache_dir_utils.cache_dir()
-
-    def test_is_kept_beside_the_other_caches(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
-        assert self.kept_in() == str(tmp_path / "cocor" / "compiled")
-
-    def test_is_kept_where_the_user_wants_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
-        assert self.kept_in() == str(tmp_path / "mine")
-
-    def test_a_user_without_a_name_can_compile(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As in a container that runs under any number; older versions of PyTorch then have no default."""
-
-        def fails() -> str:
-            raise KeyError("getpwuid(): uid not found: 1234")
-
-        monkeypatch.setattr("torch._inductor.runtime.cache_dir_utils.default_cache_dir", fails)
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
-        assert self.kept_in() == str(tmp_path / "mine")
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-        assert self.kept_in() == str(tmp_path / "cocor" / "compiled")
-
-
 @pytest.mark.parametrize("method", ["moco", "simsiam"])
 def test_what_the_compiler_is_given_is_the_step(method: str) -> None:
     """All passes as traced (running statistics or not, gradients or not, keys in groups), executed without fusing."""
     config = config_for(method=method)
     _, expected = train(config, CPU, "eager", steps=2)
     step = build(config, CPU)
-    compile_backbones(step.method, backend="aot_eager")
+    compile_backbones(step, backend="aot_eager")
     rows = [
         {name: float(value) for name, value in step(*pair, number).items()}
         for number, pair in enumerate(batches(config, CPU.device, 2))
