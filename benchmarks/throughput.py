@@ -25,7 +25,9 @@ How each figure is taken, and what would make it wrong
   range over the median. A batch is finished when the GPU has finished it; the next ones may be in flight. Wrong if
   other programs use the machine: compare rows of one run only, and distrust a wide range.
 - views/s: samples/s times the stage's views (3, 3, 6, 6). a core: samples/s over the cores busy.
-- cores: CPU time of the process and its descendants over wall-clock time; without /proc, workers are not counted.
+- cores: CPU time of the process and its descendants over wall-clock time, both between the same two readings
+  (``cpu_time.py``); without /proc, workers are not counted. The system counts worker processes in hundredths of a
+  second, so a short window may show a little more than there are.
 - taken: the share of the training step that the loader costs: 1 - (step on batches made before) / (step on the
   loader's), both in one process, the former before and after. It holds kernels that compete for the GPU, Python that
   delays launches, and waiting for data: where samples/s without training are lower than with, it is mostly waiting.

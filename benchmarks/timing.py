@@ -6,16 +6,15 @@ window. Where several workers finish a batch each at about the same time, window
 batches.
 """
 
-import os
-import resource
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
+
+import cpu_time
 
 WINDOWS = 3
 _FEWEST_BATCHES = 3  # in a window
@@ -25,22 +24,18 @@ _SECONDS_TO_SETTLE = 1.0
 
 @dataclass(frozen=True)
 class Window:
-    """Consecutive batches: how many samples, wall-clock seconds and CPU seconds, and the batches' single seconds."""
+    """Consecutive batches: how many samples, wall-clock seconds, CPU cores that were busy, and the batches' single
+    seconds."""
 
     samples: int
     seconds: float
-    cpu_seconds: float
+    cores: float
     intervals: tuple[float, ...]
 
     @property
     def rate(self) -> float:
         """Samples a second."""
         return self.samples / self.seconds
-
-    @property
-    def cores(self) -> float:
-        """CPU cores that were busy, on average."""
-        return self.cpu_seconds / self.seconds
 
 
 def completed(counts: Iterable[int], device: torch.device) -> Iterator[int]:
@@ -100,46 +95,17 @@ def _warm_up(stream: Iterator[int], seconds: float, batches: int, burst: int) ->
 def _window(stream: Iterator[int], seconds: float, burst: int, fewest: int = _FEWEST_BATCHES) -> Window:
     samples = 0
     intervals: list[float] = []
-    cpu = cpu_seconds()
+    begin = cpu_time.read()
     start = last = time.perf_counter()
     while last - start < seconds or len(intervals) < fewest or len(intervals) % burst:
         samples += next(stream)
         now = time.perf_counter()
         intervals.append(now - last)
         last = now
-    return Window(samples, last - start, cpu_seconds() - cpu, tuple(intervals))
+    return Window(samples, last - start, cpu_time.read().cores_since(begin), tuple(intervals))
 
 
 def milliseconds(windows: Iterable[Window], percentile: float) -> float:
     """A percentile of the time from one batch to the next; with fewer than 100 batches the 99th is the longest."""
     intervals = [interval for window in windows for interval in window.intervals]
     return 1000 * float(np.percentile(intervals, percentile, method="higher"))
-
-
-def cpu_seconds() -> float:
-    """CPU time, user and system, used so far by this process and all its descendants."""
-    stats = _process_table()
-    if os.getpid() not in stats:  # a system without /proc: children count once they have ended
-        usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        return sum(usage.ru_utime + usage.ru_stime for usage in usages)
-    children: dict[int, list[int]] = {}
-    for pid, (parent, _) in stats.items():
-        children.setdefault(parent, []).append(pid)
-    total, family = 0, [os.getpid()]
-    while family:
-        pid = family.pop()
-        total += stats[pid][1]
-        family += children.get(pid, [])
-    return total / os.sysconf("SC_CLK_TCK")
-
-
-def _process_table() -> dict[int, tuple[int, int]]:
-    """Of each process: its parent, and clock ticks of itself and of the children that it has waited for."""
-    table = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it has ended meanwhile
-        table[int(folder.name)] = int(fields[1]), sum(map(int, fields[11:15]))
-    return table

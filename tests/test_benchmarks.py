@@ -1,10 +1,12 @@
 """benchmarks/throughput.py and its parts: that it runs anywhere, and that its figures are what it says they are."""
 
+import hashlib
 import io
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,16 +19,18 @@ from PIL import Image
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import cpu_time  # noqa: E402
 import step  # noqa: E402
 from cells import Absent, Measured, Settings, measure  # noqa: E402
 from images import open_images  # noqa: E402
 from loaders.errors import UserError  # noqa: E402
+from loaders.names import available_cores  # noqa: E402
 from photographs import IMAGENET, make_photographs  # noqa: E402
 from processes import alone, in_processes  # noqa: E402
 from sources import STAGES_OF, Contender  # noqa: E402
 from stages import Stage  # noqa: E402
 from throughput import arguments, settings_of  # noqa: E402
-from timing import Window, cpu_seconds, milliseconds, time_windows  # noqa: E402
+from timing import Window, milliseconds, time_windows  # noqa: E402
 
 LOADERS: tuple[Contender, ...] = ("dali", "torch", "torchvision")
 STAGES: tuple[Stage, ...] = ("decode", "composites", "step")
@@ -208,11 +212,51 @@ def test_a_slow_stream_gets_one_window() -> None:
 
 
 def test_cpu_time_is_that_of_all_descendants() -> None:
-    before, started = cpu_seconds(), time.perf_counter()
+    before = cpu_time.read()
     burn = "import time\nwhile time.process_time() < 0.4: pass"
     subprocess.run(["sh", "-c", f"{sys.executable} -c '{burn}'; true"], check=True)
-    used = cpu_seconds() - before
-    assert 0.35 < used < (time.perf_counter() - started) * 2 + 0.2
+    after = cpu_time.read()
+    used, passed = after.used - before.used, after.moment - before.moment
+    assert 0.35 < used < passed * 2 + 0.2 and after.cores_since(before) == used / passed
+
+
+def test_cpu_time_is_that_of_children_at_work() -> None:
+    burn = "import sys, time\nwhile time.process_time() < 0.4: pass\nprint('done', flush=True)\nsys.stdin.read()"
+    before = cpu_time.read()
+    child = subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with child:
+        assert child.stdout is not None and child.stdout.readline() == b"done\n"
+        at_work = cpu_time.read()
+        assert child.stdin is not None
+        child.stdin.close()
+    ended = cpu_time.read()
+    assert 0.35 < at_work.used - before.used <= ended.used - before.used + 0.02  # counted once, alive or not
+    assert ended.used - at_work.used < 0.3
+
+
+def test_no_more_cores_are_busy_than_there_are() -> None:
+    """Where threads compete for the interpreter's lock, so that looking after CPU time takes long itself."""
+    over, data = threading.Event(), bytes(1 << 22)
+
+    def decode() -> None:
+        while not over.is_set():
+            hashlib.sha256(data).digest()
+            for _ in range(60_000):
+                pass
+
+    def batches() -> Iterator[int]:
+        while True:
+            time.sleep(0.02)
+            yield 1
+
+    threads = [threading.Thread(target=decode, daemon=True) for _ in range(8 * available_cores())]
+    for thread in threads:
+        thread.start()
+    windows = time_windows(batches(), 1.5)
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert all(0 < window.cores < 1.02 * available_cores() for window in windows)
 
 
 def test_percentiles_of_batches() -> None:
