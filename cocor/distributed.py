@@ -13,6 +13,7 @@ import re
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cocor import slurm
 from loaders.errors import UserError
 
 # Long enough for one rank to write a checkpoint to slow storage while the others wait.
@@ -82,19 +84,34 @@ def init(use_gpu: bool) -> World:
         device = torch.device("cuda", _gpu(here.local_rank))
         torch.cuda.set_device(device)  # before anything else, or every rank would also open a context on GPU 0
     if here.size > 1:
-        if "MASTER_ADDR" not in os.environ:
-            _find_master()
         identity: dict[str, Any] = {"device_id": device} if use_gpu else {}
-        store, _, _ = next(dist.rendezvous("env://", here.rank, here.size, timeout=_TIMEOUT))
-        dist.init_process_group(
-            "nccl" if use_gpu else "gloo",
-            store=dist.PrefixStore(_attempt(store, here), store),
-            rank=here.rank,
-            world_size=here.size,
-            timeout=_TIMEOUT,
-            **identity,
-        )
+        with _meeting(here) as store:
+            dist.init_process_group(
+                "nccl" if use_gpu else "gloo",
+                store=dist.PrefixStore(_attempt(store, here), store),
+                rank=here.rank,
+                world_size=here.size,
+                timeout=_TIMEOUT,
+                **identity,
+            )
     return World(here.rank, here.local_rank, here.size, device)
+
+
+@contextmanager
+def _meeting(here: Place) -> Iterator[dist.Store]:
+    """The store at the address in the environment; srun's tasks, which have none, agree on one."""
+    if "MASTER_ADDR" not in os.environ:
+        with slurm.meeting(here.rank == 0, _TIMEOUT) as store:
+            yield store
+        return
+    try:
+        store, _, _ = next(dist.rendezvous("env://", here.rank, here.size, timeout=_TIMEOUT))
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        port = os.environ.get("MASTER_PORT")
+        raise UserError(f"MASTER_PORT {port}: another program has taken it; set it to a port that is free") from None
+    yield store
 
 
 def _attempt(store: dist.Store, here: Place) -> str:
@@ -163,21 +180,6 @@ def _gpu(local_rank: int) -> int:
     if local_rank >= count:
         raise UserError(f"rank {local_rank} of this machine has no GPU: asked for {local_rank + 1}, have {count}")
     return local_rank
-
-
-def _find_master() -> None:
-    """Under srun: all ranks agree on the first node and on a port drawn from the job's number."""
-    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "localhost")
-    os.environ["MASTER_ADDR"] = _first_host(nodes)
-    job, step = int(os.environ.get("SLURM_JOB_ID", 0)), int(os.environ.get("SLURM_STEP_ID", 0))
-    os.environ.setdefault("MASTER_PORT", str(20000 + (job * 7 + step) % 12000))
-
-
-def _first_host(nodes: str) -> str:
-    """The first of Slurm's node list: ``gpu[03-05,9],x`` gives ``gpu03``."""
-    head = re.match(r"([^,\[]*)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
-    assert head is not None  # the pattern matches any text
-    return "".join(part or "" for part in head.groups())
 
 
 def ranks() -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cocor import distributed
+from cocor import distributed, slurm
 from cocor.config import Config, load
 from cocor.distributed import Place
 from cocor.launch import settle, usable_cpus
@@ -101,7 +101,7 @@ def test_a_slurm_shell_or_batch_script_is_no_rank(alone: pytest.MonkeyPatch) -> 
     [("gpu[03-05,9],x1", "gpu03"), ("n1,n2", "n1"), ("a-b[7]", "a-b7"), ("r[1-2].site", "r1.site"), ("one", "one")],
 )
 def test_the_first_host_of_a_slurm_node_list(nodes: str, first: str) -> None:
-    assert distributed._first_host(nodes) == first
+    assert slurm.first_host(nodes) == first
 
 
 def test_what_depends_on_the_machine_is_settled_once(alone: pytest.MonkeyPatch) -> None:

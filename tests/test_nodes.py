@@ -1,13 +1,48 @@
 """The same command on several machines, here two "nodes" of one: under torchrun, and as Slurm's srun starts tasks."""
 
-import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from test_train import STEPS, environment, flags, metrics
+
+from cocor import distributed, slurm
+from loaders.errors import UserError
+
+
+def test_tasks_of_srun_find_each_other_though_their_port_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", str(free_port()))
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "localhost")
+    patience = timedelta(seconds=20)
+    silent, other, *_ = slurm._ports()
+    with socket.create_server(("", silent)), socket.create_server(("", other)) as talking, ThreadPoolExecutor() as pool:
+        pool.submit(slurm._tell, talking, b"HTTP/1.1 400 Bad Request\n")
+        with slurm.meeting(True, patience) as hosted:
+            hosted.set("who", "main")
+
+            def ask() -> bytes:
+                with slurm.meeting(False, patience) as found:
+                    return found.get("who")
+
+            assert [pool.submit(ask).result(20) for _ in range(2)] == [b"main"] * 2
+        talking.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_port_that_was_asked_for_and_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        here = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+        for key, value in here.items():
+            monkeypatch.setenv(key, str(value))
+        for address in (None, "127.0.0.1"):
+            if address is not None:
+                monkeypatch.setenv("MASTER_ADDR", address)
+            with pytest.raises(UserError, match=f"{port}.*MASTER_PORT|MASTER_PORT {port}"):
+                distributed.init(use_gpu=False)
 
 
 def free_port() -> int:
@@ -28,8 +63,7 @@ def srun(node: int, port: int, arguments: list[str]) -> tuple[list[str], dict[st
     job = {
         "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": str(node), "SLURM_LOCALID": "0", "SLURM_NODEID": str(node),
         "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "localhost,other",
-        "SLURM_JOB_ID": str(os.getpid()),
-        "MASTER_PORT": str(port),
+        "SLURM_JOB_ID": str(port),
     }  # fmt: skip
     return [sys.executable, "-m", "cocor.train", *arguments], environment() | job
 
