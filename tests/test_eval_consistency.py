@@ -1,6 +1,6 @@
 """Consistency is measured on the right pairs, leaves no trace, and finds the order that it should find."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from cocor.eval.spectrum import Spectrum
 from cocor.eval.weights import digest
 from cocor.mmnn import MMNN
 from loaders.dataset import open_folder
+from loaders.errors import UserError
 
 CPU = torch.device("cpu")
 HOW = Extraction(size=32, batch_size=8, workers=0)
@@ -54,6 +55,17 @@ def test_own_checkpoints_are_measured_behind_their_heads(run: Path, photo_folder
     draw_consistency(tmp_path / "c.png", results)
     assert Image.open(tmp_path / "c.png").width > 1000
     assert any("DACL" in line for line in first.lines())
+
+
+def test_flags_are_obeyed_or_refused(run: Path, photo_folder: Path) -> None:
+    dataset = open_folder(photo_folder).subset(range(4))
+    with pytest.raises(UserError, match="--which ema"):
+        subject(run, CPU, which="ema")
+    exact, rounded = (
+        measure([subject(run, CPU)], dataset, replace(HOW, precision=precision))[0].similarity[2]
+        for precision in (torch.float32, torch.bfloat16)
+    )
+    assert exact != rounded and rounded == pytest.approx(exact, abs=0.02)
 
 
 class Rising(nn.Module):

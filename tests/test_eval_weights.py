@@ -88,6 +88,20 @@ def test_the_moving_average_is_another_encoder(layout: str, reference: nn.Module
     torch.testing.assert_close(average.backbone.conv1.weight, reference.conv1.weight + 1)  # type: ignore[union-attr]
 
 
+def test_weights_without_a_moving_average_are_not_taken_for_one(reference: nn.Module, tmp_path: Path) -> None:
+    state, file = dict(reference.state_dict()), tmp_path / "weights.pth"
+    for layout in ("timm", "torchvision", "timm-checkpoint", "simsiam", "lightly", "compiled"):
+        torch.save(LAYOUTS[layout](state), file)
+        with pytest.raises(UserError, match="no moving average"):
+            load_encoder(file, which="ema")
+    with pytest.raises(UserError, match="no moving average"):
+        load_encoder("random:resnet18", which="ema")
+    for prefix in ("", "module.", "backbone."):  # timm's training script and others keep it beside
+        torch.save({"state_dict": state, "state_dict_ema": prefixed(other(state), prefix)}, file)
+        average = load_encoder(file, which="ema").backbone
+        assert torch.equal(average.conv1.weight, reference.conv1.weight + 1)  # type: ignore[arg-type, operator, union-attr]
+
+
 def test_own_checkpoints_and_exports_load_with_their_stem(tmp_path: Path) -> None:
     backbone = build_backbone("resnet18", "small")
     method = MoCo(backbone, queue=16)
@@ -146,6 +160,9 @@ class Harmful:
 def test_unsafe_missing_and_foreign_files_are_refused(
     reference: nn.Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    torch.save(torchvision.models.resnet18(), tmp_path / "module.pth")
+    with pytest.raises(UserError, match=r"weights_only=False\)\.state_dict\(\), NEW"):
+        load_encoder(tmp_path / "module.pth")
     torch.save({"state_dict": dict(reference.state_dict()), "x": Harmful()}, tmp_path / "bad.pth")
     with pytest.raises(UserError, match="run code"):
         load_encoder(tmp_path / "bad.pth")

@@ -29,6 +29,7 @@ from cocor.methods.base import Method
 from cocor.mmnn import MMNN, Constants, constants_for
 from cocor.online_knn import evaluating
 from loaders.dataset import ImageDataset
+from loaders.errors import UserError
 from loaders.open import open_loader
 from loaders.ops import BASIC
 from loaders.order import BatchOrder
@@ -97,6 +98,8 @@ def subject(path: str | Path, device: torch.device, **encoder_options: Any) -> S
         backbone = encoder.backbone.to(device)
         return Subject(encoder.name, "backbone features", backbone, backbone, backbone, None, constants_for("moco"))
     file, state = found
+    if encoder_options.get("which") == "ema":
+        raise UserError(f"--which ema: {file} is compared as in training, behind its heads; leave the flag out")
     known = {key: value for key, value in state["config"].items() if key in Config.__dataclass_fields__}
     config = Config(**(known | {"init": None, "constants": tuple(known["constants"])}))
     method = build_method(config, World(0, 0, 1, device))
@@ -157,9 +160,10 @@ def _similarities(
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     with closing(loader), closing(loader.epoch(0)) as batches, evaluating(one.module):
         for batch in track(batches, len(dataset), f"consistency of {one.name}", "images", order.batch_size):
-            originals = one.original(batch.original)
-            composites = torch.stack([one.composite(views) for views in batch.composites])
-            similarity = latent_similarity(composites, originals)
+            with torch.autocast(device.type, how.precision, enabled=how.precision != torch.float32):
+                originals = one.original(batch.original)
+                composites = torch.stack([one.composite(views) for views in batch.composites])
+            similarity = latent_similarity(composites.float(), originals.float())
             found.append((similarity.cpu(), target(batch.composition).cpu(), batch.composition.cpu()))
     similarity, wanted, composition = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
     return similarity.double(), wanted.double(), composition

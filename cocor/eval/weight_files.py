@@ -32,11 +32,13 @@ _WRAPPERS = ("_orig_mod.", "module.")
 @dataclass(frozen=True)
 class WeightFile:
     """``tensors`` by flat name, without the prefixes of wrappers; ``hints``: what the file says about its model
-    (``architecture``, ``stem``, ``image_size``), if anything."""
+    (``architecture``, ``stem``, ``image_size``), if anything; ``averaged``: whether they are all of a moving average,
+    which the file keeps in a dict of its own."""
 
     path: Path
     tensors: dict[str, Tensor]
     hints: dict[str, str]
+    averaged: bool = False
 
 
 def read_weights(path: Path, which: Which = "online") -> WeightFile:
@@ -52,10 +54,11 @@ def read_weights(path: Path, which: Which = "online") -> WeightFile:
     content = _read_pickle(path)
     if not isinstance(content, Mapping):
         raise UserError(f"{path}: holds a {type(content).__name__}, not weights by name; save model.state_dict()")
-    tensors = _flat(_weights_of(content, which))
+    part, averaged = _weights_of(content, which)
+    tensors = _flat(part)
     if not tensors:
         raise UserError(f"{path}: holds no weights; its keys are {', '.join(map(str, list(content)[:8])) or 'none'}")
-    return WeightFile(path, {_unwrapped(name): value for name, value in tensors.items()}, _hints(content))
+    return WeightFile(path, {_unwrapped(name): value for name, value in tensors.items()}, _hints(content), averaged)
 
 
 def _read_safetensors(path: Path) -> WeightFile:
@@ -84,23 +87,32 @@ def _read_pickle(path: Path) -> Any:
             culprit = text.partition("GLOBAL ")[2].split(" ")[0] or "code"
             raise UserError(
                 f"{path}: opening it would run code of its own ({culprit}); where you trust it, keep only its tensors: "
-                "torch.save(torch.load(FILE, weights_only=False)['state_dict'], NEW)"
+                + _tensors_of(culprit)
             ) from None
         reason = f"{type(error).__name__}: {text.splitlines()[0][:160]}" if text else type(error).__name__
         raise UserError(f"{path}: damaged, or no file of weights ({reason})") from None
 
 
-def _weights_of(content: Mapping[Any, Any], which: Which) -> Mapping[Any, Any]:
-    """The part of a checkpoint that holds the weights; ``content`` itself if no known part does."""
+def _tensors_of(culprit: str) -> str:
+    """Python that keeps the tensors of FILE: of a whole module, as the name of its class shows, or of a checkpoint."""
+    loaded = "torch.load(FILE, weights_only=False)"
+    module = culprit.startswith(("torchvision.models.", "timm.models.", "torch.nn."))
+    part = ".state_dict()" if module else "['state_dict']"
+    return f"torch.save({loaded}{part}, NEW)"
+
+
+def _weights_of(content: Mapping[Any, Any], which: Which) -> tuple[Mapping[Any, Any], bool]:
+    """The part of a checkpoint that holds the weights, ``content`` itself if no known part does; whether that part is
+    of averaged weights only."""
     training = content.get("training")
     if isinstance(training, Mapping) and isinstance(training.get("method"), Mapping):
-        return training["method"]
+        return training["method"], False
     for key in (*_EMA, *_ONLINE) if which == "ema" else _ONLINE:
         part = content.get(key)
         if isinstance(part, Mapping) and _flat(part):
-            return part
+            return part, key in _EMA
     classy = content.get("classy_state_dict")
-    return classy if isinstance(classy, Mapping) else content
+    return classy if isinstance(classy, Mapping) else content, False
 
 
 def _flat(part: Mapping[Any, Any], prefix: str = "") -> dict[str, Tensor]:

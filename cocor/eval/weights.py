@@ -99,6 +99,8 @@ def load_encoder(
     if colon and source in ("timm", "random"):
         if not model:
             raise UserError(f"{source}: name a model of timm's behind it, such as {source}:resnet50")
+        if which == "ema":
+            raise UserError(f"--which ema: {source}:{model} has no moving average; leave the flag out")
         return _without_file(source, model, stem or "imagenet")
     file = read_weights(_file(Path(weights), which), which)
     prefix, origin, found = _recognise(file, which)
@@ -186,7 +188,7 @@ def _short_name(path: Path) -> str:
 
 def _recognise(file: WeightFile, which: Which) -> tuple[str, str, dict[str, Tensor]]:
     """Prefix, origin and the tensors below the prefix, without it: the first prefix below which an encoder begins."""
-    for prefix, origin in _ONLINE if which == "online" else (*_EMA, ("", "timm")):
+    for prefix, origin in _ONLINE if which == "online" or file.averaged else _EMA:
         below = {name.removeprefix(prefix): value for name, value in file.tensors.items() if name.startswith(prefix)}
         if _begins_encoder(below):
             return prefix, origin, below
