@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _export(options: argparse.Namespace) -> None:
     from cocor.eval.weights import load_encoder
-    from cocor.export_formats import SUFFIXES, export
+    from cocor.export_formats import SUFFIXES, check_possible, export
 
     encoder = load_encoder(options.weights, which=options.which, architecture=options.backbone, stem=options.stem)
     print(encoder.describe())
@@ -46,6 +46,8 @@ def _export(options: argparse.Namespace) -> None:
     existing = [path for path in outputs.values() if path.exists()]
     if existing and not options.force:
         raise UserError(f"{existing[0]} exists; use --force to replace it, or another --name")
+    for form in outputs:  # all or none
+        check_possible(encoder, form)
     for form, path in outputs.items():
         print(f"{form}: {export(encoder, form, path)}, loaded back and compared")
 

@@ -11,6 +11,7 @@ then does its path get reported. A small stem is refused where the other program
 
 import json
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +33,9 @@ from loaders.errors import UserError
 
 Format = Literal["timm", "torchvision", "safetensors", "detectron2"]
 
+# Wide ones and ResNeXts by WIDTH_PER_GROUP and NUM_GROUPS. None with other stems, norms or attention.
+_IN_DETECTRON2 = re.compile(r"(resnet\d+|wide_resnet\d+_2|resnext\d+_\d+x\d+d)(\..+)?")
+
 
 def export(encoder: Encoder, form: Format, output: Path) -> Path:
     """Write ``encoder`` to ``output`` in a format of the module's table and check it by loading it back.
@@ -39,9 +43,26 @@ def export(encoder: Encoder, form: Format, output: Path) -> Path:
     Raises:
         UserError: the format cannot hold this encoder, or the file cannot be written.
     """
+    check_possible(encoder, form)
     _WRITERS[form](encoder, output)
     _CHECKS[form](encoder, output)
     return output
+
+
+def check_possible(encoder: Encoder, form: Format) -> None:
+    """UserError if the format cannot hold this encoder."""
+    if form == "torchvision":
+        model = _torchvision_model(encoder)
+        strange = sorted(set(_weights(encoder)) ^ {name for name in model.state_dict() if not name.startswith("fc.")})
+        if strange:
+            raise UserError(f"--to torchvision: {len(strange)} weights have other names there, such as {strange[0]}")
+    if form == "detectron2":
+        bottleneck = "layer1.0.conv3.weight" in _weights(encoder)
+        if not bottleneck or encoder.stem != "imagenet" or not _IN_DETECTRON2.fullmatch(encoder.architecture):
+            raise UserError(
+                "--to detectron2: its ResNets are bottleneck ones with the usual stem, such as resnet50; "
+                f"this is {encoder.architecture} with the {encoder.stem} stem"
+            )
 
 
 def _weights(encoder: Encoder) -> dict[str, Tensor]:
@@ -70,10 +91,6 @@ def _size_option(encoder: Encoder) -> dict[str, Any]:
 
 
 def _write_torchvision(encoder: Encoder, output: Path) -> None:
-    model = _torchvision_model(encoder)
-    strange = sorted(set(_weights(encoder)) ^ {name for name in model.state_dict() if not name.startswith("fc.")})
-    if strange:
-        raise UserError(f"--to torchvision: {len(strange)} weights have other names there, such as {strange[0]}")
     with atomic.replacing(output) as temporary:
         torch.save(_weights(encoder), temporary)
 
@@ -166,8 +183,6 @@ def detectron2_name(name: str) -> str:
 
 
 def _write_detectron2(encoder: Encoder, output: Path) -> None:
-    if "layer1.0.conv3.weight" not in _weights(encoder) or encoder.stem != "imagenet":
-        raise UserError("--to detectron2: its ResNets are bottleneck ones with the usual stem, such as resnet50")
     arrays = {
         detectron2_name(name): value.numpy()
         for name, value in _weights(encoder).items()
@@ -191,14 +206,14 @@ def _check_detectron2(encoder: Encoder, output: Path) -> None:
 
 
 def detectron2_resnet_names(architecture: str) -> set[str] | None:
-    """The names in Detectron2's own ResNet; None where it is not installed."""
+    """The names in Detectron2's own ResNet, the same at every width; None where it is not installed."""
     try:
         from detectron2.config import get_cfg
         from detectron2.modeling.backbone import build_resnet_backbone
     except ImportError:
         return None
     config = get_cfg()
-    config.MODEL.RESNETS.DEPTH = int(architecture.removeprefix("resnet"))
+    config.MODEL.RESNETS.DEPTH = int(re.findall(r"resne[tx]t?(\d+)", architecture)[0])
     config.MODEL.RESNETS.NORM = "BN"
     config.MODEL.RESNETS.OUT_FEATURES = ["res5"]
     state = build_resnet_backbone(config, None).state_dict()

@@ -67,6 +67,18 @@ def test_a_small_stem_is_kept_or_refused(tmp_path: Path) -> None:
         export(small, "detectron2", tmp_path / "s.pkl")
 
 
+@pytest.mark.parametrize("name", ["seresnet50", "resnet50d", "resnet50_gn"])
+def test_detectron2_has_no_other_resnets(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--to detectron2: its ResNets"):
+        export(load_encoder(f"random:{name}"), "detectron2", tmp_path / "d.pkl")
+    assert not any(tmp_path.iterdir())
+
+
+def test_all_formats_are_written_or_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["random:resnet18", "--to", "timm", "safetensors", "detectron2", "--output", str(tmp_path)]) == 2
+    assert "--to detectron2" in capsys.readouterr().err and not any(tmp_path.iterdir())
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     call = ["random:resnet18", "--to", "timm", "torchvision", "--output", str(tmp_path), "--name", "r"]
     assert main(call) == 0 and (tmp_path / "r.safetensors").is_file() and (tmp_path / "r.pth").is_file()
