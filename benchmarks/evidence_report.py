@@ -121,11 +121,14 @@ def gains(row: Row, plain: Row | None, value: Callable[[Measured], float] = by_k
 
 
 def spread(values: Sequence[float], scale: float = 100.0, sign: str = "") -> str:
-    """Mean and standard deviation as text: ``76.3 ± 0.4``; a single value has none."""
-    if not values:
+    """Mean and standard deviation as text: ``76.3 ± 0.4``; a single value has none. NaN is what was not measured: the
+    others count, and the text says how many they are."""
+    known = [value * scale for value in values if not math.isnan(value)]
+    if not known:
         return "-"
-    mean = f"{statistics.fmean(values) * scale:{sign}.1f}"
-    return f"{mean} ± {statistics.stdev(values) * scale:.1f}" if len(values) > 1 else mean
+    deviation = f" ± {statistics.stdev(known):.1f}" if len(known) > 1 else ""
+    missing = f" ({len(known)} of {len(values)})" if len(known) < len(values) else ""
+    return f"{statistics.fmean(known):{sign}.1f}{deviation}{missing}"
 
 
 def table(rows: Sequence[Row]) -> str:

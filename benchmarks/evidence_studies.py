@@ -38,17 +38,22 @@ def _key(text: str) -> str:
     return re.sub(r"[^\w.]+", "-", text).strip("-")
 
 
+def _loss(beta: float, weight: float) -> Variant:
+    flags = {"consistency_beta": beta, "consistency_weight": weight}
+    return Variant(f"beta-{beta:g}-weight-{weight:g}", f"+ CoCor, beta {beta:g}, weight {weight:g}", flags)
+
+
 def _tune() -> list[Variant]:
     """What the paper leaves open, one thing at a time around a centre: sharpness and weight of the loss, magnitudes,
     composites as the paper or the released code makes them, where targets come from and how fast they are learned."""
-    centre: Flags = {"consistency_beta": 8.0, "consistency_weight": 10.0}
+    centre: Flags = {"consistency_beta": 8.0, "consistency_weight": 10.0, "mmnn_lr": 0.5}
     changes: list[tuple[str, Flags]] = [
         *((f"beta {beta:g}", {"consistency_beta": beta}) for beta in (1.0, 4.0, 16.0)),
         *((f"weight {weight:g}", {"consistency_weight": weight}) for weight in (1.0, 3.0, 30.0)),
         ("magnitudes released", {"magnitudes": "released"}),
         ("recipe released", {"recipe": "released"}),
         ("constants", {"mmnn": "constants"}),
-        *((f"MMNN lr {rate:g}", {"mmnn_lr": rate}) for rate in (0.5, 5.0)),
+        *((f"MMNN lr {rate:g}", {"mmnn_lr": rate}) for rate in (0.05, 5.0)),
         ("MMNN wait 0", {"mmnn_wait_epochs": 0}),
     ]
     return [
@@ -73,9 +78,9 @@ STUDIES: dict[str, list[Variant]] = {
     "order": [PLAIN, *_each("composite_order", {word: word for word in ("random", "fixed1", "fixed2")})],
     "loss": [
         PLAIN,
-        *_each("consistency", {"softplus": "softplus", "abs": "abs"}),
-        *_each("consistency_beta", {"8": 8.0}),
-        *_each("consistency_weight", {"3": 3.0, "10": 10.0}),
+        Variant("printed", "+ CoCor, the loss as printed", {"consistency_beta": 1.0, "consistency_weight": 1.0}),
+        *(_loss(beta, weight) for beta, weight in ((1.0, 10.0), (8.0, 1.0), (8.0, 3.0), (8.0, 10.0))),
+        *_each("consistency", {"abs": "abs"}),
         *_each("constants", {"0.95,0.90,0.85": "0.95,0.9,0.85", "0.60,0.50,0.40": "0.6,0.5,0.4"}),
     ],
     "tune": [PLAIN, *_tune()],

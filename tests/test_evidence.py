@@ -223,7 +223,7 @@ def test_every_variant_of_every_study_is_a_configuration(name: str, method: str)
 def test_tuning_changes_one_thing_at_a_time() -> None:
     plain, centre, *others = STUDIES["tune"]
     assert (plain.key, centre.key) == ("plain", "centre") and len(others) >= 12
-    assert centre.flags == {"consistency_beta": 8.0, "consistency_weight": 10.0}
+    assert centre.flags == {"consistency_beta": 8.0, "consistency_weight": 10.0, "mmnn_lr": 0.5}
     for variant in others:
         assert len(variant.flags.items() - centre.flags.items()) == 1, variant.key
 
@@ -233,7 +233,7 @@ def test_variants_are_chosen_by_parts_of_their_names(tmp_path: Path) -> None:
         words = ["--study", "tune", "--data", str(tmp_path), "--only", *only]
         return [variant.key for variant in evidence._variants(evidence._parser().parse_args(words))]
 
-    assert chosen("plain", "centre", "mmnn+lr-0.5") == ["plain", "centre", "tune-mmnn-lr-0.5"]
+    assert chosen("plain", "centre", "mmnn+lr-5") == ["plain", "centre", "tune-mmnn-lr-5"]
     assert chosen("beta-1", "weight-3") == ["tune-beta-1", "tune-weight-3"]
     assert len(chosen("beta")) == len(chosen("weight")) == 3 and len(chosen("released")) == 2
 
@@ -263,6 +263,7 @@ def test_gains_are_over_the_same_seed() -> None:
     cocor = Row("moco", "cocor", "+ CoCor", [measured("cocor", seed, 0.75 - 0.1 * seed) for seed in (1, 0, 2)])
     assert gains(cocor, plain) == pytest.approx([0.05, 0.05])
     assert (spread([0.7, 0.6]), spread([0.7]), spread([])) == ("65.0 ± 7.1", "70.0", "-")
+    assert (spread([0.7, math.nan, 0.6]), spread([math.nan])) == ("65.0 ± 7.1 (2 of 3)", "-")
     text = table([plain, cocor])
     assert "| MoCo v2 + CoCor | 65.0 ± 10.0 | +5.0 ± 0.0 | 3 | 10 | 2.0 ± 0.0 | 100 | 0.82/0.80 0.60/0.80 | - |" in text
     evaluated = replace(cocor, runs=[replace(run, linear=run.accuracy + 0.1) for run in cocor.runs])
