@@ -134,14 +134,14 @@ def all_passes(step: TrainingStep, batch: Batch, labelled: Batch | None) -> None
         with step.autocast():
             method.embed_original(batch.original)
         for at, images in enumerate(batch.composites):
-            with step.beside(at):
+            with step.streams.beside(at):
                 with step.autocast():
                     output = method.embed_composite(images).sum()
                 torch.autograd.grad(output, parameters, allow_unused=True)
     with step.autocast():
         loss = method.contrastive(batch.views, batch.label)
     torch.autograd.grad(loss, parameters, allow_unused=True)
-    step.join()
+    step.streams.join()
     if step.guide is not None and labelled is not None:
         with step.autocast(), batch_statistics_only(method.backbone):
             output = method.backbone(labelled.original).sum()

@@ -83,7 +83,7 @@ class RecordedStep:
         if parallel is None:
             synchronised = any(isinstance(module, nn.SyncBatchNorm) for module in self._step.method.modules())
             parallel = len(batch.index) <= _PARALLEL_BATCH and not synchronised
-        self._step.streams = [torch.cuda.Stream(self._step.device) for _ in batch.composites] if parallel else []
+        self._step.streams.use([torch.cuda.Stream(self._step.device) for _ in batch.composites] if parallel else [])
 
     def _warm_up(self, batch: Batch, labelled: Batch | None) -> Metrics:
         """An ordinary step, on the stream of the recording: what PyTorch remembers of a stream then fits both."""

@@ -5,18 +5,15 @@
     2. MMNN       gradient of the labelled cross-entropy at theta' through that step (``cocor.hypergradient``)
     3. classifier gradient of the same cross-entropy (paper, eq. 4 and algorithm 1)
 
-The gradients of the similarities are taken length by length and kept, because the exact hyper-gradient is made of their
-inner products with the gradient of the cross-entropy; the consistency loss itself then costs no further backward pass.
-Without consistency loss, with constant targets, or without a labelled batch what is not needed is left out.
+The similarities and what they pull on are ``cocor.pull``'s. Without consistency loss, with constant targets, or without
+a labelled batch what is not needed is left out.
 
 A step never waits for the device. What the host decides is what a step trains on (``share``, see ``cocor.turns``) and
 the learning rates, which ``set_rates`` writes into the optimisers; all else, ``compute``, depends on tensors alone, so
 that it can be recorded once and played back (``cocor.execution``).
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,38 +22,19 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from cocor.config import Config
-from cocor.consistency import Consistency, abs_loss, latent_similarity, normalised, softplus_loss
+from cocor.consistency import Consistency, latent_similarity
 from cocor.distributed import mean_over_ranks, reduce_gradients
 from cocor.guide import Guide, Timer
 from cocor.hypergradient import Measured, exact, inner_products, released, sample_inner_products, taylor
 from cocor.methods.base import Method
 from cocor.optimiser import build_optimiser, rates_to_device, set_rate, state_of, trust_ratios
+from cocor.pull import Pull, Puller
 from cocor.schedule import Cosine
+from cocor.streams import Streams
 from cocor.turns import Turns
 from loaders.batch import Batch
 
 Metrics = dict[str, Tensor]
-
-
-@dataclass
-class _Lengths:
-    """The similarities of a batch, length by length."""
-
-    target: Tensor  # (L, B) with the MMNN's graph
-    originals: Tensor  # (B, d)
-    gradients: list[Sequence[Tensor]]  # a list of parameter gradients a length, see _similarity_gradients
-    similarity: list[Tensor]  # a detached (B,) a length
-
-
-@dataclass
-class _Pull:
-    """The consistency loss of a batch and what later parts of the step need of it."""
-
-    consistency: Consistency
-    target: Tensor  # as in _Lengths
-    originals: Tensor
-    gradients: list[Sequence[Tensor]]
-    similarity: Tensor  # (L, B) detached
 
 
 class TrainingStep:
@@ -79,7 +57,7 @@ class TrainingStep:
         self.config, self.method, self.target, self.precision = config, method, target, precision
         self.device = next(method.parameters()).device
         self.timer: Timer = nullcontext  # told what is being worked on, see cocor.profile
-        self.streams: list[torch.cuda.Stream] = []  # where to run the lengths beside the contrastive part, if anywhere
+        self.streams = Streams()  # where the lengths run, beside the contrastive part
         self.learning_rate = config.lr  # the encoder's in the last step
         self.turns = Turns(config, steps_per_epoch)
         total = config.epochs * steps_per_epoch
@@ -87,6 +65,12 @@ class TrainingStep:
         method.total_steps = total
         self.optimiser = build_optimiser(config, method)
         self.parameters = [p for group in self.optimiser.param_groups for p in group["params"]]
+        self.puller: Puller | None = None
+        if target is not None:
+            self.puller = Puller(
+                config, method, target, self.parameters,
+                autocast=self.autocast, streams=self.streams,
+            )  # fmt: skip
         self.guide: Guide | None = None
         if target is not None and any(p.requires_grad for p in target.parameters()):
             assert classes is not None
@@ -130,16 +114,17 @@ class TrainingStep:
         """The step itself, on what ``share`` gives, at the learning rates that are set. Returns detached scalars, and
         values for each length (L,)."""
         self.optimiser.zero_grad(set_to_none=True)
-        lengths = self._lengths(batch) if self.target is not None else None
+        puller, pull = self.puller, None
+        lengths = puller.begin(batch, self.timer) if puller is not None else None
         with self.timer("contrastive"):
             with self.autocast():
                 contrastive = self.method.contrastive(batch.views, batch.label)
             contrastive.backward()
         metrics: Metrics = {f"contrastive_{name}": value for name, value in self.method.metrics.items()}
 
-        pull = self._pull(lengths) if lengths is not None else None
-        if pull is not None:
-            metrics |= self._add_consistency_gradient(pull)
+        if puller is not None and lengths is not None:
+            pull = puller.finish(lengths)
+            metrics |= puller.add(pull)
             consistency = pull.consistency
             metrics |= {"consistency_loss": consistency.loss.detach()}
             metrics |= {"similarity": consistency.similarity, "target": consistency.target}
@@ -188,88 +173,7 @@ class TrainingStep:
     def autocast(self) -> AbstractContextManager[None]:
         return torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32)
 
-    # --- consistency -------------------------------------------------------------------------------------------------
-
-    def _lengths(self, batch: Batch) -> _Lengths:
-        """Similarities and their gradients. With ``streams`` they are still under way when this returns."""
-        assert self.target is not None
-        with self.timer("original"):
-            originals = self._embed_originals(batch)
-            target = self.target(batch.composition)
-        lengths = _Lengths(target, originals, [], [])
-        for at, images in enumerate(batch.composites):
-            with self.timer("composites"), self.beside(at):
-                with self.autocast():
-                    embedding = self.method.embed_composite(images)
-                similarity = latent_similarity(embedding[None], originals)[0]
-                lengths.gradients.append(self._similarity_gradients(similarity, target[at], len(batch.composites)))
-                lengths.similarity.append(similarity.detach())
-        return lengths
-
-    @contextmanager
-    def beside(self, number: int) -> Iterator[None]:
-        """Run on a stream of its own, from here on. The memory of what is made there must live until the step ends."""
-        if not self.streams:
-            yield
-            return
-        stream = self.streams[number % len(self.streams)]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            yield
-
-    def join(self) -> None:
-        """Let what follows wait for all that runs :meth:`beside`."""
-        for stream in self.streams:
-            torch.cuda.current_stream().wait_stream(stream)
-
-    def _pull(self, lengths: _Lengths) -> _Pull:
-        """Wait for all lengths; the consistency loss made of them."""
-        self.join()
-        similarity = torch.stack(lengths.similarity)
-        consistency = self._consistency(similarity, lengths.target)
-        return _Pull(consistency, lengths.target, lengths.originals, lengths.gradients, similarity)
-
-    def _embed_originals(self, batch: Batch) -> Tensor:
-        """(B, d): the embedding of the original, or the normalised mean over the recipe's several originals."""
-        with self.autocast():
-            embedding = self.method.embed_original(batch.original)
-        return normalised(embedding.view(-1, len(batch.index), embedding.shape[1]).mean(0))
-
-    def _consistency(self, similarity: Tensor, target: Tensor) -> Consistency:
-        if self.config.consistency == "abs":
-            return abs_loss(similarity, target, mean_over_ranks=mean_over_ranks)
-        return softplus_loss(similarity, target, beta=self.config.consistency_beta, mean_over_ranks=mean_over_ranks)
-
-    def _similarity_gradients(self, similarity: Tensor, target: Tensor, lengths: int) -> Sequence[Tensor]:
-        """Parameter gradients of one length: of the mean similarity for softplus, of the loss itself for abs.
-
-        The slope of the softplus loss depends on the mean alone, so it can follow later as a factor; that of the abs
-        loss differs from sample to sample.
-        """
-        if self.config.consistency == "abs":
-            output = abs_loss(similarity[None], target[None]).loss / lengths
-        else:
-            output = similarity.mean()
-        return torch.autograd.grad(output, self.parameters, materialize_grads=True)
-
-    def _add_consistency_gradient(self, pull: _Pull) -> Metrics:
-        """Add it to the contrastive gradient in ``.grad``; the norms of both, of this rank's share of the batch."""
-        weight = self.config.consistency_weight
-        for parameter in self.parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        total = [parameter.grad for parameter in self.parameters]
-        slopes = [1.0] * len(pull.gradients) if self.config.consistency == "abs" else pull.consistency.slope
-        added = torch._foreach_mul(list(pull.gradients[0]), weight * slopes[0])
-        for at in range(1, len(pull.gradients)):
-            torch._foreach_add_(added, torch._foreach_mul(list(pull.gradients[at]), weight * slopes[at]))
-        norms = [torch.stack(torch._foreach_norm(gradients)).norm() for gradients in (total, added)]
-        torch._foreach_add_(total, added)
-        return {"gradient_contrastive": norms[0], "gradient_consistency": norms[1]}
-
-    # --- the bi-level part -------------------------------------------------------------------------------------------
-
-    def _step_all(self, guide: Guide, batch: Batch, labelled: Batch, contrastive: Tensor, pull: _Pull) -> Metrics:
+    def _step_all(self, guide: Guide, batch: Batch, labelled: Batch, contrastive: Tensor, pull: Pull) -> Metrics:
         """Steps of encoder, MMNN and classifier."""
         config = self.config
         before = self._measure(guide, labelled, contrastive, pull) if config.hypergradient != "exact" else None
@@ -295,7 +199,7 @@ class TrainingStep:
         return {"labelled_loss": cross_entropy, "labelled_accuracy": accuracy, "hypergradient_norm": norm}
 
     def _products(
-        self, guide: Guide, batch: Batch, pull: _Pull, gradient: list[Tensor], old: dict[str, Tensor] | None
+        self, guide: Guide, batch: Batch, pull: Pull, gradient: list[Tensor], old: dict[str, Tensor] | None
     ) -> Tensor:
         """Inner products of the similarities' gradients with the cross-entropy's: a length, or (abs) a sample."""
         if old is None:
@@ -309,20 +213,22 @@ class TrainingStep:
     def _weights_copy(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.method.named_parameters() if p.requires_grad}
 
-    def _measure(self, guide: Guide, labelled: Batch, contrastive: Tensor, pull: _Pull) -> Measured:
+    def _measure(self, guide: Guide, labelled: Batch, contrastive: Tensor, pull: Pull) -> Measured:
         loss = mean_over_ranks(contrastive) + self.config.consistency_weight * pull.consistency.loss.detach()
         with torch.no_grad():
             cross_entropy = mean_over_ranks(F.cross_entropy(guide.logits(labelled), labelled.label))
         return Measured(loss, cross_entropy, self._compared(pull.similarity, pull.consistency))
 
     @torch.no_grad()
-    def _remeasure(self, batch: Batch, pull: _Pull, cross_entropy: Tensor) -> tuple[Measured, Consistency]:
+    def _remeasure(self, batch: Batch, pull: Pull, cross_entropy: Tensor) -> tuple[Measured, Consistency]:
         """Loss and similarities of the same batch at the new weights, the MMNN as before."""
+        puller = self.puller
+        assert puller is not None
         with self.autocast():
             contrastive = self.method.reevaluate(batch.views, batch.label)
             embeddings = torch.stack([self.method.embed_composite(images) for images in batch.composites])
-        similarity = latent_similarity(embeddings, self._embed_originals(batch))
-        consistency = self._consistency(similarity, pull.target)
+        similarity = latent_similarity(embeddings, puller.originals(batch))
+        consistency = puller.consistency(similarity, pull.target)
         loss = mean_over_ranks(contrastive) + self.config.consistency_weight * consistency.loss
         return Measured(loss, cross_entropy, self._compared(similarity, consistency)), consistency
 
