@@ -68,12 +68,13 @@ def draw_consistency(path: Path, found: Sequence[Consistency]) -> None:
     with panels(path, 3) as (lengths, levels, ops):
         for number, one in enumerate(found):
             color = f"C{number}"
-            lengths.plot(list(one.similarity), list(one.similarity.values()), color, marker="o", label=one.name)
+            lengths.plot(list(one.similarity), list(one.similarity.values()), color, marker="o")
             if one.targets == "its MMNN":
-                lengths.plot(
-                    list(one.target), list(one.target.values()), color, linestyle="--", label=f"MMNN of {one.name}"
-                )
+                lengths.plot(list(one.target), list(one.target.values()), color, linestyle="--")
             levels.plot(list(one.dacl), list(one.dacl.values()), color, marker="o", label=one.name)
+        lengths.plot([], [], "grey", marker="o", label="similarity")  # colours are named beside: names would hide curves
+        if any(one.targets == "its MMNN" for one in found):
+            lengths.plot([], [], "grey", linestyle="--", label="target of its MMNN")
         order = sorted(found[0].by_op, key=lambda op: found[0].by_op[op])
         rows = [[one.by_op.get(op, float("nan")) for one in found] for op in order]
         ops.hlines(range(len(order)), [min(row) for row in rows], [max(row) for row in rows], color="lightgrey")
