@@ -10,15 +10,19 @@ warm-started, as ``cocor-eval linear`` does; one penalty from zero; and that pen
 import argparse
 import json
 import os
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from cocor import atomic
 from cocor.eval.features import Features
 from cocor.eval.linear import PENALTIES, linear_probe
 from cocor.eval.peer import against_sklearn
 from cocor.eval.softmax import SoftmaxRegression
+from cocor.launch import command
 from loaders.errors import UserError
 
 
@@ -34,15 +38,21 @@ def draw(images: int, dimensions: int, classes: int, seed: int) -> Features:
     return Features(values.relu_(), labels)
 
 
-def main() -> None:
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
+    return int(text)
+
+
+def run(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=50_000)
-    parser.add_argument("--dimensions", type=int, default=2048)
-    parser.add_argument("--classes", type=int, default=100)
+    parser.add_argument("--images", type=_positive, default=50_000)
+    parser.add_argument("--dimensions", type=_positive, default=2048)
+    parser.add_argument("--classes", type=_positive, default=100)
     parser.add_argument("--penalty", type=float, default=1.0, help="of the single fit")
     parser.add_argument("--no-sklearn", action="store_true")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = options.images, options.dimensions, options.classes
     print(f"{size[0]:,} x {size[1]:,} features, {size[2]} classes, {_machine(device)}")
@@ -77,7 +87,7 @@ def main() -> None:
 
 def _keep(numbers: dict[str, object], path: Path | None) -> None:
     if path is not None:
-        path.write_text(json.dumps(numbers, indent=1) + "\n")
+        atomic.write_text(path, json.dumps(numbers, indent=1) + "\n")
 
 
 def _machine(device: torch.device) -> str:
@@ -86,5 +96,10 @@ def _machine(device: torch.device) -> str:
     return f"{torch.get_num_threads()} CPU threads"
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; 2 for a user's mistake."""
+    return command("probe.py", lambda: run(argv))
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import cpu_time  # noqa: E402
+import probe  # noqa: E402
 import step  # noqa: E402
 from cells import Absent, Measured, Settings, measure  # noqa: E402
 from images import open_images  # noqa: E402
@@ -120,6 +121,17 @@ def test_two_ranks_share_the_batch_and_their_rates_add_up(photo_folder: Path) ->
     together = measure("synthetic", "step", images, settings)
     assert isinstance(together, Measured), together
     assert together.samples_per_s > 0 and together.gpu_share is not None
+
+
+def test_the_probes_benchmark_compares_with_scikit_learn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "probe.json"
+    assert probe.main(["--images", "300", "--dimensions", "8", "--classes", "3", "--json", str(target)]) == 0
+    found = json.loads(target.read_text())
+    assert found["converged"] == 45 and abs(found["one_fit"]["relative_difference"]) < 1e-4
+    assert probe.main(["--images", "300", "--dimensions", "8", "--classes", "1"]) == 2
+    assert capsys.readouterr().err == (
+        "probe.py: error: all training images are of 1 class; a probe needs two or more class folders\n"
+    )
 
 
 def test_the_scaling_benchmark_says_that_it_needs_a_gpu() -> None:

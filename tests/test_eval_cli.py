@@ -124,6 +124,7 @@ def test_datasets_are_chosen_by_name() -> None:
             ["--data", "DATA/pets", "--shots", "2", "--ways", "9", "--tasks", "1"],
             "--tasks 0 leaves tasks out",
         ),
+        ("fewshot", ["--data", "DATA/pets", "--ways", "1"], "--ways: 1 is not a whole number of 2 or more"),
         ("consistency", ["--data", "DATA/pets", "--filter", "bicubic"], "as training does"),
         ("linear", ["--data", "DATA/pets", "--epochs", "3"], "--epochs: not for --probe lbfgs"),
         ("linear", ["--data", "DATA/pets", "--probe", "moco", "--against-sklearn"], "--against-sklearn: not for"),
@@ -164,6 +165,16 @@ def test_unusable_files_stop_or_are_left_out_with_a_note(
     assert "4.jpg: not an image" in capsys.readouterr().err
     assert call("knn", cache, tmp_path, "--data", str(folder), "--on-error", "skip") == 0
     assert "note: 1 unusable files are left out" in capsys.readouterr().out
+
+
+def test_classes_of_one_image_are_noted_where_it_cannot_be_found(
+    data: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(data / "pets" / "test", tmp_path / "images"))
+    for file in sorted((folder / "coffee").iterdir())[1:]:
+        file.unlink()
+    assert call("knn", cache, tmp_path, "--data", str(folder), "--leave-one-out") == 0
+    assert "note: 1 images are the only one of their class" in capsys.readouterr().out
 
 
 def test_an_encoder_of_one_image_size_says_so(

@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     fewshot.add_argument("--seeds", type=_positive, default=SHOT_SEEDS, help="draws of the shots (default 5)")
     fewshot.add_argument("--tasks", type=_whole, default=TASKS, help="N-way tasks; 0: none (default 2000)")
-    fewshot.add_argument("--ways", type=_positive, default=WAYS, help="classes of a task (default 5)")
+    fewshot.add_argument("--ways", type=_two_or_more, default=WAYS, help="classes of a task (default 5)")
     fewshot.add_argument(
         "--metric", choices=["top1", "class-mean"], help="chooses the penalty (default: the protocol's)"
     )
@@ -174,6 +174,12 @@ def _whole(text: str) -> int:
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
+    return int(text)
+
+
+def _two_or_more(text: str) -> int:
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 2 or more")
     return int(text)
 
 

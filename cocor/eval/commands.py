@@ -117,7 +117,9 @@ def knn(options: argparse.Namespace) -> None:
         dataset = inputs.images_to_look_at(options)
         bank = queries = features_of(encoder, dataset, inputs.extraction(options, encoder), "images").labelled()
         title = f"{encoder.name} on {dataset.root.name}"
-        notes: tuple[str, ...] = ()
+        alone = int((bank.labels.bincount() == 1).sum()) if len(bank) else 0
+        said = f"{alone:,} images are the only one of their class, so none of them can be right"
+        notes: tuple[str, ...] = (said,) if alone else ()
     else:
         splits = inputs.chosen_splits(options)
         train, val, queries = inputs.features_of_splits(options, encoder, splits)
