@@ -30,7 +30,7 @@ from typing import Any, get_args
 
 import torch
 
-from cocor import atomic, config, launch
+from cocor import atomic, config, configure, launch
 from cocor.cli import Parser
 from cocor.data import held_out_images
 from cocor.eval.datasets import open_splits
@@ -179,7 +179,7 @@ def _training(
     }
     flags |= shared
     folder = options.output / "runs" / f"{method}-{variant.key}-seed{seed}"
-    checked = config.load([f"--{key.replace('_', '-')}={value}" for key, value in flags.items()])
+    checked = configure.load([f"--{key.replace('_', '-')}={value}" for key, value in flags.items()])
     if not options.report_only and held_out_images(checked) is None:
         raise UserError(
             "--val-data: name held-out class folders, on which runs are compared by k-NN (--knn-every above 0)"

@@ -41,7 +41,8 @@ from torch import Tensor
 
 from cocor.build import build_method, build_target
 from cocor.cli import convert, flag, nearest
-from cocor.config import Config, Execution, labelled_batch_size, resolve
+from cocor.config import Config, Execution, labelled_batch_size
+from cocor.configure import resolve
 from cocor.distributed import World
 from cocor.execution import choose, executable
 from cocor.launch import command

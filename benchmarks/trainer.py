@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from cocor.build import build_method, build_target
-from cocor.config import Config, Execution, labelled_batch_size, resolve
+from cocor.config import Config, Execution, labelled_batch_size
+from cocor.configure import resolve
 from cocor.data import labelled_plan
 from cocor.distributed import World
 from cocor.execution import choose, executable

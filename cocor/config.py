@@ -1,24 +1,19 @@
-"""The configuration of a pre-training run: one flat, frozen dataclass, read from YAML and flags, checked before use.
+"""The configuration of a pre-training run: one flat, frozen dataclass.
 
-    defaults  <  the method's own defaults  <  YAML (--config, which may build on another by ``defaults:``)  <  flags
-
-``load`` does all of it and imports nothing heavy, so that mistakes are told at once. What depends on the machine
-(GPUs, precision, worker threads) is settled later, by :func:`cocor.launch.settle`.
+Its fields are the keys of YAML files and the flags of ``cocor-train``. :mod:`cocor.configure` makes one of these,
+:mod:`cocor.checks` says which values go together. What depends on the machine (GPUs, precision, worker threads) is
+settled later, by :func:`cocor.launch.settle`.
 """
 
 import dataclasses
-import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-from cocor import atomic, cli
-from cocor.cli import option, shown
-from loaders.errors import UserError
+from cocor import atomic
+from cocor.cli import option
 from loaders.ops import Magnitudes, Order, Pool
 
 Method = Literal["moco", "simsiam", "supcon", "byol", "intl"]
@@ -162,53 +157,6 @@ class Config:
         atomic.write_text(path, comment + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
 
-GROUPS = {  # the first field of each group
-    "data": "data and output",
-    "method": "model and optimisation",
-    "queue_size": "methods",
-    "consistency": "CoCor",
-    "crop_scale_min": "contrastive views",
-    "gpus": "machine",
-    "log_every": "reports and checkpoints",
-}
-
-# BYOL and INTL share their views: the two differ in blur and solarising.
-_ASYMMETRIC = {"crop_scale_min": 0.08, "saturation": 0.2, "blur_prob": (1.0, 0.1), "solarize_prob": (0.0, 0.2)}
-
-# What the paper's appendix on pre-training says, else the methods' authors. The paper's table of constants lists two
-# methods; the others take MoCo's.
-# What the paper leaves open, as it won on CIFAR-10 (benchmarks/README.md); the other methods have the loss as printed.
-_TUNED = {"consistency_beta": 8.0, "mmnn_lr": 0.5}
-
-METHOD_DEFAULTS: dict[Method, dict[str, Any]] = {
-    "moco": {"lr": 0.03, "constants": (0.80, 0.75, 0.65), "consistency_weight": 10.0, **_TUNED},
-    "simsiam": {
-        **{"lr": 0.05, "constants": (0.75, 0.70, 0.60), "sync_bn": True, "consistency_weight": 3.0},
-        **_TUNED,
-    },
-    # The paper's rate; its authors' is 0.05 for this batch.
-    "supcon": {"lr": 0.03, "epochs": 100, "temperature": 0.07, "final_lr": 1e-3, "blur_prob": (0.0,)},
-    # The authors' rate and momentum for 300 epochs, the rate scaled from their batch of 4,096 to 256.
-    "byol": {
-        **{"optimiser": "lars", "lr": 0.3, "weight_decay": 1e-6, "decay_biases": False, "warmup_epochs": 10},
-        **{"sync_bn": True, "key_momentum": 0.99, "embedding_dim": 256, "projector_dim": 4096, "predictor_dim": 4096},
-        **_ASYMMETRIC,
-    },
-    "intl": {
-        **{"lr": 0.5, "final_lr": 1e-3, "weight_decay": 1e-5, "decay_biases": False, "warmup_epochs": 2},
-        **{"sync_bn": True, "embedding_dim": 8192, "projector_dim": 8192},
-        **_ASYMMETRIC,
-    },
-}
-
-_NOTES = {  # shown in the help in place of a default
-    "output": "default: runs/NAME, after the config file or the method",
-    "gpus": "default: all",
-    "precision": "default: bf16 on GPUs, fp32 on the CPU",
-    "execution": "auto: fused in long runs on GPUs, graph in short ones, eager on the CPU",
-    "trace_weight": "default: 0.01 (log2(batch) - 3)",
-}
-
 ONE_START = frozenset({"resume", "overwrite", "dry_run", "profile", "force_data", "force_ranks"})
 
 # A run may change these when it resumes: they do not enter the arithmetic of its steps.
@@ -218,122 +166,6 @@ FREE_TO_CHANGE = ONE_START | {
     *("log_every", "on_nan", "log_samples", "checkpoint_every_epochs", "checkpoint_every_minutes"),
     *("keep_checkpoints", "keep_every_epochs", "knn_every", "knn_k", "knn_temperature"),
 }
-
-_DESCRIPTION = "Pre-train an image encoder with CoCor. A flag overrides --config, which overrides the defaults."
-
-
-def load(argv: Sequence[str] | None = None) -> Config:
-    """The checked configuration that a command line (default: this process's) asks for. Ends the process on --help.
-
-    Raises:
-        UserError: any unknown key or flag, wrong value, unreadable file or contradiction, in one line.
-    """
-    parser = cli.parser(Config, "cocor-train", _DESCRIPTION, GROUPS, _NOTES | _method_notes())
-    flags, file = cli.read_flags(Config, parser, sys.argv[1:] if argv is None else argv)
-    values = flags if file is None else cli.read_yaml(Config, file) | flags
-    return resolve(values, name=None if file is None else file.stem)
-
-
-def _method_notes() -> dict[str, str]:
-    """The defaults that depend on the method, for the help: ``default: 0.03; simsiam: 0.05``."""
-    plain, keys = Config(), dict.fromkeys(key for values in METHOD_DEFAULTS.values() for key in values)
-    return {
-        key: "; ".join(
-            [f"default: {cli.shown(getattr(plain, key))}"]
-            + [
-                f"{method}: {cli.shown(values[key])}"
-                for method, values in METHOD_DEFAULTS.items()
-                if values.get(key, getattr(plain, key)) != getattr(plain, key)
-            ]
-        )
-        for key in keys
-    }
-
-
-def resolve(values: Mapping[str, Any], name: str | None = None) -> Config:
-    """Fill in what is not in ``values``: the method's own defaults first, then the general ones; check the result.
-
-    ``name`` (of the config file) names the default output folder.
-    """
-    method = values.get("method", Config.method)
-    baseline = values.get("consistency", Config.consistency) == "none"
-    folder = Path("runs") / (name or f"{method}{'' if baseline else '_cocor'}")
-    defaults = METHOD_DEFAULTS[method]
-    if "warmup_epochs" in defaults:  # a short run has no room for the warm-up of a long one
-        epochs = values.get("epochs", defaults.get("epochs", Config.epochs))
-        defaults = defaults | {"warmup_epochs": min(defaults["warmup_epochs"], epochs // 10)}
-    config = Config(**{"output": folder, **defaults, **values})
-    check(config)
-    return config
-
-
-def check(config: Config) -> None:
-    """Raise a UserError for values out of bounds or at odds with each other."""
-    cli.check_bounds(config)
-    mistakes = {
-        "label_fraction: 0 shows no label; use --mmnn constants for that": config.label_fraction <= 0,
-        f"lengths: {config.lengths} names a length twice": len(set(config.lengths)) < len(config.lengths),
-        f"lengths_per_step: {config.lengths_per_step} is more than there are in --lengths {shown(config.lengths)}": (
-            config.lengths_per_step > len(config.lengths)
-        ),
-        f"composite_size: {config.composite_size} is no size between {-(-config.image_size // 16)} and the "
-        f"{config.image_size} of --image-size; 0 leaves composites as they are": (
-            config.composite_size != 0 and not config.image_size <= 16 * config.composite_size <= 16 * config.image_size
-        ),
-        f"blur_sigma: {config.blur_sigma} must rise": config.blur_sigma[0] > config.blur_sigma[1],
-        f"constants: {config.constants} must fall": any(a <= b for a, b in pairwise(config.constants)),
-        f"warmup_epochs: {config.warmup_epochs} leaves nothing of {config.epochs} epochs": (
-            config.warmup_epochs >= config.epochs
-        ),
-        f"queue_size: {config.queue_size} is less than one batch ({config.batch_size})": (
-            config.method == "moco" and config.queue_size < config.batch_size
-        ),
-        f"blur_prob: {config.blur_prob}: one value, or one for each of the 2 views": len(config.blur_prob) > 2,
-        f"solarize_prob: {config.solarize_prob}: one value, or one for each of the 2 views": (
-            len(config.solarize_prob) > 2
-        ),
-        "--overwrite and --resume exclude each other": config.overwrite and config.resume is not None,
-        f"--execution {config.execution}: forward derivatives cannot be compiled; use auto with --consistency abs": (
-            config.consistency == "abs" and config.execution in ("compiled", "fused")
-        ),
-        f"--execution {config.execution}: LARS cannot be recorded; use compiled with --optimiser lars": (
-            config.optimiser == "lars" and config.execution in ("graph", "fused")
-        ),
-        "--cpu-ranks needs --gpus 0": config.cpu_ranks > 1 and bool(config.gpus),
-    }
-    for message, wrong in mistakes.items():
-        if wrong:
-            raise UserError(message)
-    check_ranks(config, config.gpus or config.cpu_ranks)
-
-
-def check_ranks(config: Config, ranks: int) -> None:
-    """Raise a UserError if the batches cannot be shared out evenly among ``ranks`` processes."""
-    for key in ("batch_size", "labelled_batch_size"):
-        size = getattr(config, key)
-        if size % ranks:
-            raise UserError(f"{key}: {size} is no multiple of the {ranks} ranks; try {-(-size // ranks) * ranks}")
-        if size and size // ranks < 2:
-            raise UserError(f"{key}: {size} on {ranks} ranks is {size // ranks} each; BatchNorm needs 2")
-    if config.method == "intl" and config.batch_size >= config.embedding_dim:
-        raise UserError(
-            f"embedding_dim: INTL whitens the {config.batch_size} images of a batch among each other, which takes more "
-            f"dimensions than images, not {config.embedding_dim}; raise embedding_dim or lower batch_size"
-        )
-    derives = config.consistency == "abs" and config.mmnn == "learned" and config.hypergradient == "exact"
-    if derives and config.sync_bn and ranks > 1:
-        raise UserError(
-            "sync_bn: consistency abs needs forward derivatives, which synchronised BatchNorm lacks; "
-            "use --hypergradient taylor, --consistency softplus or --no-sync-bn"
-        )
-    local = config.batch_size // ranks
-    groups = key_bn_groups(config, ranks)
-    if config.method == "moco" and (local % groups or local // groups < 2):
-        fitting = max(n for n in range(1, groups + 1) if local % n == 0 and local // n >= 2)
-        raise UserError(
-            f"key_bn_splits: {config.key_bn_splits} does not cut a batch of {config.batch_size} on {ranks} ranks into "
-            f"equal groups of 2 or more; try {fitting * ranks}"
-        )
 
 
 def key_bn_groups(config: Config, ranks: int) -> int:

@@ -52,7 +52,7 @@ def choose(config: Config, world: World, steps: int) -> str:
         return asked
     if not on_gpu:
         return "eager"
-    # As in cocor.config.check: forward derivatives cannot be compiled, LARS cannot be recorded. Communication within
+    # As in cocor.checks.check: forward derivatives cannot be compiled, LARS cannot be recorded. Communication within
     # the network would cut what is compiled into pieces, two a layer.
     compiles, records = config.consistency != "abs" and not _synchronises(config, world), config.optimiser == "sgd"
     if compiles and steps >= LONG_RUN:

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from cocor import start, stop
-from cocor.config import Config, check_ranks
+from cocor.checks import check_ranks
+from cocor.config import Config
 from loaders import queues
 from loaders.errors import UserError
 from loaders.names import printable

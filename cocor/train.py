@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> None:
     from cocor import launch, run_folder, stop
-    from cocor.config import load
+    from cocor.configure import load
 
     with stop.at_once(launch.tell):
         asked = load(arguments)

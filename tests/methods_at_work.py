@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from cocor import config as configuration
 from cocor import distributed
 from cocor.build import build_method, build_target
-from cocor.config import Config, resolve
+from cocor.config import Config
+from cocor.configure import resolve
 from cocor.data import labelled_loader, open_data, training_loader
 from cocor.distributed import World, mean_over_ranks
 from cocor.step import TrainingStep

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from cocor import distributed, launch
-from cocor.config import Config, load
+from cocor.config import Config
+from cocor.configure import load
 from cocor.distributed import World
 from cocor.votes import Votes
 from loaders.errors import UserError

@@ -8,7 +8,8 @@ import torch
 from test_step import WORLD, build, config_for
 
 from cocor.build import build_target
-from cocor.config import Config, load
+from cocor.config import Config
+from cocor.configure import load
 from cocor.data import open_data, training_loader, training_plan
 from cocor.mmnn import MMNN, Constants
 from loaders import ops

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from cocor import distributed, slurm
-from cocor.config import Config, load
+from cocor.config import Config
+from cocor.configure import load
 from cocor.distributed import Place
 from cocor.launch import settle, usable_cpus
 from loaders.errors import UserError

@@ -10,7 +10,7 @@ from torch import nn
 
 from cocor import checkpoint
 from cocor.build import build_method
-from cocor.config import resolve
+from cocor.configure import resolve
 from cocor.distributed import World
 from cocor.eval.consistency import LENGTHS, measure, subject, target_rises
 from cocor.eval.features import Extraction

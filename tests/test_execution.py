@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from cocor.build import build_method, build_target
-from cocor.config import Config, resolve
+from cocor.config import Config
+from cocor.configure import resolve
 from cocor.distributed import World
 from cocor.execution import LONG_RUN, choose, compile_backbones, executable, uncompiled
 from cocor.recording import WARM_UP, RecordedStep

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_train import flags
 
-from cocor.config import resolve
+from cocor.configure import resolve
 from cocor.profile import Parts, costs, table
 from cocor.train import main
 

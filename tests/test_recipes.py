@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cocor.config import load
+from cocor.configure import load
 from cocor.train import main
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"

@@ -31,7 +31,8 @@ from test_train import (
 from torch import Tensor
 
 from cocor import atomic, checkpoint, distributed, launch, run_folder, run_lock
-from cocor.config import Config, load
+from cocor.config import Config
+from cocor.configure import load
 from cocor.distributed import Place
 from cocor.run_lock import RunLock
 from cocor.train import main

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cocor.build import build_method, build_target
-from cocor.config import Config, resolve
+from cocor.config import Config
+from cocor.configure import resolve
 from cocor.data import labelled_loader, open_data, training_loader
 from cocor.distributed import World
 from cocor.methods.base import Method, batch_statistics_only

@@ -10,7 +10,7 @@ from test_step import EPOCH, WORLD, Literal, assert_equal_steps, assert_the_mmnn
 from test_train import STEPS, assert_same_bits, final_state, flags, interrupted, metrics
 from torch import Tensor
 
-from cocor.config import load, resolve
+from cocor.configure import load, resolve
 from cocor.run import build as build_run
 from cocor.train import main
 from cocor.turns import Turns, scaled_down
