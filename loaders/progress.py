@@ -22,11 +22,18 @@ def track(items: Iterable[Item], total: int, text: str, unit: str = "files", ste
         return
     start = time.monotonic()
     due, done = start + _FIRST_LINE_S, 0
+    first: tuple[int, float] | None = None  # what came first took the start of programs and threads with it
     for item in items:
         yield item
-        done = min(done + step, total)
-        now = time.monotonic()
+        done, now = min(done + step, total), time.monotonic()
         if now >= due and done < total:
-            left = (now - start) * (total - done) / done
-            print(f"{text}: {done:,} of {total:,} {unit}, about {left:.0f} s left", file=sys.stderr, flush=True)
+            print(f"{text}: {done:,} of {total:,} {unit}{_left(first, done, now, total)}", file=sys.stderr, flush=True)
             due = now + _LINE_EVERY_S
+        first = first or (done, now)
+
+
+def _left(first: tuple[int, float] | None, done: int, now: float, total: int) -> str:
+    """By the pace since ``first``: how many were done when."""
+    if first is None or done == first[0]:
+        return ""
+    return f", about {(now - first[1]) * (total - done) / (done - first[0]):.0f} s left"
