@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from cocor import checkpoint
+from cocor.configure import METHOD_DEFAULTS
 from cocor.train import main
 
 ROOT = Path(__file__).parent.parent
@@ -118,7 +119,7 @@ class TestRunFolder:
         assert "k-NN accuracy after 2 epochs" in (unbroken / "log.txt").read_text()
 
     def test_metrics_tell_of_every_part(self, unbroken: Path) -> None:
-        lines = metrics(unbroken, "train")
+        lines, weight = metrics(unbroken, "train"), METHOD_DEFAULTS["moco"]["consistency_weight"]
         assert [line["step"] for line in lines] == list(range(1, 2 * STEPS + 1))
         assert [line["epoch"] for line in lines] == [0] * STEPS + [1] * STEPS
         told = {"loss", "lr", "images_per_s", "data_wait_share", "time_left_s", "contrastive_loss", "consistency_loss"}
@@ -126,7 +127,8 @@ class TestRunFolder:
         told |= {f"{what}_{length}" for what in ("similarity", "target") for length in (1, 2, 3)}
         for line in lines:
             assert told <= line.keys() and None not in line.values()
-            assert line["loss"] == pytest.approx(line["contrastive_loss"] + line["consistency_loss"], rel=1e-5)
+            consistency = weight * line["consistency_loss"]
+            assert line["loss"] == pytest.approx(line["contrastive_loss"] + consistency, rel=1e-5)
         assert [(line["step"], line["epoch"]) for line in metrics(unbroken, "knn")] == [(0, 0), (STEPS, 1), (6, 2)]
 
     def test_the_backbone_is_timms(self, unbroken: Path) -> None:
