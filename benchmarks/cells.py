@@ -30,6 +30,7 @@ from timing import Window, completed, milliseconds, time_together, time_windows
 
 _CONVERTING = 600.0
 _PATIENCE = 150.0  # seconds for a rank beyond the timed ones: starting, building, warming up
+_COMPILING = 600.0  # and compiling, where the compiler finds no work of before
 _GIB = 2**30
 
 
@@ -102,7 +103,8 @@ def measure(contender: Contender, stage: Stage, images: Images, settings: Settin
         return Absent(contender, stage, beton)
     port = _free_port()
     jobs = [(_measure_rank, (contender, stage, images, beton, settings, rank, port)) for rank in range(settings.ranks)]
-    answers = in_processes(jobs, 4 * settings.seconds + _PATIENCE)
+    compiles = stage == "step" and settings.execution in ("compiled", "fused")
+    answers = in_processes(jobs, 4 * settings.seconds + (_COMPILING if compiles else _PATIENCE))
     failures = [answer for answer in answers if isinstance(answer, str)]
     if failures:
         return Absent(contender, stage, failures[0])
