@@ -18,7 +18,7 @@ import torch
 
 from cocor import dry_run, profile, resume, run_folder, stop
 from cocor.config import Config
-from cocor.distributed import World, barrier, gather
+from cocor.distributed import World, gather, on_main
 from cocor.execution import executable, uncompiled
 from cocor.log import RunLog, duration, set_up_logging
 from cocor.run import Run, build
@@ -41,19 +41,16 @@ def train(config: Config, world: World, asked: Config) -> None:
     with ExitStack() as stack:
         lock = RunLock(config.output)
         stack.callback(lock.release)
-        if world.main and config.trains:
-            run_folder.check(config)
-            lock.take(make=False)
+        if config.trains:
+            on_main(lambda: _claim(config, lock))
         run = stack.enter_context(closing(build(config, world)))
         if not config.trains:
             (dry_run if config.dry_run else profile).report(run)
             return
         checkpoint_read = resume.restore(run)  # before anything is written
-        if world.main:
-            sets = (run.data.train, run.data.held_out)
-            roots = [data.root for data in sets if data is not None]
-            run_folder.prepare(config, asked, roots, lock, resumes=checkpoint_read is not None)
-        barrier()
+        roots = [data.root for data in (run.data.train, run.data.held_out) if data is not None]
+        resumes = checkpoint_read is not None
+        on_main(lambda: run_folder.prepare(config, asked, roots, lock, resumes=resumes))
         set_up_logging(world, config.output / "log.txt")
         describe(run, checkpoint_read)
         log = RunLog(
@@ -69,6 +66,11 @@ def train(config: Config, world: World, asked: Config) -> None:
             fit(run, stack.enter_context(closing(log)))
         except torch.OutOfMemoryError as error:
             raise UserError(f"GPU out of memory: lower --batch-size, or use more GPUs ({error})") from None
+
+
+def _claim(config: Config, lock: RunLock) -> None:
+    run_folder.check(config)
+    lock.take(make=False)
 
 
 def describe(run: Run, checkpoint_read: Path | None) -> None:

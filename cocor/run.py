@@ -12,7 +12,7 @@ from cocor import stop
 from cocor.build import build_method, build_target
 from cocor.config import Config
 from cocor.data import Data, knn_loaders, labelled_loader, open_data, training_loader
-from cocor.distributed import World, barrier
+from cocor.distributed import World, main_first
 from cocor.execution import choose
 from cocor.launch import usable_cpus
 from cocor.online_knn import OnlineKnn
@@ -78,11 +78,7 @@ class Run:
 
 def build(config: Config, world: World) -> Run:
     """Open the data and build networks and loaders. Ranks read the folder one after the other's index is cached."""
-    if not world.main:
-        barrier()
-    data = open_data(config)
-    if world.main:
-        barrier()
+    data = main_first(lambda: open_data(config))
     precision = torch.bfloat16 if config.precision == "bf16" else torch.float32
     if world.device.type == "cuda":
         torch.backends.cudnn.benchmark = True

@@ -84,6 +84,26 @@ def mistake(config: Config, world: World) -> None:
     distributed.barrier()
 
 
+def mistakes_of_one(config: Config, world: World) -> None:
+    """However a rank came to its mistake, all ranks raise it."""
+
+    def fails_on(rank: int) -> int:
+        if world.rank == rank:
+            raise UserError(f"no images on {rank}")
+        return world.rank
+
+    assert distributed.main_first(lambda: fails_on(-1)) == distributed.together(lambda: fails_on(-1)) == world.rank
+    distributed.on_main(lambda: fails_on(1))  # which is not asked
+    for do, rank in ((distributed.on_main, 0), (distributed.main_first, 0), (distributed.main_first, 1),
+                     (distributed.together, 1)):  # fmt: skip
+        try:
+            do(lambda rank=rank: fails_on(rank))  # type: ignore[misc]
+        except UserError as error:
+            assert str(error) == f"no images on {rank}"
+        else:
+            raise AssertionError(f"{do} did not raise on {world.rank}")
+
+
 def bug(config: Config, world: World) -> None:
     if world.rank == 1:
         raise ZeroDivisionError("the first to fail")
@@ -97,6 +117,12 @@ def killed(config: Config, world: World) -> None:
 
 
 if __name__ == "__main__":
-    work = {"collectives": collectives, "mistake": mistake, "bug": bug, "killed": killed}[sys.argv[1]]
+    work = {
+        "collectives": collectives,
+        "mistake": mistake,
+        "mistakes_of_one": mistakes_of_one,
+        "bug": bug,
+        "killed": killed,
+    }[sys.argv[1]]
     arguments = sys.argv[2:]
     sys.exit(launch.command("test", lambda: launch.run(load(arguments), sys.argv[1:], work, "ranks_at_work")))

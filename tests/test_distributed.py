@@ -54,6 +54,11 @@ def test_a_users_mistake_on_one_rank_is_one_line_and_exit_code_2() -> None:
     assert (run.returncode, run.stderr) == (2, "test: error: no images in nowhere\n")
 
 
+def test_a_mistake_that_one_rank_makes_is_made_by_all() -> None:
+    run = run_ranks("mistakes_of_one", "--gpus", "0", "--cpu-ranks", "2")
+    assert (run.returncode, run.stderr) == (0, "")
+
+
 def test_the_first_failure_is_shown_alone_and_ends_all_ranks() -> None:
     run = run_ranks("bug", "--gpus", "0", "--cpu-ranks", "2")
     assert run.returncode == 1

@@ -250,19 +250,45 @@ def test_a_full_gpu_is_one_line(data: Path, tmp_path: Path, capsys: pytest.Captu
     assert "the GPU's memory is full: lower --batch-size (256)" in capsys.readouterr().err.splitlines()[-1]
 
 
-def ranks(arguments: list[str], cache: Path, output: Path) -> list[tuple[int, str]]:
-    """Exit codes and errors of two ranks of one call."""
+def ranks(arguments: list[str], cache: Path | tuple[Path, Path], output: Path) -> list[tuple[int, str]]:
+    """Exit codes and errors of two ranks of one call, with one cache or one each."""
+    caches = cache if isinstance(cache, tuple) else (cache, cache)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "cocor.eval.cli", *arguments, "--cache", str(cache), "--output", str(output)]
+    command = [sys.executable, "-m", "cocor.eval.cli", *arguments, "--output", str(output), "--cache"]
     started = []
-    for rank in ("0", "1"):
+    for rank, own in zip(("0", "1"), caches, strict=True):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(Path(__file__).parents[1])}
-        started.append(subprocess.Popen(command, env=os.environ | place, stderr=subprocess.PIPE, text=True))
+        started.append(
+            subprocess.Popen([*command, str(own)], env=os.environ | place, stderr=subprocess.PIPE, text=True)
+        )
     errors = [process.communicate(timeout=100)[1] for process in started]
     return [(process.returncode, error) for process, error in zip(started, errors, strict=True)]
+
+
+def test_an_image_that_one_rank_cannot_read_ends_both_with_one_line(data: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(data / "pets", tmp_path / "pets"))
+    usual = ["--gpu", "no", "--loader", "torch", "--workers", "0", "--image-size", "32", "--batch-size", "5"]
+    here = ["knn", WEIGHTS, "--data", str(folder), *usual]
+    assert main([*here, "--cache", str(tmp_path / "c"), "--output", str(tmp_path)]) == 0  # sizes are known by now
+    file = sorted((folder / "train").glob("*/*.jpg"))[7]  # of the second batch
+    status = file.stat()
+    file.write_bytes(file.read_bytes()[:300].ljust(status.st_size, b"0"))
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    found = ranks(here, tmp_path / "c2", tmp_path)
+    assert [code for code, _ in found] == [2, 2]
+    assert sum("error: " in line for _, error in found for line in error.splitlines()) == 1
+    assert not any("Traceback" in error for _, error in found)
+
+
+def test_ranks_with_disks_of_their_own_make_features_together(data: Path, tmp_path: Path) -> None:
+    here = ["knn", WEIGHTS, "--data", str(data / "pets"), "--gpu", "no", "--workers", "0", "--image-size", "32"]
+    (tmp_path / "c0").mkdir()
+    assert main([*here, "--cache", str(tmp_path / "c0"), "--output", str(tmp_path)]) == 0
+    found = ranks(here, (tmp_path / "c0", tmp_path / "c1"), tmp_path)
+    assert [code for code, _ in found] == [0, 0]
 
 
 def test_two_ranks_give_the_result_of_one(data: Path, tmp_path: Path) -> None:

@@ -68,6 +68,22 @@ def srun(node: int, port: int, arguments: list[str]) -> tuple[list[str], dict[st
     return [sys.executable, "-m", "cocor.train", *arguments], environment() | job
 
 
+@pytest.mark.parametrize("mistake", ["data", "output"])
+def test_a_mistake_is_said_once_by_the_tasks_of_srun(photo_folder: Path, tmp_path: Path, mistake: str) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    data = tmp_path / "nowhere" if mistake == "data" else photo_folder
+    output = tmp_path / ("new" if mistake == "data" else "run")
+    arguments, port = flags(data=data, loader="torch", backbone="test_nfnet", output=output), free_port()
+    nodes = []
+    for node in range(2):
+        command, variables = srun(node, port, arguments)
+        nodes.append(subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True))
+    errors = "".join(process.communicate(timeout=120)[1] for process in nodes)
+    assert [process.returncode for process in nodes] == [2, 2]
+    assert errors.startswith("cocor-train: error: ") and errors.count("\n") == 1
+
+
 @pytest.mark.parametrize("start", [torchrun, srun])
 def test_two_nodes_make_one_run(photo_folder: Path, tmp_path: Path, start: type[object]) -> None:
     options = {"data": photo_folder, "loader": "torch", "backbone": "test_nfnet", "knn_every": 0, "log_samples": True}

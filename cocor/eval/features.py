@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cocor import atomic
-from cocor.distributed import World, barrier
+from cocor.distributed import World, barrier, together
 from cocor.eval.crops import Crop, CropPlan
 from cocor.eval.weights import Encoder
 from cocor.online_knn import evaluating
@@ -112,7 +112,7 @@ def features_of(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: 
         UserError: images that cannot be read, or features that are not finite.
     """
     path = _place(encoder, dataset, how)
-    return _complete(encoder, dataset, how, name, path, _cached(path, len(dataset)))
+    return _complete(encoder, dataset, how, name, path, _cached(path, len(dataset), how))
 
 
 def features_of_two(
@@ -121,7 +121,7 @@ def features_of_two(
     """As :func:`features_of`, for images to learn from that ``both`` holds in this order, if it can: then one loader
     makes them, since its start costs seconds. They are kept apart all the same."""
     paths = [_place(encoder, dataset, how) for dataset in (train, val)]
-    first, second = (_cached(path, len(dataset)) for path, dataset in zip(paths, (train, val), strict=True))
+    first, second = (_cached(path, len(dataset), how) for path, dataset in zip(paths, (train, val), strict=True))
     if first is None and second is None and len(both) == len(train) + len(val):
         first, second = _made(encoder, both, how, "training and validation images").split([len(train), len(val)])
         _keep(first, paths[0], how)
@@ -160,9 +160,17 @@ def _place(encoder: Encoder, dataset: ImageDataset, how: Extraction) -> Path | N
     return None if how.cache is None else how.cache / f"{how.key(encoder, dataset)}.safetensors"
 
 
-def _cached(path: Path | None, count: int) -> Tensor | None:
-    if path is None:
-        return None
+def _cached(path: Path | None, count: int, how: Extraction) -> Tensor | None:
+    """What is kept for all ranks, which need not share a disk: they make features together or not at all."""
+    values = None if path is None else _read(path, count)
+    if how.world.size > 1:
+        have = torch.tensor(int(values is not None), device=how.world.device)
+        dist.all_reduce(have, dist.ReduceOp.MIN)
+        return values if have.item() else None
+    return values
+
+
+def _read(path: Path, count: int) -> Tensor | None:
     try:
         values = safetensors.torch.load_file(path)["features"]
     except (OSError, KeyError, safetensors.SafetensorError):
@@ -188,12 +196,17 @@ def _extract(backbone: nn.Module, dataset: ImageDataset, how: Extraction, name: 
     backbone.to(world.device)
     if world.device.type == "cuda":
         backbone.to(memory_format=torch.channels_last)
-    found: Tensor | None = None
-    with evaluating(backbone):
-        for index, batch_features in _batches(backbone, dataset.subset(rows), how, name):
-            if found is None:
-                found = torch.zeros(len(dataset), *batch_features.shape[1:])
-            found[torch.from_numpy(rows)[index]] = batch_features
+
+    def own() -> Tensor | None:
+        found: Tensor | None = None
+        with evaluating(backbone):
+            for index, batch_features in _batches(backbone, dataset.subset(rows), how, name):
+                if found is None:
+                    found = torch.zeros(len(dataset), *batch_features.shape[1:])
+                found[torch.from_numpy(rows)[index]] = batch_features
+        return found
+
+    found = together(own)
     return _exchange(found, len(dataset), backbone, how) if world.size > 1 else _some(found)
 
 
