@@ -23,6 +23,7 @@ from cocor.eval.linear import PENALTIES, linear_probe
 from cocor.eval.peer import against_sklearn
 from cocor.eval.softmax import SoftmaxRegression
 from cocor.launch import command
+from common import positive
 from loaders.errors import UserError
 
 
@@ -38,17 +39,11 @@ def draw(images: int, dimensions: int, classes: int, seed: int) -> Features:
     return Features(values.relu_(), labels)
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
-    return int(text)
-
-
 def run(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=_positive, default=50_000)
-    parser.add_argument("--dimensions", type=_positive, default=2048)
-    parser.add_argument("--classes", type=_positive, default=100)
+    parser.add_argument("--images", type=positive, default=50_000)
+    parser.add_argument("--dimensions", type=positive, default=2048)
+    parser.add_argument("--classes", type=positive, default=100)
     parser.add_argument("--penalty", type=float, default=1.0, help="of the single fit")
     parser.add_argument("--no-sklearn", action="store_true")
     parser.add_argument("--json", type=Path, help="also write the numbers here")

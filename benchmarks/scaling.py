@@ -25,7 +25,7 @@ import images
 import throughput
 from cells import Absent, Measured, Settings, measure
 from cocor.launch import command
-from common import RESULTS, Column, describe_machine, device_slug, header, machine_line, row, write_json
+from common import RESULTS, Column, describe_machine, device_slug, header, machine_line, positive, row, write_json
 from images import open_images
 from loaders.errors import UserError
 from photographs import make_photographs
@@ -97,8 +97,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line (default: this process's), parsed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder of images (default: JPEG files made for the purpose)")
-    parser.add_argument("--gpus", type=int, nargs="+", help="numbers of GPUs (default: 1, 2, 4, 8 if there are)")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[256, 64], help="images a GPU")
+    parser.add_argument("--gpus", type=positive, nargs="+", help="numbers of GPUs (default: 1, 2, 4, 8 if there are)")
+    parser.add_argument("--batch-sizes", type=positive, nargs="+", default=[256, 64], help="images a GPU")
     parser.add_argument("--loaders", nargs="+", choices=["synthetic", "dali", "ffcv", "torch"],
                         default=["synthetic", "dali"])  # fmt: skip
     parser.add_argument("--execution", choices=["eager", "compiled", "graph", "fused"], default="fused")

@@ -50,7 +50,7 @@ from cocor.methods.base import Method, batch_statistics_only
 from cocor.profile import CONTRASTIVE_COST, costs
 from cocor.recording import WARM_UP
 from cocor.step import TrainingStep
-from common import RESULTS, Column, describe_machine, device_slug, header, machine_line, row, write_json
+from common import RESULTS, Column, describe_machine, device_slug, header, machine_line, positive, row, write_json
 from loaders.batch import Batch
 from loaders.errors import UserError
 
@@ -199,8 +199,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description="Time the training step.")
     parser.add_argument("--backbone", default="resnet50" if on_gpu else "test_resnet")
-    parser.add_argument("--size", type=int, default=224 if on_gpu else 64, help="side of the images in pixels")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[256, 64] if on_gpu else [16])
+    parser.add_argument("--size", type=positive, default=224 if on_gpu else 64, help="side of the images in pixels")
+    parser.add_argument("--batch-sizes", type=positive, nargs="+", default=[256, 64] if on_gpu else [16])
     parser.add_argument("--methods", nargs="+", choices=sorted(CONTRASTIVE_COST), default=["moco", "simsiam"])
     parser.add_argument("--kinds", nargs="+", choices=["plain", "cocor"], default=["plain", "cocor"])
     parser.add_argument("--options", nargs="+", default=["none"], metavar="KEY=VALUE",
@@ -209,8 +209,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
                         default=["eager", "fused"] if on_gpu else ["eager"])  # fmt: skip
     parser.add_argument("--parallel", action=argparse.BooleanOptionalAction,
                         help="lengths side by side in a recorded step (default: for small batches)")  # fmt: skip
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 3], help="of the composites")
-    parser.add_argument("--steps", type=int, default=20 if on_gpu else 2, help="in each of three windows")
+    parser.add_argument("--lengths", type=positive, nargs="+", default=[1, 2, 3], help="of the composites")
+    parser.add_argument("--steps", type=positive, default=20 if on_gpu else 2, help="in each of three windows")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further row after this time")
     parser.add_argument("--json", type=Path, help="write the figures here (default on a GPU: results/step-CARD.json)")
     return parser.parse_args(argv)
@@ -237,7 +237,7 @@ def _word(key: str) -> str:
 def _config(
     arguments: argparse.Namespace, method: str, kind: str, option: str, batch_size: int, on_gpu: bool
 ) -> Config:
-    splits = max(n for n in (8, 4, 2, 1) if batch_size // n >= 2)
+    splits = max(n for n in (8, 4, 2, 1) if batch_size // n >= 2 or n == 1)
     return resolve({
         "method": method, "backbone": arguments.backbone, "image_size": arguments.size, "batch_size": batch_size,
         "lengths": tuple(arguments.lengths), "consistency": "softplus" if kind == "cocor" else "none",

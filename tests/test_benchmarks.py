@@ -150,6 +150,19 @@ def test_the_step_benchmark_refuses_graphs_without_a_gpu(capsys: pytest.CaptureF
     )
 
 
+@pytest.mark.parametrize("words", [("--batch-sizes", "0"), ("--steps", "0"), ("--size", "-1"), ("--lengths", "0")])
+def test_the_step_benchmark_refuses_sizes_that_are_none(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        step.main(words)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"argument {words[0]}" in error
+    assert step.main(["--batch-sizes", "1", "--size", "32", "--methods", "moco"]) == 2  # no BatchNorm of one image
+    assert "step.py: error: batch_size: 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("option", "told"),
     [
