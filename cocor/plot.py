@@ -73,6 +73,10 @@ def _name(run: Path) -> str:
     return run.resolve().parent.name if run.name == METRICS else run.resolve().name
 
 
+# What the lines of a kind must hold as numbers; all else may be missing.
+_NUMBERS = {"train": ("step", "epoch", "images_per_s"), "knn": ("step", "epoch", "accuracy")}
+
+
 def read_run(path: Path) -> list[Record]:
     """The records of a run's metrics.jsonl; a last line that a running process has half written is left out.
 
@@ -90,7 +94,9 @@ def read_run(path: Path) -> list[Record]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-            records.append(record | {"kind": record["kind"]})
+            for key in _NUMBERS.get(record["kind"], ()):
+                float(record[key])
+            records.append(record)
         except (ValueError, TypeError, KeyError):
             if number < len(lines):
                 raise UserError(f"{file}:{number}: not a measurement in JSON") from None

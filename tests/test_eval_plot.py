@@ -38,6 +38,16 @@ def test_a_picture_is_no_wider_than_its_panels(tmp_path: Path, count: int, acros
     assert Image.open(tmp_path / "p.png").width == pytest.approx(across * WIDTH * 110, abs=1)
 
 
+@pytest.mark.parametrize("line", ['{"kind": "knn"}', '{"kind": "knn", "step": 1, "epoch": 1, "accuracy": null}', "[1]",
+                                  '{"kind": "train", "step": 3}', '{"kind": ["train"]}', "7"])  # fmt: skip
+def test_a_line_that_is_no_measurement_is_named(tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run")
+    measured = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(f"{line}\n{measured}")
+    assert main([str(run), "--output", str(tmp_path / "p.png")]) == 2
+    assert capsys.readouterr().err == f"cocor-plot: error: {run / 'metrics.jsonl'}:1: not a measurement in JSON\n"
+
+
 def test_runs_are_drawn_side_by_side(tmp_path: Path) -> None:
     plain, ours = write_run(tmp_path / "moco", consistent=False), write_run(tmp_path / "cocor", tail='{"kind": "tr')
     for suffix in ("png", "svg"):
