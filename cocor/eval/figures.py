@@ -72,7 +72,7 @@ def draw_consistency(path: Path, found: Sequence[Consistency]) -> None:
             if one.targets == "its MMNN":
                 lengths.plot(list(one.target), list(one.target.values()), color, linestyle="--")
             levels.plot(list(one.dacl), list(one.dacl.values()), color, marker="o", label=one.name)
-        lengths.plot([], [], "grey", marker="o", label="similarity")  # colours are named beside: names would hide curves
+        lengths.plot([], [], "grey", marker="o", label="similarity")  # names, which stand beside, would hide curves
         if any(one.targets == "its MMNN" for one in found):
             lengths.plot([], [], "grey", linestyle="--", label="target of its MMNN")
         order = sorted(found[0].by_op, key=lambda op: found[0].by_op[op])
