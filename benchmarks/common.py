@@ -1,6 +1,5 @@
 """What all benchmarks share: saying on what machine and software they ran, tables for people, JSON for programs."""
 
-import argparse
 import json
 import os
 import platform
@@ -53,13 +52,6 @@ def device_slug(machine: dict[str, Any]) -> str:
     name = machine["gpu"] if machine["gpus"] else f"cpu {machine['cores']} cores"
     count = f"-x{machine['gpus']}" if machine["gpus"] > 1 else ""
     return "-".join(name.lower().split()) + count
-
-
-def positive(text: str) -> int:
-    """For argparse: a whole number of 1 or more."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
-    return int(text)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

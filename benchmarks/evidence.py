@@ -30,7 +30,7 @@ from typing import Any, get_args
 
 import torch
 
-from cocor import atomic, config, configure, launch
+from cocor import atomic, config, configure, launch, panels
 from cocor.cli import Parser
 from cocor.data import held_out_images
 from cocor.eval.datasets import open_splits
@@ -39,9 +39,11 @@ from evidence_flags import shared_flags
 from evidence_report import Row, draw, measured, table
 from evidence_runs import Crew, Training
 from evidence_studies import STUDIES, Flags, Variant
+from flags import positive, whole
 from loaders.errors import UserError
 from loaders.names import available_cores
 from loaders.prep.demo import DEMO, or_demo
+from loaders.writable import check_folder
 
 _CONFIGS = str(Path(__file__).resolve().parent.parent / "configs" / "cifar10_{method}.yaml")
 _CURVE = 20  # points of an accuracy curve
@@ -61,14 +63,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--linear", type=Path, metavar="DIR", help="also linear probes on DIR: train and test images")
     methods = get_args(config.Method)
     parser.add_argument("--methods", nargs="+", choices=methods, help="default: moco simsiam; for `methods` all five")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="default: 0 1")
-    parser.add_argument("--epochs", type=int, default=100, help="default: 100")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; they share the GPUs (default: 1)")
+    parser.add_argument("--seeds", type=whole, nargs="+", default=[0, 1], help="default: 0 1")
+    parser.add_argument("--epochs", type=positive, default=100, help="default: 100")
+    parser.add_argument("--jobs", type=positive, default=1, help="runs at a time; they share the GPUs (default: 1)")
     parser.add_argument("--output", type=Path, default=Path("runs/evidence"), help="default: runs/evidence")
     parser.add_argument("--configs", default=_CONFIGS, metavar="FILE", help="default: configs/cifar10_{method}.yaml")
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="only variants with one of these")
     parser.add_argument("--minutes", type=float, help="stop after so long; the same command goes on from there")
-    parser.add_argument("--gpus", type=int, help="GPUs to spread the runs over (default: all; 0: the CPU)")
+    parser.add_argument("--gpus", type=whole, help="GPUs to spread the runs over (default: all; 0: the CPU)")
     parser.add_argument(
         "--report-only", action="store_true", help="train nothing, report what has been measured so far"
     )
@@ -79,8 +81,6 @@ def _parser() -> argparse.ArgumentParser:
 def _study(options: argparse.Namespace, given: Sequence[str]) -> None:
     variants = _variants(options)
     shared = shared_flags(options.flags, variants)
-    if options.jobs < 1 or options.epochs < 1:
-        raise UserError("--jobs and --epochs: at least 1")
     for name, values in (("--seeds", options.seeds), ("--methods", options.methods or [])):
         if len(set(values)) < len(values):  # equal runs would count as several, in one folder
             raise UserError(f"{name} {' '.join(map(str, values))}: names one twice")
@@ -110,7 +110,9 @@ def _study(options: argparse.Namespace, given: Sequence[str]) -> None:
 
 
 def _check_paths(options: argparse.Namespace) -> None:
-    """A path that leads nowhere is told once, not by every run."""
+    """A path that leads nowhere is told once, not by every run; what the report needs, before hours of work."""
+    panels.check(options.output / f"{options.study}.png")
+    check_folder("--output", options.output)
     for name, path in (("--data", options.data), ("--val-data", options.val_data)):
         if path is not None and str(path) != DEMO and not path.exists():
             raise UserError(f"{name} {path}: no such folder or file; check the path")

@@ -18,7 +18,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
 from common import Column, describe_machine, header, machine_line, row, write_json
+from flags import positive, whole, writable
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
 from loaders.kernels import pillow
 from loaders.kernels.cpu import CpuExecutor
@@ -126,11 +126,11 @@ def measure(work: Work, repeats: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=64, help="photographs (default 64)")
-    parser.add_argument("--size", type=int, default=224, help="pixels a side of a crop (default 224)")
-    parser.add_argument("--repeats", type=int, default=5, help="runs of each side (default 5)")
-    parser.add_argument("--seed", type=int, default=0, help="of the plan (default 0)")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--samples", type=positive, default=64, help="photographs (default 64)")
+    parser.add_argument("--size", type=positive, default=224, help="pixels a side of a crop (default 224)")
+    parser.add_argument("--repeats", type=positive, default=5, help="runs of each side (default 5)")
+    parser.add_argument("--seed", type=whole, default=0, help="of the plan (default 0)")
+    parser.add_argument("--json", type=writable, help="write the figures here too")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     machine = describe_machine()

@@ -32,6 +32,7 @@ import fault_runs as runs
 from common import describe_machine, machine_line
 from fault_acts import FAULTS, Fault, expect, kill, kill_everything, kill_rank
 from fault_runs import Broken, Lane, Start, wait_until
+from flags import positive, whole
 from loaders.prep.convert import convert
 from loaders.prep.encode import Settings
 from loaders.prep.sources import open_source
@@ -219,10 +220,10 @@ def make_lanes(place: Path, disk: Path | None, wanted: Sequence[str]) -> list[La
 def main() -> int:
     """Run the rounds; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--rounds", type=positive, default=100)
     names = list(FAULTS)
     parser.add_argument("--lanes", nargs="+", choices=names, default=names, metavar="LANE", help=", ".join(names))
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=whole, default=0)
     options = parser.parse_args()
     print(machine_line(describe_machine()), flush=True)
     begin, total = time.monotonic(), Account()

@@ -11,11 +11,11 @@ is threads a block x threads resident on a multiprocessor (more leave fewer regi
 """
 
 import argparse
+import re
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from common import Column, describe_machine, header, machine_line, row, write_json
+from flags import positive, writable
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
 from loaders.kernels import cuda
 from loaders.kernels.cpu import CpuExecutor
@@ -187,6 +188,15 @@ class Variant(cuda.Configuration):
         return [*super().definitions(), *(f"-D{name}=1" for name in self.macros)]
 
 
+def variants(text: str) -> list[str]:
+    """For argparse: names for :func:`select`."""
+    names = text.split(",")
+    wrong = [name for name in names if not re.fullmatch(r"[1-9]\d*x[1-9]\d*(\+\w+)*", name)]
+    if wrong:
+        raise argparse.ArgumentTypeError(f"{wrong[0]} is not THREADSxRESIDENT, such as 512x1024")
+    return names
+
+
 def select(variant: str) -> None:
     """Compile kernels like this from now on: ``512x1024`` or ``512x1024+MACRO``."""
     threads, *macros = variant.split("+")
@@ -208,14 +218,16 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",")], default=[64, 256])
-    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--batches", type=lambda text: [positive(n) for n in text.split(",")], default=[64, 256])
+    parser.add_argument("--size", type=positive, default=224)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--repeats", type=int, default=100)
+    parser.add_argument("--repeats", type=positive, default=100)
     parser.add_argument("--per-op", action="store_true", help="also each view and each operation alone")
-    parser.add_argument("--variants", default="", help="such as 512x1024,256x1024; the first is also used for --per-op")
+    parser.add_argument(
+        "--variants", type=variants, default=[], help="such as 512x1024,256x1024; the first is also used for --per-op"
+    )
     parser.add_argument("--once", action="store_true", help="launch every case once, for a profiler")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=writable)
     return parser.parse_args()
 
 
@@ -230,7 +242,7 @@ def main() -> None:
     print(machine_line(machine), f"{options.size} px, {options.dtype}", sep="\n")
     if not options.once:
         print(f"copy {copy_rate():.0f} GB/s")
-    for variant in options.variants.split(",") if options.variants else [default]:
+    for variant in options.variants or [default]:
         select(variant)
         verify(options.size)
         kernel = cuda.load_kernel(0, cuda.configure(options.size, DTYPES[options.dtype].itemsize, True))

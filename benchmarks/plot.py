@@ -1,18 +1,14 @@
 """The throughput table as a picture: a group of bars for each loader, a bar for each stage, from 0 on."""
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
 from cells import Absent, Measured
-from loaders.errors import UserError
 from stages import STAGES, TITLES
 
 
 def plot_cells(cells: Sequence[Measured | Absent], title: str, path: Path) -> None:
-    """Draw samples a second into ``path``. UserError without matplotlib."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("--plot needs matplotlib: pip install matplotlib")
+    """Draw samples a second into ``path``."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flags import positive
 from loaders.batch import IMAGENET_STD, Batch
 from loaders.dataset import ImageDataset, open_folder
 from loaders.open import LoaderName, open_loader
@@ -38,8 +39,8 @@ def main() -> int:
     """Print a line for every loader and number of ranks; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--data", type=Path, required=True, help="class folders of images")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--image-size", type=int, default=224)
+    parser.add_argument("--batch-size", type=positive, default=64)
+    parser.add_argument("--image-size", type=positive, default=224)
     options = parser.parse_args()
     plan = ViewPlan(options.image_size, _SEED)
     with tempfile.TemporaryDirectory() as place:

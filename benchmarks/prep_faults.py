@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from flags import positive, whole
 from loaders.beton import open_beton
 from loaders.errors import UserError
 
@@ -33,9 +34,9 @@ _TIDY_EVERY = 10  # rounds between two complete runs
 def main() -> int:
     """Run the rounds; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--images", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=positive, default=200)
+    parser.add_argument("--images", type=positive, default=200)
+    parser.add_argument("--seed", type=whole, default=0)
     options = parser.parse_args()
     rng = random.Random(options.seed)
     outcomes: Counter[str] = Counter()

@@ -20,24 +20,32 @@ from pathlib import Path
 
 from PIL import Image
 
+from flags import positive
+from loaders.errors import UserError
 from loaders.names import available_cores
 from loaders.prep.convert import Target, convert
 from loaders.prep.encode import Settings, target_size
 from loaders.prep.source import Source
 from loaders.prep.sources import open_source
+from loaders.writable import check_folder
 
 
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--data", type=Path, required=True, help="class folders of images")
-    parser.add_argument("--shorter-side", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--shorter-side", type=positive, default=256)
+    parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--work", type=Path, help="where to write (default: beside the data)")
     options = parser.parse_args()
+    work = options.work or options.data.parent
+    try:
+        check_folder("--work", work)
+    except UserError as error:
+        parser.error(str(error))
     source = open_source(options.data)
     print(f"{len(source):,} images, {available_cores()} cores, best of {options.repeats}")
-    with tempfile.TemporaryDirectory(dir=options.work or options.data.parent) as place:
+    with tempfile.TemporaryDirectory(dir=work) as place:
         root = Path(place, "output")
         root.mkdir()
         for side in (None, options.shorter_side):

@@ -23,7 +23,7 @@ from cocor.eval.linear import PENALTIES, linear_probe
 from cocor.eval.peer import against_sklearn
 from cocor.eval.softmax import SoftmaxRegression
 from cocor.launch import command
-from common import positive
+from flags import above_zero, positive, writable
 from loaders.errors import UserError
 
 
@@ -44,9 +44,9 @@ def run(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--images", type=positive, default=50_000)
     parser.add_argument("--dimensions", type=positive, default=2048)
     parser.add_argument("--classes", type=positive, default=100)
-    parser.add_argument("--penalty", type=float, default=1.0, help="of the single fit")
+    parser.add_argument("--penalty", type=above_zero, default=1.0, help="of the single fit")
     parser.add_argument("--no-sklearn", action="store_true")
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    parser.add_argument("--json", type=writable, help="also write the numbers here")
     options = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = options.images, options.dimensions, options.classes

@@ -18,12 +18,13 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 import fault_runs as runs
+from cocor.config import Execution
 from common import describe_machine, machine_line
 from fault_runs import Broken, Lane, Start, wait_until
 from loaders.prep.convert import convert
@@ -40,7 +41,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--loaders", nargs="+", choices=_LOADERS, default=["dali", "ffcv"])
-    parser.add_argument("--execution", default="eager", help="as of cocor-train; compiling takes longer than the runs")
+    parser.add_argument(
+        "--execution",
+        choices=get_args(Execution),
+        default="eager",
+        help="as of cocor-train; compiling takes longer than the runs",
+    )
     options = parser.parse_args()
     print(machine_line(describe_machine()), flush=True)
     fine = True

@@ -25,9 +25,11 @@ import images
 import throughput
 from cells import Absent, Measured, Settings, measure
 from cocor.launch import command
-from common import RESULTS, Column, describe_machine, device_slug, header, machine_line, positive, row, write_json
+from common import RESULTS, Column, describe_machine, device_slug, header, machine_line, row, write_json
+from flags import above_zero, positive, writable
 from images import open_images
 from loaders.errors import UserError
+from loaders.writable import check_file
 from photographs import make_photographs
 from processes import alone
 from sources import Contender
@@ -48,9 +50,10 @@ def main() -> None:
     gpus = options.gpus or [n for n in (1, 2, 4, 8) if n <= machine["gpus"]]
     if not 0 < min(gpus) <= max(gpus) <= machine["gpus"]:
         raise UserError(f"--gpus {' '.join(map(str, gpus))}: there are {machine['gpus']} here")
+    target = options.json or RESULTS / f"scaling-{device_slug(machine)}.json"
+    check_file("--json", target)
     chosen = alone(open_images, options.data or make_photographs(512), 512)
     print(machine_line(machine), images.line(images.describe(chosen)), header(COLUMNS), sep="\n", flush=True)
-    target = options.json or RESULTS / f"scaling-{device_slug(machine)}.json"
     rows: list[dict[str, Any]] = []
     single: dict[tuple[str, int], float] = {}
     for settings, loader in _cells(options, gpus, machine):
@@ -103,8 +106,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
                         default=["synthetic", "dali"])  # fmt: skip
     parser.add_argument("--execution", choices=["eager", "compiled", "graph", "fused"], default="fused")
     parser.add_argument("--backbone", default="resnet50", help="timm name of the trained encoder")
-    parser.add_argument("--seconds", type=float, default=6.0, help="timed, of every row")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="default: benchmarks/results/scaling-<device>.json")
+    parser.add_argument("--seconds", type=above_zero, default=6.0, help="timed, of every row")
+    parser.add_argument(
+        "--json", type=writable, metavar="FILE", help="default: benchmarks/results/scaling-<device>.json"
+    )
     return parser.parse_args(argv)
 
 

@@ -50,9 +50,11 @@ from cocor.methods.base import Method, batch_statistics_only
 from cocor.profile import CONTRASTIVE_COST, costs
 from cocor.recording import WARM_UP
 from cocor.step import TrainingStep
-from common import RESULTS, Column, describe_machine, device_slug, header, machine_line, positive, row, write_json
+from common import RESULTS, Column, describe_machine, device_slug, header, machine_line, row, write_json
+from flags import above_zero, positive, writable
 from loaders.batch import Batch
 from loaders.errors import UserError
+from loaders.writable import check_file
 
 COLUMNS = (
     Column("step", -18), Column("execution", -10), Column("batch", 6), Column("images/s", 9, ",.0f"),
@@ -211,8 +213,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
                         help="lengths side by side in a recorded step (default: for small batches)")  # fmt: skip
     parser.add_argument("--lengths", type=positive, nargs="+", default=[1, 2, 3], help="of the composites")
     parser.add_argument("--steps", type=positive, default=20 if on_gpu else 2, help="in each of three windows")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no further row after this time")
-    parser.add_argument("--json", type=Path, help="write the figures here (default on a GPU: results/step-CARD.json)")
+    parser.add_argument("--seconds", type=above_zero, default=1e9, help="begin no further row after this time")
+    parser.add_argument(
+        "--json", type=writable, help="write the figures here (default on a GPU: results/step-CARD.json)"
+    )
     return parser.parse_args(argv)
 
 
@@ -263,6 +267,8 @@ def run(argv: Sequence[str] | None = None) -> None:
     machine = describe_machine()
     print(f"{machine_line(machine)}\n{arguments.backbone}, {arguments.size} pixels\n\n{header(COLUMNS)}", flush=True)
     path = arguments.json or (RESULTS / f"step-{device_slug(machine)}.json" if on_gpu else None)
+    if path is not None:
+        check_file("--json", path)
     results: list[dict[str, Any]] = []
     begin = time.perf_counter()
     kinds = [(kind, word) for kind in arguments.kinds for word in (arguments.options if kind == "cocor" else ["none"])]

@@ -54,10 +54,13 @@ import torch
 
 import images
 from cells import Absent, Measured, Settings, measure
+from cocor import panels
 from cocor.launch import command
 from common import RESULTS, Column, describe_machine, device_slug, header, machine_line, markdown, row, write_json
+from flags import above_zero, positive, share, whole, writable
 from images import open_images
 from loaders.errors import UserError
+from loaders.writable import check_file
 from photographs import make_photographs
 from processes import alone
 from sources import CONTENDERS, STAGES_OF, Contender
@@ -117,14 +120,18 @@ def main() -> None:
     started, options = time.monotonic(), arguments()
     if options.data is not None and not options.data.is_dir():
         raise UserError(f"--data {options.data}: no such folder")
+    if options.plot is not None:
+        panels.check(options.plot)
     machine = alone(describe_machine)
     settings = settings_of(options, machine)
+    target = options.json or (RESULTS / f"throughput-{device_slug(machine)}.json" if options.save else None)
+    if target is not None:
+        check_file("--json" if options.json else "--save", target)
     number = options.images or (64 if options.quick else 512)
     chosen = alone(open_images, options.data or make_photographs(number), number)
     report = Report(machine, images.describe(chosen), settings)
     lines = machine_line(machine), images.line(report.data), describe_settings(settings), header(COLUMNS)
     print(*lines, sep="\n", flush=True)
-    target = options.json or (RESULTS / f"throughput-{device_slug(machine)}.json" if options.save else None)
 
     def measured(place: Place) -> Cell:
         late = options.budget is not None and time.monotonic() - started > options.budget
@@ -151,25 +158,27 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line (default: this process's), parsed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder of images (default: JPEG files made for the purpose)")
-    parser.add_argument("--images", type=int, help="most images to use (default: 512)")
+    parser.add_argument("--images", type=positive, help="most images to use (default: 512)")
     parser.add_argument("--loader", action="append", choices=CONTENDERS, help="only this one; may be repeated")
     parser.add_argument("--stage", action="append", choices=STAGES, help="only this one; may be repeated")
-    parser.add_argument("--gpus", type=int, help="GPUs to use; 0 for none (default: 1 if there is one)")
-    parser.add_argument("--batch-size", type=int, help="images a batch, over all GPUs (default: 256 a GPU, 64 on CPUs)")
-    parser.add_argument("--size", type=int, help="side of the views in pixels (default: 224)")
-    parser.add_argument("--workers", type=int, help="threads or processes of a loader (default: one a core)")
-    parser.add_argument("--seconds", type=float, help="timed, of every cell (default: 6)")
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no new row after so long")
-    parser.add_argument("--hw-decoder-load", type=float, default=0.65, help="share of JPEGs for the GPU's decoder")
+    parser.add_argument("--gpus", type=whole, help="GPUs to use; 0 for none (default: 1 if there is one)")
+    parser.add_argument(
+        "--batch-size", type=positive, help="images a batch, over all GPUs (default: 256 a GPU, 64 on CPUs)"
+    )
+    parser.add_argument("--size", type=positive, help="side of the views in pixels (default: 224)")
+    parser.add_argument("--workers", type=positive, help="threads or processes of a loader (default: one a core)")
+    parser.add_argument("--seconds", type=above_zero, help="timed, of every cell (default: 6)")
+    parser.add_argument("--budget", type=above_zero, metavar="SECONDS", help="start no new row after so long")
+    parser.add_argument("--hw-decoder-load", type=share, default=0.65, help="share of JPEGs for the GPU's decoder")
     parser.add_argument("--backbone", help="timm name of the trained encoder (default: resnet50; on CPUs resnet18)")
     parser.add_argument(
         "--execution", choices=["eager", "compiled", "graph", "fused"],
         help="of the training step, see cocor/execution.py (default: graph; eager on CPUs)",
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="small and short, two cells at a time: no measurement")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE, after every row")
+    parser.add_argument("--json", type=writable, metavar="FILE", help="write all figures to FILE, after every row")
     parser.add_argument("--save", action="store_true", help="write them to benchmarks/results/throughput-<device>.json")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw samples/s (needs matplotlib)")
+    parser.add_argument("--plot", type=writable, metavar="FILE.png", help="draw samples/s (needs matplotlib)")
     return parser.parse_args(argv)
 
 

@@ -3,6 +3,7 @@
 matplotlib is an extra (``pip install matplotlib``) and loads only when something is drawn.
 """
 
+import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,14 @@ if TYPE_CHECKING:
 WIDTH, _HEIGHT, _DPI = 4.8, 3.8, 110
 
 
+def check(path: Path) -> None:
+    """UserError where a picture cannot be drawn to ``path``: matplotlib is not installed, or it makes no such files."""
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise UserError(f"{path}: pictures are .png, .svg or .pdf")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("pictures need matplotlib: pip install matplotlib")
+
+
 @contextmanager
 def panels(path: Path, count: int, columns: int | None = None, width: float = WIDTH) -> Iterator[Sequence["Axes"]]:
     """``count`` axes, each ``width`` inches wide, at most ``columns`` in a row, of a figure that is written to ``path``
@@ -25,12 +34,9 @@ def panels(path: Path, count: int, columns: int | None = None, width: float = WI
     Raises:
         UserError: matplotlib is not installed, or the format is none of these.
     """
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"{path}: pictures are .png, .svg or .pdf")
-    try:
-        import matplotlib
-    except ImportError:
-        raise UserError("pictures need matplotlib: pip install matplotlib") from None
+    check(path)
+    import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

@@ -1,6 +1,7 @@
 """benchmarks/throughput.py and its parts: that it runs anywhere, and that its figures are what it says they are."""
 
 import hashlib
+import importlib
 import io
 import json
 import os
@@ -161,6 +162,42 @@ def test_the_step_benchmark_refuses_sizes_that_are_none(
     assert f"argument {words[0]}" in error
     assert step.main(["--batch-sizes", "1", "--size", "32", "--methods", "moco"]) == 2  # no BatchNorm of one image
     assert "step.py: error: batch_size: 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["--batch-size 0", "--images 0", "--images -3", "--seconds 0", "--budget 0",
+                                   "--workers 0", "--size 0", "--gpus -1", "--hw-decoder-load 2", "--seconds nan"])  # fmt: skip
+def test_nothing_does_not_mean_the_default(capsys: pytest.CaptureFixture[str], words: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        arguments(words.split())
+    flag, value = words.split()
+    assert ended.value.code == 2
+    assert f"argument {flag}: {value} is not a " in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "words"),
+    [
+        ("executor.py", "--samples 0"), ("executor.py", "--repeats 0"), ("executor.py", "--seed -1"),
+        ("kernel.py", "--batches 64,0"), ("kernel.py", "--repeats 0"), ("kernel.py", "--variants 512"),
+        ("faults.py", "--rounds 0"), ("prep_faults.py", "--images 0"), ("prep_agreement.py", "--batch-size 0"),
+        ("prep_rates.py", "--repeats 0"), ("probe.py", "--penalty 0"), ("scaling.py", "--seconds 0"),
+        ("resume_noise.py", "--execution fast"), ("throughput.py", "--json /dev/null/x.json"),
+        ("executor.py", "--json /"), ("kernel.py", "--json /proc/x.json"),
+    ],
+)  # fmt: skip
+def test_every_benchmark_refuses_what_it_cannot_do_or_write_before_it_begins(
+    benchmark: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [benchmark, *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(benchmark.removesuffix(".py")).main()
+    assert ended.value.code == 2
+    assert f"error: argument {words.split()[0]}: " in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_picture_that_cannot_be_drawn_is_told_before_anything_is_measured(tmp_path: Path) -> None:
+    done = run("--quick", "--plot", tmp_path / "rates.bmp")
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.endswith("pictures are .png, .svg or .pdf\n")
 
 
 @pytest.mark.parametrize(

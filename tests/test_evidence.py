@@ -191,7 +191,10 @@ def test_time_is_up(photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
     [
         (["--only", "nothing"], "no such variant; there are plain, cocor, constants"),
         (["--study", "clock", "--only", "as-long"], "plain-as-long needs the variants it is timed by"),
-        (["--jobs", "0"], "at least 1"),
+        (["--jobs", "0"], "--jobs: 0 is not a whole number of 1 or more"),
+        (["--epochs", "-1"], "--epochs: -1 is not a whole number of 1 or more"),
+        (["--gpus", "-1"], "--gpus: -1 is not a whole number of 0 or more"),
+        (["--output", "/dev/null/runs"], "--output /dev/null/runs: /dev/null is no folder"),
         (["--study", "all"], "invalid choice"),
         (["--configs", "nowhere/{method}.yaml"], "nowhere/moco.yaml"),
         (["--configs", "nowhere/{name}.yaml"], "nowhere/{name}.yaml"),

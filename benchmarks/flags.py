@@ -1,0 +1,53 @@
+"""What the flags of all benchmarks take, for argparse: a mistake is told before anything is measured."""
+
+import argparse
+import math
+from pathlib import Path
+
+from loaders.errors import UserError
+from loaders.writable import check_file
+
+
+def whole(text: str) -> int:
+    """A whole number of 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 0 or more")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """A whole number of 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
+    return int(text)
+
+
+def above_zero(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return number
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to 1")
+    return number
+
+
+def writable(text: str) -> Path:
+    """A file that can be written; it is written much later."""
+    try:
+        check_file("", Path(text))
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error).strip()) from None
+    return Path(text)

@@ -1,0 +1,32 @@
+"""Whether what is written at the end can be written: asked before the work, which may take hours."""
+
+import tempfile
+from pathlib import Path
+
+from loaders.errors import UserError
+from loaders.names import printable
+
+_TRIED = bytes(4096)  # a full disk refuses these already
+
+
+def check_file(flag: str, path: Path) -> None:
+    """UserError, naming ``flag``, unless the file ``path`` can be made or replaced. Leaves nothing behind."""
+    if path.is_dir():
+        raise UserError(f"{flag} {printable(path)} is a folder; name a file")
+    check_folder(flag, path.parent, named=path)
+
+
+def check_folder(flag: str, folder: Path, named: Path | None = None) -> None:
+    """UserError, naming ``flag`` (and ``named``, if that is another path), unless files can be written in ``folder``,
+    which may have yet to be made. Leaves nothing behind."""
+    told = f"{flag} {printable(named or folder)}"
+    place = folder.absolute()
+    try:
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        if not place.is_dir():
+            raise UserError(f"{told}: {printable(place)} is no folder; choose another")
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(_TRIED)
+    except OSError as error:
+        raise UserError(f"{told}: {printable(place)} cannot be written: {error.strerror}; choose another") from None
