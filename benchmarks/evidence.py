@@ -111,7 +111,7 @@ def _study(options: argparse.Namespace, given: Sequence[str]) -> None:
 
 def _check_paths(options: argparse.Namespace) -> None:
     """A path that leads nowhere is told once, not by every run; what the report needs, before hours of work."""
-    panels.check(options.output / f"{options.study}.png")
+    panels.check_picture(options.output / f"{options.study}.png")
     check_folder("--output", options.output)
     for name, path in (("--data", options.data), ("--val-data", options.val_data)):
         if path is not None and str(path) != DEMO and not path.exists():

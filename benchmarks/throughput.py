@@ -121,7 +121,7 @@ def main() -> None:
     if options.data is not None and not options.data.is_dir():
         raise UserError(f"--data {options.data}: no such folder")
     if options.plot is not None:
-        panels.check(options.plot)
+        panels.check_picture(options.plot)
     machine = alone(describe_machine)
     settings = settings_of(options, machine)
     target = options.json or (RESULTS / f"throughput-{device_slug(machine)}.json" if options.save else None)

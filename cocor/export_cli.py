@@ -11,6 +11,7 @@ from pathlib import Path
 from cocor import launch
 from cocor.cli import Parser
 from loaders.errors import UserError
+from loaders.writable import check_folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,6 +40,7 @@ def _export(options: argparse.Namespace) -> None:
     from cocor.eval.weights import load_encoder
     from cocor.export_formats import SUFFIXES, check_possible, export
 
+    check_folder("--output", options.output)
     encoder = load_encoder(options.weights, which=options.which, architecture=options.backbone, stem=options.stem)
     print(encoder.describe())
     name = options.name or encoder.name.replace("/", "-").replace(":", "-")

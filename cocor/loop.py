@@ -43,6 +43,8 @@ def train(config: Config, world: World, asked: Config) -> None:
         stack.callback(lock.release)
         if config.trains:
             on_main(lambda: _claim(config, lock))
+        elif config.profile:
+            on_main(lambda: run_folder.check_trace(config))
         run = stack.enter_context(closing(build(config, world)))
         if not config.trains:
             (dry_run if config.dry_run else profile).report(run)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 WIDTH, _HEIGHT, _DPI = 4.8, 3.8, 110
 
 
-def check(path: Path) -> None:
+def check_picture(path: Path) -> None:
     """UserError where a picture cannot be drawn to ``path``: matplotlib is not installed, or it makes no such files."""
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"{path}: pictures are .png, .svg or .pdf")
@@ -34,7 +34,7 @@ def panels(path: Path, count: int, columns: int | None = None, width: float = WI
     Raises:
         UserError: matplotlib is not installed, or the format is none of these.
     """
-    check(path)
+    check_picture(path)
     import matplotlib
 
     matplotlib.use("Agg")

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from cocor import atomic, launch
 from cocor.cli import Parser
 from cocor.log import METRICS
-from cocor.panels import legend, panels
+from cocor.panels import check_picture, legend, panels
 from loaders.errors import UserError
+from loaders.writable import check_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,6 +63,10 @@ def _plot(options: argparse.Namespace) -> None:
         raise UserError(f"--names: {len(names)} names for {len(options.runs)} runs")
     if len(set(names)) < len(names):
         raise UserError("two runs have the same name; give each its own with --names")
+    check_picture(options.output)
+    check_file("--output", options.output)
+    if options.json is not None:
+        check_file("--json", options.json)
     runs = dict(zip(names, map(read_run, options.runs), strict=True))
     draw(runs, options.output, options.panels)
     print(f"picture: {options.output}")

@@ -11,12 +11,13 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from cocor import run_folder
 from cocor.config import Config, labelled_batch_size
 from cocor.distributed import barrier
 from cocor.execution import compile_backbones
@@ -105,8 +106,8 @@ def report(run: Run) -> None:
     if views:
         seconds["views"] = views / TRACED * steps
     print("\n".join(table(run.config, seconds, steps, run.world.size)))
-    path = run.config.output.with_name(run.config.output.name + "-trace.json.gz")
-    print(f"\ntrace of {TRACED} steps, for chrome://tracing or ui.perfetto.dev: {_save(trace, path)}")
+    path = _save(trace, run_folder.trace(run.config))
+    print(f"\ntrace of {TRACED} steps, for chrome://tracing or ui.perfetto.dev: {path}")
     sys.stdout.flush()
 
 
@@ -171,5 +172,7 @@ def _save(trace: profile, path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         trace.export_chrome_trace(str(path))
     except (OSError, RuntimeError) as error:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)  # half of it
         raise UserError(f"--output: cannot write {path}: {error}") from None
     return path

@@ -18,6 +18,7 @@ from cocor.run_lock import RunLock
 from cocor.versions import versions
 from loaders.errors import UserError
 from loaders.names import printable
+from loaders.writable import check_file, check_folder
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
@@ -40,6 +41,7 @@ def check(config: Config) -> None:
             refuse_overlap(folder, place)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output {folder} is a file; choose another --output")
+    check_folder("--output", folder)
     if config.overwrite:
         for key in ("init", "labels", "label_split"):
             file = getattr(config, key)
@@ -48,6 +50,16 @@ def check(config: Config) -> None:
                 raise UserError(f"{flag} {file} is in --output {folder}, which --overwrite empties; choose another")
     if folder.exists() and any(map(_kept, folder.iterdir())):
         _accept(config, _is_run(folder))
+
+
+def trace(config: Config) -> Path:
+    """The file of ``--profile``, which is beside the run's folder."""
+    return config.output.with_name(config.output.name + "-trace.json.gz")
+
+
+def check_trace(config: Config) -> None:
+    """UserError if the file of ``--profile`` cannot be written."""
+    check_file("--output", trace(config))
 
 
 def prepare(config: Config, asked: Config, images: Sequence[Path], lock: RunLock, *, resumes: bool) -> None:

@@ -27,6 +27,8 @@ def _run(arguments: list[str]) -> None:
         asked = load(arguments)
         if launch.begins() and asked.trains:
             run_folder.check(asked)
+        if launch.begins() and asked.profile:
+            run_folder.check_trace(asked)
 
         def train(config: Any, world: Any) -> None:
             from cocor.loop import train

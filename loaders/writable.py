@@ -1,5 +1,6 @@
 """Whether what is written at the end can be written: asked before the work, which may take hours."""
 
+import errno
 import tempfile
 from pathlib import Path
 
@@ -19,14 +20,15 @@ def check_file(flag: str, path: Path) -> None:
 def check_folder(flag: str, folder: Path, named: Path | None = None) -> None:
     """UserError, naming ``flag`` (and ``named``, if that is another path), unless files can be written in ``folder``,
     which may have yet to be made. Leaves nothing behind."""
-    told = f"{flag} {printable(named or folder)}"
+    told, remedy = f"{flag} {printable(named or folder)}", f"choose another {flag}".rstrip()
     place = folder.absolute()
     try:
         while not place.exists() and place != place.parent:
             place = place.parent
         if not place.is_dir():
-            raise UserError(f"{told}: {printable(place)} is no folder; choose another")
+            raise UserError(f"{told}: {printable(place)} is no folder; {remedy}")
         with tempfile.TemporaryFile(dir=place) as file:
             file.write(_TRIED)
     except OSError as error:
-        raise UserError(f"{told}: {printable(place)} cannot be written: {error.strerror}; choose another") from None
+        remedy = f"free some space or {remedy}" if error.errno in (errno.ENOSPC, errno.EDQUOT) else remedy
+        raise UserError(f"{told}: {printable(place)} cannot be written: {error.strerror}; {remedy}") from None

@@ -164,8 +164,9 @@ def test_the_step_benchmark_refuses_sizes_that_are_none(
     assert "step.py: error: batch_size: 1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", ["--batch-size 0", "--images 0", "--images -3", "--seconds 0", "--budget 0",
-                                   "--workers 0", "--size 0", "--gpus -1", "--hw-decoder-load 2", "--seconds nan"])  # fmt: skip
+@pytest.mark.parametrize("words", ["--batch-size 0", "--images 0", "--images -3", "--seconds 0", "--seconds nan",
+                                   "--budget 0", "--workers 0", "--size 0", "--gpus -1",
+                                   "--hw-decoder-load 2"])  # fmt: skip
 def test_nothing_does_not_mean_the_default(capsys: pytest.CaptureFixture[str], words: str) -> None:
     with pytest.raises(SystemExit) as ended:
         arguments(words.split())

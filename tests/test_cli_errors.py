@@ -159,7 +159,8 @@ class TestOptions:
     ) -> None:
         (tmp_path / "file").touch()
         assert main(flags(data=photo_folder, output=tmp_path / "file" / "run")) == 2
-        assert "cannot be made: Not a directory; choose another --output" in capsys.readouterr().err
+        told = f"--output {tmp_path / 'file' / 'run'}: {tmp_path / 'file'} is no folder; choose another --output"
+        assert capsys.readouterr().err == f"cocor-train: error: {told}\n"
         assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

@@ -79,6 +79,13 @@ def test_all_formats_are_written_or_none(tmp_path: Path, capsys: pytest.CaptureF
     assert "--to detectron2" in capsys.readouterr().err and not any(tmp_path.iterdir())
 
 
+def test_a_folder_that_cannot_be_made_is_told_before_weights_are_read(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["random:resnet18", "--output", "/dev/null/exported"]) == 2
+    shown = capsys.readouterr()
+    assert "--output /dev/null/exported: /dev/null is no folder; choose another --output" in shown.err
+    assert not shown.out
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     call = ["random:resnet18", "--to", "timm", "torchvision", "--output", str(tmp_path), "--name", "r"]
     assert main(call) == 0 and (tmp_path / "r.safetensors").is_file() and (tmp_path / "r.pth").is_file()

@@ -48,6 +48,22 @@ def test_a_line_that_is_no_measurement_is_named(tmp_path: Path, line: str, capsy
     assert capsys.readouterr().err == f"cocor-plot: error: {run / 'metrics.jsonl'}:1: not a measurement in JSON\n"
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--output", "/dev/null/p.png"], "--output /dev/null/p.png: /dev/null is no folder; choose another --output"),
+        (["--output", "p.bmp"], "p.bmp: pictures are .png, .svg or .pdf"),
+        (["--output", "{0}/p.png", "--json", "{0}"], "--json {0} is a folder; name a file"),
+    ],
+)
+def test_what_cannot_be_written_is_told_before_runs_are_read(
+    tmp_path: Path, flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path / "no run"), *(flag.format(tmp_path) for flag in flags)]) == 2
+    assert capsys.readouterr().err == f"cocor-plot: error: {told.format(tmp_path)}\n"
+    assert not any(tmp_path.iterdir())
+
+
 def test_runs_are_drawn_side_by_side(tmp_path: Path) -> None:
     plain, ours = write_run(tmp_path / "moco", consistent=False), write_run(tmp_path / "cocor", tail='{"kind": "tr')
     for suffix in ("png", "svg"):

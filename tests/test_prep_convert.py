@@ -115,6 +115,13 @@ def test_an_output_that_would_mix_with_its_source_is_refused(photo_copy: Path) -
     assert len(open_folder(photo_copy)) == 24
 
 
+def test_an_output_that_cannot_be_written_is_told_before_the_source_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", str(tmp_path / "none"), "/proc/x.beton"]) == 2
+    assert "output /proc/x.beton: /proc cannot be written: " in capsys.readouterr().err
+
+
 def test_a_subset_has_contiguous_labels_and_knows_its_classes(photo_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_text("rocket  a comment\nchelsea\n")
     arguments = ["subset", str(photo_folder), str(tmp_path / "two.beton"), "--workers", "1", "--classes"]

@@ -81,9 +81,11 @@ def test_turns_however_long_are_looked_at_for_some_steps(
     assert "composites" in capsys.readouterr().out
 
 
-def test_a_place_that_cannot_be_written_is_named(
+def test_a_place_that_cannot_be_written_is_named_before_anything_is_measured(
     photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
     assert main([*flags(data=photo_folder, output=tmp_path / "file" / "run"), "--profile"]) == 2
-    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("cocor-train: error: --output: cannot write")
+    told = f"--output {tmp_path / 'file' / 'run-trace.json.gz'}: {tmp_path / 'file'} is no folder"
+    shown = capsys.readouterr()
+    assert shown.err == f"cocor-train: error: {told}; choose another --output\n" and not shown.out

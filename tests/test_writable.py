@@ -20,7 +20,7 @@ def test_asking_leaves_nothing(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_named_with_its_flag(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(UserError, match=f"--output {file}/run: {file} is no folder; choose another"):
+    with pytest.raises(UserError, match=f"--output {file}/run: {file} is no folder; choose another --output"):
         check_folder("--output", file / "run")
     with pytest.raises(UserError, match=f"--json {tmp_path} is a folder; name a file"):
         check_file("--json", tmp_path)

@@ -1,7 +1,6 @@
 """From the flags of ``cocor-eval`` to what its commands work on: encoders, data sets, features."""
 
 import argparse
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from loaders.beton import is_beton
 from loaders.dataset import ImageDataset
 from loaders.errors import UserError
 from loaders.open import open_images
+from loaders.writable import check_folder
 
 
 def chosen_splits(options: argparse.Namespace) -> Splits:
@@ -60,14 +60,8 @@ def images_to_look_at(options: argparse.Namespace) -> ImageDataset:
 
 def check_writable(options: argparse.Namespace) -> None:
     """Before hours of work: whether its results can be kept. UserError names the flag."""
-    for flag, folder in (("--output", options.output or Path("eval")), ("--cache", options.cache)):
-        place = folder.absolute()
-        while not place.exists() and place != place.parent:
-            place = place.parent
-        if not place.is_dir():
-            raise UserError(f"{flag} {folder}: {place} is no folder; choose another")
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise UserError(f"{flag} {folder}: {place} cannot be written; choose another")
+    check_folder("--output", options.output or Path("eval"))
+    check_folder("--cache", options.cache)
 
 
 def chosen_encoder(options: argparse.Namespace, weights: str) -> Encoder:

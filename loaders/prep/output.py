@@ -18,6 +18,7 @@ from pathlib import Path
 from loaders.errors import UserError
 from loaders.names import printable
 from loaders.prep.record import FOLDER_RECORD
+from loaders.writable import check_folder
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -60,10 +61,12 @@ def staged(target: Path, *, folder: bool, force: bool = False) -> Iterator[Path]
 
 
 def refuse_existing(target: Path, force: bool) -> None:
-    """Raise a :class:`UserError` unless ``target`` may be made (it does not exist or ``force``; its parent exists)."""
+    """Raise a :class:`UserError` unless ``target`` may be made (it does not exist or ``force``; its parent exists and
+    can be written)."""
     if not os.path.isdir(target.parent):  # noqa: PTH112 (a Path's own would raise where a folder on the way is locked)
         parent, name = printable(target.parent), printable(target.name)
         raise UserError(f"{parent}: no such folder for the output {name}; make it first")
+    check_folder("output", target.parent, named=target)
     if not os.path.lexists(target):
         return
     if not force:
