@@ -36,6 +36,11 @@ def numbered(state: State) -> State:
     return {f"{place[k.partition('.')[0]]}.{k.partition('.')[2]}": v for k, v in state.items()}
 
 
+def saved(state: State, folder: Path) -> Path:
+    torch.save(state, folder / "saved.pth")
+    return folder / "saved.pth"
+
+
 HEAD: State = {"fc.weight": torch.zeros(10, 512), "fc.bias": torch.zeros(10)}
 NOISE = torch.randn(5, generator=torch.Generator().manual_seed(0))
 
@@ -118,6 +123,58 @@ def test_own_checkpoints_and_exports_load_with_their_stem(tmp_path: Path) -> Non
 def test_architectures_are_seen_from_shapes(name: str, tmp_path: Path) -> None:
     safetensors.torch.save_file(getattr(torchvision.models, name)().state_dict(), tmp_path / "w.safetensors")
     assert load_encoder(tmp_path / "w.safetensors").architecture == name
+
+
+UNKNOWN = ("model.backbone.", "resnet.", "encoder.backbone.", "student.encoder.", "lit.net.1.")
+
+
+@pytest.mark.parametrize("prefix", UNKNOWN)
+def test_a_prefix_that_nobody_knows_is_taken_where_it_alone_leads_to_an_encoder(
+    prefix: str, reference: nn.Module, tmp_path: Path
+) -> None:
+    state = dict(reference.state_dict())
+    torch.save({"state_dict": prefixed(state | HEAD, prefix) | {"model.0.weight": NOISE}}, tmp_path / "w.ckpt")
+    encoder = load_encoder(tmp_path / "w.ckpt")
+    assert encoder.digest == digest(reference)
+    assert f"layout of timm or torchvision, below {prefix!r}; 120 of 120 tensors" in encoder.describe()
+    torch.save(prefixed(numbered(state), prefix), tmp_path / "numbered.ckpt")
+    assert load_encoder(tmp_path / "numbered.ckpt").digest == digest(reference)
+
+
+def test_of_two_encoders_below_unknown_prefixes_none_is_guessed(reference: nn.Module, tmp_path: Path) -> None:
+    state, file = dict(reference.state_dict()), tmp_path / "w.pth"
+    torch.save(prefixed(state, "student.net.") | prefixed(other(state), "teacher.net."), file)
+    with pytest.raises(UserError, match=r"below 'student.net.' and 'teacher.net.'; save one of them to a file"):
+        load_encoder(file)
+    torch.save(prefixed(state, "trunk.") | prefixed(state, "whole.trunk."), file)  # one encoder under two names
+    assert load_encoder(file).digest == digest(reference)
+    torch.save(prefixed(state, "target_encoder.net."), file)
+    with pytest.raises(UserError, match=r"moving average of one, below 'target_encoder.net.'; use --which ema"):
+        load_encoder(file)
+    with pytest.raises(UserError, match="no moving average"):
+        load_encoder(saved(prefixed(state, "resnet."), tmp_path), which="ema")
+
+
+def test_the_most_likely_unknown_prefix_is_named_in_a_refusal(reference: nn.Module, tmp_path: Path) -> None:
+    state = dict(reference.state_dict())
+    del state["layer4.1.conv2.weight"]
+    with pytest.raises(UserError, match=r"119 of the 120 .* match below 'my.net.'; missing: 1 .*--backbone or --stem"):
+        load_encoder(saved(prefixed(state, "my.net."), tmp_path))
+
+
+def test_a_transformer_below_an_unknown_prefix_loads_by_name(tmp_path: Path) -> None:
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=0)
+    file = saved(prefixed(model.state_dict(), "model.trunk.") | {"model.0.weight": NOISE}, tmp_path)
+    assert load_encoder(file, architecture="vit_tiny_patch16_224").digest == digest(model)
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [("r50.pth.tar", "r50"), ("check_0050.pt", "check_0050"), ("v1.2.tar", "v1.2"), ("a.b.ckpt", "a.b")],
+)
+def test_an_encoder_has_the_name_of_its_file(reference: nn.Module, tmp_path: Path, file: str, name: str) -> None:
+    torch.save(dict(reference.state_dict()), tmp_path / file)
+    assert load_encoder(tmp_path / file).name == name
 
 
 def test_transformers_load_by_name(tmp_path: Path) -> None:

@@ -3,64 +3,23 @@
     read_weights -> names -> layout (prefix, renaming) -> architecture by the shapes -> timm model, filled, in eval mode
 
 Known are cocor's checkpoints and exports, timm, torchvision, MoCo, SimSiam, SupCon, BYOL, INTL, solo-learn, lightly and
-VISSL. Every parameter and running statistic of the encoder must come from the file, and no weight below the prefix may
-be left over but those of heads; else the load is refused with counts and names.
+VISSL, and any other prefix below which, and nowhere else, a whole encoder lies. Every parameter and running statistic
+of the encoder must come from the file, and no weight below the prefix may be left over but those of heads; else the
+load is refused with counts and names.
 """
 
 import hashlib
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cocor.build import build_backbone
-from cocor.eval.weight_files import WeightFile, Which, read_weights
+from cocor.eval.layouts import Layout, Models, Named, fit, recognise
+from cocor.eval.weight_files import Which, read_weights
 from loaders.errors import UserError
-
-# (prefix, origin) of the trained encoder, and of its moving average. Names come without "module." and "_orig_mod.".
-_ONLINE = (
-    ("encoder_q.", "MoCo"),
-    ("online_encoder.net.", "BYOL"),
-    ("online_encoder.encoder.", "BYOL"),
-    ("online_encoder.", "BYOL"),
-    ("online_network.encoder.", "BYOL"),
-    ("online_network.", "BYOL"),
-    ("student_backbone.", "lightly"),
-    ("student.backbone.", "DINO"),
-    ("backbone.", "cocor, solo-learn, lightly, INTL or AugSelf"),
-    ("encoder.", "SimSiam, SupCon or solo-learn"),
-    ("base_model.model.trunk._feature_blocks.", "VISSL"),
-    ("base_encoder.", "MoCo v3"),
-    ("model.", "a model wrapper"),
-    ("net.", "a model wrapper"),
-    ("", "timm or torchvision"),
-)
-_EMA = (
-    ("encoder_k.", "MoCo"),
-    ("key_backbone.", "cocor"),
-    ("target_encoder.net.", "BYOL"),
-    ("target_encoder.", "BYOL"),
-    ("target_network.encoder.", "BYOL"),
-    ("target_network.", "BYOL"),
-    ("momentum_backbone.", "solo-learn"),
-    ("momentum_encoder.", "solo-learn or MoCo v3"),
-    ("backbone_momentum.", "lightly"),
-    ("teacher_backbone.", "lightly"),
-    ("teacher.backbone.", "DINO"),
-)
-_HEAD = re.compile(r"(fc|head|classifier|linear|last_linear|projector|projection\w*|predict\w*|mlp)(\.|\d)")
-
-# Blocks in layer1..4, and whether they are bottlenecks.
-_RESNETS: dict[tuple[tuple[int, ...], bool], str] = {
-    ((2, 2, 2, 2), False): "resnet18",
-    ((3, 4, 6, 3), False): "resnet34",
-    ((3, 4, 6, 3), True): "resnet50",
-    ((3, 4, 23, 3), True): "resnet101",
-    ((3, 8, 36, 3), True): "resnet152",
-}
 
 
 @dataclass(frozen=True)
@@ -103,27 +62,26 @@ def load_encoder(
             raise UserError(f"--which ema: {source}:{model} has no moving average; leave the flag out")
         return _without_file(source, model, stem or "imagenet")
     file = read_weights(_file(Path(weights), which), which)
-    prefix, origin, found = _recognise(file, which)
-    found = _conventional_names(found)
-    guess, guessed_stem = _guess(found)
-    architecture = architecture or file.hints.get("architecture") or guess
-    if architecture is None:
+    hint = file.hints.get("image_size")
+    size = hint if hint is None else _image_size(hint, stem or file.hints.get("stem", "imagenet"))
+    named = Named(architecture or file.hints.get("architecture"), stem or file.hints.get("stem"), size)
+    models = Models()
+    layout = recognise(file, which, named, models)
+    if layout.architecture is None:
         raise UserError(
-            f"{file.path}: the shapes of its {_few(list(found))} weights are no ResNet's that is known here; "
+            f"{file.path}: the shapes of its {_few(list(layout.tensors))} weights are no ResNet's that is known here; "
             "name the model with --backbone"
         )
-    stem = stem or file.hints.get("stem") or guessed_stem
-    size = _image_size(file.hints.get("image_size"), stem)
-    backbone = build_backbone(architecture, stem, size if "image_size" in file.hints else None)
-    matched = _fill(backbone, found, file.path, prefix, architecture)
+    backbone = models[layout.architecture, layout.stem, size]
+    matched = _fill(backbone, layout, file.path)
     backbone.eval().requires_grad_(False)
     return Encoder(
         backbone,
         _short_name(file.path),
-        "cocor" if "stem" in file.hints else origin,
-        architecture,
-        stem,
-        size,
+        "cocor" if "stem" in file.hints else layout.origin,
+        layout.architecture,
+        layout.stem,
+        size or _image_size(None, layout.stem),
         matched,
         len(backbone.state_dict()),
         len(file.tensors) - matched,
@@ -183,74 +141,24 @@ def _short_name(path: Path) -> str:
         return path.parent.name
     if path.parent.name == "checkpoints":
         return f"{path.parent.parent.name}/{path.stem}"
-    return path.stem
+    return re.sub(r"\.(pth|pt|ckpt)$", "", path.stem) if path.suffix == ".tar" else path.stem
 
 
-def _recognise(file: WeightFile, which: Which) -> tuple[str, str, dict[str, Tensor]]:
-    """Prefix, origin and the tensors below the prefix, without it: the first prefix below which an encoder begins."""
-    for prefix, origin in _ONLINE if which == "online" or file.averaged else _EMA:
-        below = {name.removeprefix(prefix): value for name, value in file.tensors.items() if name.startswith(prefix)}
-        if _begins_encoder(below):
-            return prefix, origin, below
-    groups = sorted({".".join(name.split(".")[:2]) for name in file.tensors})
-    text = f"{', '.join(groups[:6])}{', ...' if len(groups) > 6 else ''}"
-    kind = "encoder" if which == "online" else "moving average of an encoder (try --which online)"
-    raise UserError(f"{file.path}: no {kind} among its {len(file.tensors)} weights ({text})")
-
-
-def _begins_encoder(names: Iterable[str]) -> bool:
-    """Whether a ResNet's first convolution or a transformer's patch embedding stands at the top of these names."""
-    first = re.compile(r"(conv1|conv1\.0|stem\S*|patch_embed\.proj|features\.0\S*|conv_stem|0|f\.0)\.weight$")
-    return any(first.match(name) for name in names)
-
-
-def _conventional_names(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """torchvision's names, which are timm's, for the two common departures of ResNets: children numbered in a
-    Sequential (lightly) and ``shortcut`` for ``downsample`` (CIFAR models such as SupCon's and lightly's)."""
-    if "f.0.weight" in found:  # SimCLR re-implementations
-        found = {name.removeprefix("f."): value for name, value in found.items()}
-    numbers = sorted({int(name.partition(".")[0]) for name in found if name.partition(".")[0].isdecimal()})
-    if numbers[:1] == [0]:
-        parts = dict(zip(map(str, numbers), ("conv1", "bn1", "layer1", "layer2", "layer3", "layer4"), strict=False))
-        found = {
-            f"{parts.get(head, head)}.{rest}": value
-            for (head, _, rest), value in zip((name.partition(".") for name in found), found.values(), strict=True)
-        }
-    return {re.sub(r"^(layer\d\.\d+)\.shortcut\.", r"\1.downsample.", name): value for name, value in found.items()}
-
-
-def _guess(found: dict[str, Tensor]) -> tuple[str | None, str]:
-    """timm's name of the plain or wide ResNet with these shapes, and the kind of its stem."""
-    blocks = [(int(m[1]), int(m[2])) for m in (re.match(r"layer(\d)\.(\d+)\.", name) for name in found) if m]
-    depth = tuple(max((block for layer, block in blocks if layer == at), default=-1) + 1 for at in (1, 2, 3, 4))
-    bottleneck = "layer1.0.conv3.weight" in found
-    name = _RESNETS.get((depth, bottleneck))
-    stem = found.get("conv1.weight")
-    kind = "small" if stem is not None and stem.shape[-1] == 3 else "imagenet"
-    if name and bottleneck:
-        width = found["layer1.0.conv1.weight"].shape[0]
-        name = {64: name, 128: f"wide_{name}_2"}.get(width)
-    return name, kind
-
-
-def _fill(backbone: nn.Module, found: dict[str, Tensor], path: Path, prefix: str, architecture: str) -> int:
-    """Load ``found`` into ``backbone``; the number of tensors that matched. UserError unless all do."""
-    wanted = backbone.state_dict()
-    fitting = {name: value for name, value in found.items() if name in wanted and value.shape == wanted[name].shape}
-    missing = [name for name in wanted if name not in fitting and not name.endswith("num_batches_tracked")]
-    strange = [name for name in found if name not in fitting and not _HEAD.match(name)]
-    if prefix == "":  # a bare file may hold anything beside the encoder, which begins no other encoder
-        strange = [name for name in strange if re.match(r"(layer|blocks|stages)", name)]
+def _fill(backbone: nn.Module, layout: Layout, path: Path) -> int:
+    """Load the tensors of ``layout`` into ``backbone``; the number of those that matched. UserError unless all do."""
+    wanted, found = backbone.state_dict(), layout.tensors
+    match = fit(backbone, layout)
+    fitting = {name: found[name] for name in match.fitting}
     other = [name for name in found if name in wanted and name not in fitting]
-    if missing or strange:
+    if not match.whole:
         shapes = ""
         if other:
             has, needs = (tuple(part[other[0]].shape) for part in (found, wanted))
             shapes = f"of another shape: {_few(other)}, {has} instead of {needs} at first; "
-        below = f" below {prefix!r}" if prefix else ""
+        below = f" below {layout.prefix!r}" if layout.prefix else ""
         raise UserError(
-            f"{path}: only {len(fitting)} of the {len(wanted)} tensors of {architecture} match{below}; "
-            f"missing: {_few(missing)}; left over: {_few(strange)}; {shapes}"
+            f"{path}: only {len(fitting)} of the {len(wanted)} tensors of {layout.architecture} match{below}; "
+            f"missing: {_few(match.missing)}; left over: {_few(match.strange)}; {shapes}"
             "name another model with --backbone or --stem"
         )
     broken = [name for name, value in fitting.items() if not value.isfinite().all()]
