@@ -19,7 +19,8 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, cores, memory, GPU and versions: what a figure needs to mean anything. Initialises CUDA."""
+    """Processor, cores, memory, GPU and versions: what a figure needs to mean anything. Initialises CUDA, but
+    takes no memory of a GPU, on which other processes may work."""
     versions = {name: _version(name) for name in PACKAGES}
     found: dict[str, Any] = {
         "cpu": _cpu_name(),
@@ -34,7 +35,7 @@ def describe_machine() -> dict[str, Any]:
         found |= {
             "gpus": torch.cuda.device_count(),
             "gpu": torch.cuda.get_device_name(),
-            "gpu_memory_gib": round(torch.cuda.mem_get_info()[1] / 2**30, 1),
+            "gpu_memory_gib": round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1),
             "cuda": torch.version.cuda,
         }
     return found

@@ -34,7 +34,7 @@ from cocor import atomic, config, configure, launch, panels
 from cocor.cli import Parser
 from cocor.data import held_out_images
 from cocor.eval.datasets import open_splits
-from common import describe_machine, machine_line, write_json
+from common import machine_line, write_json
 from evidence_flags import shared_flags
 from evidence_report import Row, draw, measured, table
 from evidence_runs import Crew, Training
@@ -187,7 +187,8 @@ def _training(
             "--val-data: name held-out class folders, on which runs are compared by k-NN (--knn-every above 0)"
         )
     flags["batch_size"] = checked.batch_size
-    return Training(method, variant.key, seed, folder, flags, options.linear)
+    settings = {key: value for key, value in checked.to_dict().items() if key not in config.FREE_TO_CHANGE}
+    return Training(method, variant.key, seed, folder, flags, options.linear, settings)
 
 
 def _as_long(place: Place, rows: Sequence[Row], epochs: int) -> int | None:
@@ -224,24 +225,35 @@ def _rows(trainings: Sequence[Training], variants: Sequence[Variant]) -> list[Ro
     ]
 
 
+def _machines(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Where the runs were trained, which need not be where the report is made."""
+    machines: list[dict[str, Any]] = []
+    for training in (run.training for row in rows for run in row.runs):
+        recorded = training.as_recorded()
+        if recorded is not None and recorded.machine is not None and recorded.machine not in machines:
+            machines.append(recorded.machine)
+    return machines
+
+
 def _report(options: argparse.Namespace, rows: list[Row], given: Sequence[str]) -> None:
     if not rows:
         print("nothing is finished yet")
         return
     methods, variants = get_args(config.Method), [variant.key for variant in _variants(options)]
     rows.sort(key=lambda row: (methods.index(row.method), variants.index(row.variant)))
-    machine = describe_machine()
+    machines = _machines(rows)
     text = table(rows)
     command = shlex.join(["python", "benchmarks/evidence.py", *given])
     stem = options.output / options.study
     content = {
         "study": options.study,
         "command": command,
-        "machine": machine,
+        "machine": machines[0] if len(machines) == 1 else machines,
         "runs": [run.to_dict() for row in rows for run in row.runs],
     }
     write_json(stem.with_suffix(".json"), content)
-    atomic.write_text(stem.with_suffix(".md"), f"{text}\n\n{machine_line(machine)}\n\n    {command}\n")
+    lines = "\n".join(map(machine_line, machines)) or "the runs did not note their machine"
+    atomic.write_text(stem.with_suffix(".md"), f"{text}\n\n{lines}\n\n    {command}\n")
     draw(rows, stem.with_suffix(".png"), clock=options.study == "clock")
     print(f"\n{text}\n\n{stem}.md, {stem}.json, {stem}.png")
 

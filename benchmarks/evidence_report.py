@@ -51,6 +51,7 @@ class Measured:
             "variant": self.training.variant,
             "seed": self.training.seed,
             "flags": {key: str(value) for key, value in self.training.flags.items() if key not in ("data", "val_data")},
+            "settings": self.training.settings,
             "knn": self.knn,
             "similarity": self.similarity,
             "target": self.target,

@@ -3,9 +3,10 @@
     cocor-train in a folder of its own, with --resume  ->  cocor-eval linear in the same place, if it is asked for
 
 Beside the folder of run NAME, ``NAME.txt`` keeps what the training prints, and ``NAME.done.json`` marks it as finished
-and holds its flags, so that a study that is started again with other flags does not mix results; ``NAME.linear.txt``
-and ``NAME.linear.json`` do so for the evaluation, whose result is ``NAME/linear/linear.json``. While it lasts the
-features lie there as well: after a stop they need not be made again.
+and holds its flags, the settings that came of them, and the machine. So a study that is started again with other flags,
+after an edit of a configuration file, or with newer defaults, does not mix results. ``NAME.linear.txt`` and
+``NAME.linear.json`` do so for the evaluation, whose result is ``NAME/linear/linear.json``. While it lasts the features
+lie there as well: after a stop they need not be made again.
 """
 
 import json
@@ -16,16 +17,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from cocor import atomic, stop
 from cocor.cli import flag
+from common import describe_machine
 from loaders.errors import UserError
 
 _PATIENCE = 120.0  # seconds for a run to write its checkpoint and stop
 _LOOK = 0.2  # seconds between two looks at the processes
+_SETTINGS, _MACHINE = "all settings", "machine"  # in a marker, among flags
 # cocor-train and cocor-eval after a signal, and both before they have learned to look after it.
 _STOPPED = {stop.STOPPED, stop.INTERRUPTED, 128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGINT}
 
@@ -33,7 +36,8 @@ _STOPPED = {stop.STOPPED, stop.INTERRUPTED, 128 + signal.SIGTERM, -signal.SIGTER
 @dataclass(frozen=True)
 class Training:
     """A run: its place in the study, its folder and its flags but for ``output`` and ``resume``. ``linear`` names the
-    images, as ``cocor-eval --data`` takes them, on which it is evaluated when it is trained."""
+    images, as ``cocor-eval --data`` takes them, on which it is evaluated when it is trained. ``settings`` are all
+    values that enter its steps, wherever they come from; ``machine`` is where it was trained, once it was."""
 
     method: str
     variant: str
@@ -41,6 +45,8 @@ class Training:
     folder: Path
     flags: dict[str, Any]
     linear: Path | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    machine: dict[str, Any] | None = None
 
     @property
     def name(self) -> str:
@@ -56,23 +62,26 @@ class Training:
         return self.is_trained() and (self.linear is None or self._is_evaluated())
 
     def is_trained(self) -> bool:
-        """UserError if the folder holds a finished run with other flags."""
-        marker = self._beside("done.json")
-        if not marker.is_file():
+        """UserError if the folder holds a finished run with other flags or settings."""
+        done = self._done()
+        if done is None:
             return False
-        done = json.loads(marker.read_text())
-        if done != self._asked():
-            changed = sorted(key for key in done.keys() | self._asked() if done.get(key) != self._asked().get(key))
-            raise UserError(f"{self.folder}: a finished run with other {', '.join(changed)}; choose another --output")
+        flags, settings, _ = done
+        # What was marked before settings were noted down is judged by its flags.
+        changed = _differences(flags, self._asked()) | _differences(settings, self.settings if settings else {})
+        if changed:
+            words = ", ".join(sorted(changed))
+            raise UserError(f"{self.folder}: a finished run with other {words}; choose another --output")
         return True
 
     def as_recorded(self) -> "Training | None":
         """The run as it was made, whatever is asked for now; None if it has not ended."""
-        trained, evaluated = self._beside("done.json"), self._beside("linear.json")
-        if not trained.is_file():
+        evaluated, done = self._beside("linear.json"), self._done()
+        if done is None:
             return None
         linear = json.loads(evaluated.read_text())["linear"] if evaluated.is_file() else None
-        return replace(self, flags=json.loads(trained.read_text()), linear=linear and Path(linear))
+        flags, settings, machine = done
+        return replace(self, flags=flags, settings=settings, machine=machine, linear=linear and Path(linear))
 
     def mark(self) -> None:
         """As trained; or, if it was that, as evaluated."""
@@ -82,7 +91,8 @@ class Training:
             atomic.write_text(evaluated, json.dumps({"linear": str(self.linear)}) + "\n")
         else:
             evaluated.unlink(missing_ok=True)  # it was of other weights
-            atomic.write_text(self._beside("done.json"), json.dumps(self._asked(), indent=1) + "\n")
+            done = {**self._asked(), _SETTINGS: self.settings, _MACHINE: describe_machine()}
+            atomic.write_text(self._beside("done.json"), json.dumps(done, indent=1) + "\n")
 
     def command(self) -> list[str]:
         """What is to be done next."""
@@ -120,6 +130,14 @@ class Training:
 
     def _beside(self, ending: str) -> Path:
         return self.folder.with_name(f"{self.name}.{ending}")
+
+    def _done(self) -> tuple[dict[str, str], dict[str, Any], dict[str, Any] | None] | None:
+        """Flags, settings and machine of the finished run in the folder."""
+        marker = self._beside("done.json")
+        if not marker.is_file():
+            return None
+        flags = json.loads(marker.read_text())
+        return flags, flags.pop(_SETTINGS, {}), flags.pop(_MACHINE, None)
 
     def _asked(self) -> dict[str, str]:
         """What decides the result: how many threads read the data does not."""
@@ -226,6 +244,10 @@ class Crew:
             running.process.kill()
             self.stopped.append(running.training.name)
         self._running.clear()
+
+
+def _differences(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
+    return {key for key in one.keys() | other if one.get(key) != other.get(key)}
 
 
 def _last_line(file: Path, code: int) -> str:

@@ -80,6 +80,42 @@ def test_results_of_other_flags_are_not_mixed(study: tuple[Path, Path], capsys: 
     assert "a finished run with other lr; choose another --output" in capsys.readouterr().err
 
 
+def test_results_of_an_edited_configuration_or_of_other_defaults_are_not_mixed(
+    study: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    images, output = study
+    marker = output / "runs" / "moco-cocor-seed0.done.json"
+    before = marker.read_text()
+    done = json.loads(before)
+    file = load([f"--config={BENCHMARKS.parent / 'configs' / 'cifar10_moco.yaml'}"])
+    assert done["all settings"]["lr"] == file.lr and "lr" not in done
+    done["all settings"] |= {"lr": 0.06, "consistency_beta": 1.0}
+    marker.write_text(json.dumps(done))
+    assert evidence.main(command(images, output)) == 2
+    error = capsys.readouterr().err
+    assert "moco-cocor-seed0: a finished run with other consistency_beta, lr; choose another --output" in error
+    marker.write_text(before)
+
+
+def test_a_report_names_the_settings_and_the_machine_of_its_runs(study: tuple[Path, Path]) -> None:
+    """It may be made elsewhere, and later."""
+    images, output = study
+    marker = output / "runs" / "moco-plain-seed0.done.json"
+    before = marker.read_text()
+    done = json.loads(before)
+    done["machine"] |= {"cores": 1234}
+    marker.write_text(json.dumps(done))
+    assert evidence.main(command(images, output, "--report-only")) == 0
+    content = json.loads((output / "core.json").read_text())
+    assert [machine["cores"] for machine in content["machine"]] != [1234] and len(content["machine"]) == 2
+    assert "1234 cores" in (output / "core.md").read_text()
+    plain, cocor = content["runs"]
+    assert plain["settings"] == done["all settings"] and cocor["settings"]["consistency_weight"] == 10
+    marker.write_text(before)
+    assert evidence.main(command(images, output, "--report-only")) == 0
+    assert json.loads((output / "core.json").read_text())["machine"] == json.loads(before)["machine"]
+
+
 def test_a_report_is_of_what_was_measured_whatever_flags_it_is_asked_with(study: tuple[Path, Path]) -> None:
     images, output = study
     assert evidence.main(command(images, output, "--report-only", flags=["--lr", "0.5"])) == 0
