@@ -192,11 +192,14 @@ def _training(
 
 
 def _as_long(place: Place, rows: Sequence[Row], epochs: int) -> int | None:
-    """The epochs in which ``place`` takes as long as what it is like; None if that has not been measured,
-    or in runs too short to log a rate."""
-    method, variant, _ = place
+    """The epochs in which ``place`` takes as long as what it is like, with the same seed, so that more seeds do not
+    change what is finished; None if that has not been measured, or in runs too short to log a rate."""
+    method, variant, seed = place
     rates = {
-        row.variant: sum(run.images_per_s for run in row.runs) / len(row.runs) for row in rows if row.method == method
+        row.variant: run.images_per_s
+        for row in rows
+        for run in row.runs
+        if (row.method, run.training.seed) == (method, seed)
     }
     like, plain = rates.get(variant.like or "", math.nan), rates.get("plain", math.nan)
     return max(1, round(epochs * plain / like)) if math.isfinite(plain / like) else None

@@ -321,6 +321,10 @@ def test_equal_time_is_more_epochs_by_the_ratio_of_speeds() -> None:
     longer = Variant("plain-as-long", "", like="cocor")
     assert evidence._as_long(("moco", longer, 0), rows, 20) == 70
     assert evidence._as_long(("simsiam", longer, 0), rows, 20) is None
+    assert evidence._as_long(("moco", longer, 1), rows, 20) is None
+    rows[0].runs.append(measured("plain", 1, 0.7, rate=700))
+    rows[1].runs.append(measured("cocor", 1, 0.7, rate=100))
+    assert [evidence._as_long(("moco", longer, seed), rows, 20) for seed in (0, 1)] == [70, 140]
     short = Row("moco", "cocor", "+ CoCor", [measured("cocor", 0, 0.7, rate=math.nan)])
     assert evidence._as_long(("moco", longer, 0), [rows[0], short], 20) is None
 
