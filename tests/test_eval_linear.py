@@ -18,6 +18,7 @@ from cocor.eval.peer import check_peer
 from cocor.eval.protocols import RECIPES, SgdSettings
 from cocor.eval.sgd_probe import sgd_probe, shortened
 from cocor.eval.softmax import SoftmaxRegression
+from loaders import progress
 from loaders.errors import UserError
 
 
@@ -79,6 +80,14 @@ def test_penalties_solved_together_end_where_each_ends_alone() -> None:
         assert fit.converged and alone.converged
         assert fit.loss == pytest.approx(alone.loss, rel=1e-6, abs=1e-5)
         assert fit.loss == pytest.approx(problem.objective(fit.weights, penalty), rel=1e-9)
+
+
+def test_a_long_grid_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """45 penalties over the features of 100 classes take a CPU half an hour."""
+    monkeypatch.setattr(progress, "_FIRST_LINE_S", 0.0)
+    data = clusters(60, 4)
+    SoftmaxRegression(data.values.double(), data.labels, 6).fit_all([100.0, 10.0, 1.0, 0.1, 0.01, 0.001])
+    assert capsys.readouterr().err.startswith("solving: 5 of 6 penalties")
 
 
 def test_fewer_images_than_dimensions_and_dependent_ones_have_the_same_minimum() -> None:

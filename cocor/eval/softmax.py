@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from cocor.eval.descent import PAIRS, Descent, Solution
+from loaders.progress import track
 
 _AXES = 8192  # dimensions up to which features are turned; the eigenvalues of more would take minutes
 _TOGETHER = 5  # penalties at least; more would all start far from their minima
@@ -81,7 +82,7 @@ class SoftmaxRegression:
         strongest_first = sorted(range(len(penalties)), key=lambda place: -penalties[place])
         turned = self._inputs.new_zeros(self._inputs.shape[1], self.classes) if start is None else self._axes.T @ start
         together, found = self._together(), {}
-        for at in range(0, len(penalties), together):
+        for at in track(range(0, len(penalties), together), len(penalties), "solving", "penalties", together):
             places = strongest_first[at : at + together]
             chosen = [penalties[place] for place in places]
             descent = Descent(self._inputs, self.labels, self._moments, chosen, turned)
