@@ -186,6 +186,9 @@ class Crew:
                     self._start(waiting.pop(0), free)
                 time.sleep(_LOOK)
                 self._collect()
+        except KeyboardInterrupt:
+            self._say(f"stopping {len(self._running)} runs: the same command goes on from there")
+            raise
         finally:
             self._stop()
             self._ending = False

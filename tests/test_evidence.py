@@ -375,7 +375,8 @@ class Sleeping(Training):
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
 def test_no_training_outlives_a_study_that_is_asked_to_stop(tmp_path: Path, number: signal.Signals) -> None:
     """As when its terminal is closed, or when its time on a cluster is nearly up."""
-    crew, before = Crew(1, 0, None, say=lambda text: None), signal.getsignal(number)
+    said: list[str] = []
+    crew, before = Crew(1, 0, None, say=said.append), signal.getsignal(number)
     running = []
 
     def ask() -> None:
@@ -388,6 +389,7 @@ def test_no_training_outlives_a_study_that_is_asked_to_stop(tmp_path: Path, numb
         crew.run([Sleeping("moco", "plain", 0, tmp_path / "run", {})])
     assert [process.returncode for process in running] == [-signal.SIGTERM] and crew.stopped == ["run"]
     assert signal.getsignal(number) is before
+    assert said[-1] == "stopping 1 runs: the same command goes on from there"
 
 
 def test_runs_stop_when_the_study_does(tmp_path: Path) -> None:
