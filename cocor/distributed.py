@@ -12,24 +12,22 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cocor import slurm
+from cocor import leaving, slurm
 from loaders.errors import UserError
 
 # Long enough for one rank to write a checkpoint to slow storage while the others wait.
 _TIMEOUT = timedelta(minutes=10)
 _BUCKET_BYTES = 64 * 2**20
-
-T = TypeVar("T")
 
 # Renamed in PyTorch 2.14, which warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -169,6 +167,16 @@ def _store() -> dist.Store:
     return dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=5))
 
 
+@contextmanager
+def company() -> Iterator[None]:
+    """Within, a rank that fails alone takes the others along, see :mod:`cocor.leaving`."""
+    if ranks() == 1:
+        yield
+        return
+    with leaving.heard(_store().clone(), ranks()):
+        yield
+
+
 def shutdown() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
@@ -270,47 +278,6 @@ def broadcast_parameters(module: nn.Module) -> None:
         whole = tensor.contiguous()
         dist.broadcast(whole, src=0)
         tensor.copy_(whole)
-
-
-def on_main(work: Callable[[], object]) -> None:
-    """Do ``work`` on the main rank, while the others wait; a UserError there is one on all ranks, so that none waits
-    for, or complains of, a rank that has left for a user's mistake."""
-    _share(_mistake(work) if ranks() == 1 or dist.get_rank() == 0 else None)
-
-
-def main_first(work: Callable[[], T]) -> T:
-    """What ``work`` gives, done by the main rank before the others; a UserError on any is one on all."""
-    found: list[T] = []
-    main = ranks() == 1 or dist.get_rank() == 0
-    for turn in (True, False):
-        _share(_mistake(lambda: found.append(work())) if main is turn else None)
-    return found[0]
-
-
-def together(work: Callable[[], T]) -> T:
-    """What ``work`` gives, done by all ranks at once; a UserError on any is one on all."""
-    found: list[T] = []
-    _share(_mistake(lambda: found.append(work())))
-    return found[0]
-
-
-def _mistake(work: Callable[[], object]) -> UserError | None:
-    try:
-        work()
-        return None
-    except UserError as error:
-        return error
-
-
-def _share(mistake: UserError | None) -> None:
-    """Raise this rank's ``mistake`` or, if it made none, the first that another made."""
-    if ranks() > 1:
-        said: list[str | None] = [None] * ranks()
-        dist.all_gather_object(said, None if mistake is None else str(mistake))
-        other = next((message for message in said if message is not None), None)
-        mistake = mistake or (None if other is None else UserError(other))
-    if mistake is not None:
-        raise mistake
 
 
 def barrier() -> None:

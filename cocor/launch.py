@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cocor import start, stop
+from cocor import leaving, start, stop
 from cocor.checks import check_ranks
 from cocor.config import Config
 from loaders import queues
@@ -75,7 +75,7 @@ def command(name: str, body: Callable[[], None]) -> int:
         body()
         return 0
     except UserError as error:
-        return fail(f"{name}: error: {error}", USER_ERROR)
+        return _fail_alone(f"{name}: error: {error}", USER_ERROR)
     except RanksFailed as error:
         return fail(str(error), error.code)
     except stop.Stopped as ended:
@@ -85,10 +85,19 @@ def command(name: str, body: Callable[[], None]) -> int:
     except Exception as error:
         lack = lacking(error)
         if lack:
-            return fail(f"{name}: error: {lack}", USER_ERROR)
+            return _fail_alone(f"{name}: error: {lack}", USER_ERROR)
         if _LAUNCHED not in os.environ:
+            leaving.tell_others(1)
             raise
-        return fail(traceback.format_exc(), 1)
+        return _fail_alone(traceback.format_exc(), 1)
+
+
+def _fail_alone(message: str, code: int) -> int:
+    """As :func:`fail`, where the other ranks may know nothing of it."""
+    leaving.alone()
+    fail(message, code)
+    leaving.tell_others(code)
+    return code
 
 
 def lacking(error: Exception) -> str:
@@ -129,7 +138,7 @@ def run(config: Config, argv: Sequence[str], work: Callable[[Config, Any], None]
     if ranks > 1 and distributed.place() is None:
         return _launch(ranks, [module, *argv], config.max_restarts)
     world = distributed.init(use_gpu=bool(config.gpus))
-    with stop.obeyed():
+    with stop.obeyed(), distributed.company():
         work(_going_on(config), world)
     distributed.shutdown()  # not after an error: it would wait for the other ranks
     return None

@@ -17,8 +17,9 @@ from typing import NoReturn
 import torch
 
 from cocor import dry_run, profile, resume, run_folder, stop
+from cocor.agreement import on_main
 from cocor.config import Config
-from cocor.distributed import World, gather, on_main
+from cocor.distributed import World, gather
 from cocor.execution import executable, uncompiled
 from cocor.log import RunLog, duration, set_up_logging
 from cocor.run import Run, build

@@ -9,10 +9,11 @@ from typing import NoReturn
 import torch
 
 from cocor import stop
+from cocor.agreement import main_first
 from cocor.build import build_method, build_target
 from cocor.config import Config
 from cocor.data import Data, knn_loaders, labelled_loader, open_data, training_loader
-from cocor.distributed import World, main_first
+from cocor.distributed import World
 from cocor.execution import choose
 from cocor.launch import usable_cpus
 from cocor.online_knn import OnlineKnn

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from cocor import distributed, launch
+from cocor import agreement, distributed, launch
 from cocor.config import Config
 from cocor.configure import load
 from cocor.distributed import World
@@ -92,10 +92,10 @@ def mistakes_of_one(config: Config, world: World) -> None:
             raise UserError(f"no images on {rank}")
         return world.rank
 
-    assert distributed.main_first(lambda: fails_on(-1)) == distributed.together(lambda: fails_on(-1)) == world.rank
-    distributed.on_main(lambda: fails_on(1))  # which is not asked
-    for do, rank in ((distributed.on_main, 0), (distributed.main_first, 0), (distributed.main_first, 1),
-                     (distributed.together, 1)):  # fmt: skip
+    assert agreement.main_first(lambda: fails_on(-1)) == agreement.together(lambda: fails_on(-1)) == world.rank
+    agreement.on_main(lambda: fails_on(1))  # which is not asked
+    for do, rank in ((agreement.on_main, 0), (agreement.main_first, 0), (agreement.main_first, 1),
+                     (agreement.together, 1)):  # fmt: skip
         try:
             do(lambda rank=rank: fails_on(rank))  # type: ignore[misc]
         except UserError as error:

@@ -1,16 +1,21 @@
 """The same command on several machines, here two "nodes" of one: under torchrun, and as Slurm's srun starts tasks."""
 
+import os
+import resource
 import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
 from test_train import STEPS, environment, flags, metrics
 
 from cocor import distributed, slurm
+from cocor.train import main as train
 from loaders.errors import UserError
 
 
@@ -82,6 +87,50 @@ def test_a_mistake_is_said_once_by_the_tasks_of_srun(photo_folder: Path, tmp_pat
     errors = "".join(process.communicate(timeout=120)[1] for process in nodes)
     assert [process.returncode for process in nodes] == [2, 2]
     assert errors.startswith("cocor-train: error: ") and errors.count("\n") == 1
+
+
+def ends(arguments: list[str], main_file_bytes: int = resource.RLIM_INFINITY) -> list[tuple[int, float, str]]:
+    """Exit codes, moments of the end, and errors of two tasks of srun, the first of which may write so large files."""
+    limit = main_file_bytes, resource.RLIM_INFINITY
+    port, nodes = free_port(), []
+    for node in range(2):
+        command, variables = srun(node, port, arguments)
+        before = partial(resource.setrlimit, resource.RLIMIT_FSIZE, limit) if node == 0 else None
+        nodes.append(
+            subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True, preexec_fn=before)
+        )  # fmt: skip
+
+    def end(process: subprocess.Popen[str]) -> tuple[int, float, str]:
+        errors = process.communicate(timeout=120)[1]
+        return process.returncode, time.monotonic(), errors
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(end, nodes))
+
+
+def test_a_last_checkpoint_that_the_main_rank_cannot_write_ends_all_ranks(photo_folder: Path, tmp_path: Path) -> None:
+    options = {"data": photo_folder, "loader": "torch", "backbone": "test_nfnet", "knn_every": 0}
+    arguments = flags(**options, output=tmp_path / "run")
+    (code, ended, errors), (other, other_ended, other_errors) = ends(arguments, main_file_bytes=300_000)
+    assert (code, other) == (2, 2) and abs(ended - other_ended) < 10
+    assert sum("error: " in line for line in errors.splitlines()) == 1 and "Traceback" not in errors
+    assert errors.splitlines()[-1].startswith("cocor-train: error: cannot write step_")
+    assert other_errors == ""
+
+
+def test_an_image_that_one_rank_cannot_read_while_training_ends_all_ranks(photo_copy: Path, tmp_path: Path) -> None:
+    options = {"loader": "torch", "backbone": "test_nfnet", "knn_every": 0, "mmnn": "constants", "on_error": "stop"}
+    assert train(flags(data=photo_copy, output=tmp_path / "one", **options, epochs=1)) == 0  # sizes are known by now
+    file = sorted(photo_copy.glob("*/*.jpg"))[7]
+    status = file.stat()
+    file.write_bytes(file.read_bytes()[:300].ljust(status.st_size, b"0"))
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    (code, ended, errors), (other, other_ended, other_errors) = ends(
+        flags(data=photo_copy, output=tmp_path / "two", **options)
+    )
+    assert (code, other) == (2, 2) and abs(ended - other_ended) < 10
+    said = [line for line in (errors + other_errors).splitlines() if "error: " in line]
+    assert len(said) == 1 and file.name in said[0] and "Traceback" not in errors + other_errors
 
 
 @pytest.mark.parametrize("start", [torchrun, srun])

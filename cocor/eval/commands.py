@@ -43,7 +43,8 @@ def in_its_place(options: argparse.Namespace, run: Callable[[argparse.Namespace]
     if getattr(options, "data", None) is not None:
         options.data = or_demo(options.data)
     try:
-        run(options)
+        with distributed.company():
+            run(options)
     except (MemoryError, RuntimeError) as error:
         raise _out_of_memory(error, options) or error from None
     distributed.shutdown()

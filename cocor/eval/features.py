@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cocor import atomic
-from cocor.distributed import World, barrier, together
+from cocor.agreement import together
+from cocor.distributed import World, barrier
 from cocor.eval.crops import Crop, CropPlan
 from cocor.eval.weights import Encoder
 from cocor.online_knn import evaluating
