@@ -23,7 +23,7 @@ def check(config: Config) -> None:
         ),
         f"blur_sigma: {config.blur_sigma} must rise": config.blur_sigma[0] > config.blur_sigma[1],
         f"constants: {config.constants} must fall": any(a <= b for a, b in pairwise(config.constants)),
-        f"warmup_epochs: {config.warmup_epochs} leaves nothing of {config.epochs} epochs": (
+        f"warmup_epochs: {config.warmup_epochs} leaves nothing of {config.epochs} epochs; lower it or raise epochs": (
             config.warmup_epochs >= config.epochs
         ),
         f"queue_size: {config.queue_size} is less than one batch ({config.batch_size})": (

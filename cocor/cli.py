@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import difflib
 import math
+import re
 import reprlib
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -237,7 +238,7 @@ def read_flags(
     Raises:
         UserError: an unknown flag (names the nearest), a missing value, or a value of the wrong type.
     """
-    known, rest = arguments.parse_known_args(argv)
+    known, rest = arguments.parse_known_args(_with_negative_values(argv))
     hints = get_type_hints(options)
     if rest:
         word = next((word for word in rest if word.startswith("-")), rest[0]).split("=")[0]
@@ -249,6 +250,18 @@ def read_flags(
         raise UserError("--config is given twice; let one file name the other with `defaults:`")
     converted = {key: convert(flag(key), value, hints[key]) for key, value in values.items()}
     return converted, convert("--config", files[0], Path) if files else None
+
+
+def _with_negative_values(argv: Sequence[str]) -> list[str]:
+    """``--constants -0.1,-0.2`` and ``--lr -1e-3`` with an equals sign, since argparse would take such values for
+    flags."""
+    words: list[str] = []
+    for word in argv:
+        if re.match(r"-\.?\d", word) and words and words[-1].startswith("--") and "=" not in words[-1]:
+            words[-1] += f"={word}"
+        else:
+            words.append(word)
+    return words
 
 
 def check_bounds(values: Any) -> None:

@@ -16,6 +16,8 @@ from loaders import ops
 from loaders.errors import UserError
 from loaders.plan import PlannedBatch
 
+CONFIGS = Path(__file__).parent.parent / "configs"
+
 
 def drawn(*flags: str, count: int = 400) -> PlannedBatch:
     sizes = np.tile(np.array([[60, 80]], np.int32), (count, 1))
@@ -137,6 +139,19 @@ class TestAuthorsSettings:
         config = load(["--method", method])
         assert {key: getattr(config, key) for key in settings} == settings
         assert load(["--method", method, "--lr", "0.7", "--optimiser", "sgd"]).lr == 0.7
+
+    def test_the_loss_is_what_won_on_cifar10_but_in_the_files_of_the_papers_rows_as_printed(self) -> None:
+        def loss(*words: str) -> tuple[float, float, float]:
+            config = load(words)
+            return config.consistency_beta, config.consistency_weight, config.mmnn_lr
+
+        assert loss("--method", "moco") == (8, 10, 0.5) and loss("--method", "simsiam") == (8, 3, 0.5)
+        assert {loss("--method", name) for name in ("supcon", "byol", "intl")} == {(1, 1, 0.05)}
+        rows = [path for path in CONFIGS.glob("*.yaml") if "_in1" in path.name]
+        assert len(rows) == 13 and {loss("--config", str(path)) for path in rows} == {(1, 1, 0.05)}
+        for data in ("cifar10", "tiny100"):
+            assert loss("--config", str(CONFIGS / f"{data}_moco.yaml")) == (8, 10, 0.5)
+            assert loss("--config", str(CONFIGS / f"{data}_simsiam.yaml")) == (8, 3, 0.5)
 
     def test_a_file_wins_over_them(self, tmp_path: Path) -> None:
         (tmp_path / "mine.yaml").write_text("method: byol\noptimiser: sgd\nweight_decay: 5e-4\n")
