@@ -95,14 +95,16 @@ def _study(options: argparse.Namespace, given: Sequence[str]) -> None:
     equal = [_training(options, gpus, shared, *place) for place in _places(options, variants) if place[1].like is None]
     timed = [place for place in _places(options, variants) if place[1].like is not None]
     rows = _rows(_ended(options, crew, equal), variants)
+    lengths = [_as_long(place, rows, options.epochs) for place in timed]
     if timed:
         longer = [
             _training(options, gpus, shared, *place, epochs=epochs)
-            for place in timed
-            if (epochs := _as_long(place, rows, options.epochs)) is not None
+            for place, epochs in zip(timed, lengths, strict=True)
+            if epochs is not None
         ]
         rows += _rows(_ended(options, crew, longer), variants)
     _report(options, rows, given)
+    _say_untimed(timed, lengths)
     if crew.failed:
         raise UserError("; ".join(f"{name}: {why}" for name, why in crew.failed.items()))
     if crew.stopped:
@@ -187,7 +189,8 @@ def _training(
             "--val-data: name held-out class folders, on which runs are compared by k-NN (--knn-every above 0)"
         )
     flags["batch_size"] = checked.batch_size
-    settings = {key: value for key, value in checked.to_dict().items() if key not in config.FREE_TO_CHANGE}
+    free = config.FREE_TO_CHANGE - {"knn_k", "knn_temperature"}  # which a run may change, but no comparison
+    settings = {key: value for key, value in checked.to_dict().items() if key not in free}
     return Training(method, variant.key, seed, folder, flags, options.linear, settings)
 
 
@@ -203,6 +206,13 @@ def _as_long(place: Place, rows: Sequence[Row], epochs: int) -> int | None:
     }
     like, plain = rates.get(variant.like or "", math.nan), rates.get("plain", math.nan)
     return max(1, round(epochs * plain / like)) if math.isfinite(plain / like) else None
+
+
+def _say_untimed(places: Sequence[Place], lengths: Sequence[int | None]) -> None:
+    """What a study leaves out must not go unsaid."""
+    left = [f"{m}-{v.key}-seed{s}" for (m, v, s), epochs in zip(places, lengths, strict=True) if epochs is None]
+    if left:
+        print(f"not run: {', '.join(left)}; the runs to be as long as have not ended, or logged no rate (--log-every)")
 
 
 def _ended(options: argparse.Namespace, crew: Crew, trainings: Sequence[Training]) -> Sequence[Training]:

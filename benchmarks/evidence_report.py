@@ -241,6 +241,7 @@ def _consistency(axes: "Axes", row: Row) -> None:
             axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
     axes.set_title(f"{NAMES[row.method]} {row.title}: similarity, target (dashed)", fontsize=9)
     axes.set_xlabel("epoch")
+    axes.set_ylabel("cosine similarity")
     legend(axes)
 
 

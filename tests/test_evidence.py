@@ -329,6 +329,12 @@ def test_equal_time_is_more_epochs_by_the_ratio_of_speeds() -> None:
     assert evidence._as_long(("moco", longer, 0), [rows[0], short], 20) is None
 
 
+def test_what_cannot_be_timed_is_named(photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--study", "clock", "--only", "plain", "cocor", "as-long", "--minutes", "0"]
+    assert evidence.main(command(photo_folder, tmp_path / "out", *words)) == 0
+    assert "not run: moco-plain-as-long-seed0; the runs to be as long as have not ended" in capsys.readouterr().out
+
+
 def test_flags_behind_the_dashes_are_read_as_the_command_reads_them() -> None:
     words = ["--lr", "0.1", "--stem=small", "--no-sync-bn", "--log-samples", "--lengths", "1,2"]
     assert shared_flags(words, []) == {
