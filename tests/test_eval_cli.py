@@ -148,6 +148,38 @@ def test_mistakes_are_one_line(
     assert last.startswith("cocor-eval: error: ") and message in last
 
 
+@pytest.mark.parametrize(
+    ("command", "flags", "message"),
+    [
+        ("linear", "--data ONE", "all training images are of 1 class"),
+        ("linear", "--data ONE --probe moco", "all training images are of 1 class"),
+        ("linear", "--data ONE --probe simsiam --learn-from features", "all training images are of 1 class"),
+        ("transfer", "--root ROOT --datasets pets", "none of the 1 data sets is usable there: pets"),
+        ("knn", "--data ONE", "all images of the bank are of 1 class"),
+        ("knn", "--data ONE/test --leave-one-out", "all images of the bank are of 1 class"),
+        ("knn", "--data DATA/pets --k 17", "--k 17: the bank holds 16 images; use 16 or fewer"),
+        ("knn", "--data DATA/pets --k 125 --crop ten", "--k 125: the bank holds 124 images"),
+        ("knn", "--data DATA/pets/test --leave-one-out --k 8", "--k 8: the bank holds 7 images"),
+        ("fewshot", "--data ONE", "all training images are of 1 class"),
+        ("fewshot", "--data DATA/pets --shots 2 9 --tasks 0", "--shots 9: class number 0 has only 4 images"),
+        ("fewshot", "--data DATA/pets --shots 2 --ways 9", "--ways 9: only 4 classes of the test images"),
+        ("retrieval", "--data DATA/pets --neighbours 99", "--neighbours 99: the bank holds 12 images"),
+    ],
+)
+def test_what_labels_tell_is_told_before_features_are_made(
+    command: str, flags: str, message: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = tmp_path / "root" / "pets"
+    for split in ("train", "test"):
+        (one / split / "only").mkdir(parents=True)
+        for number in range(4):
+            Image.new("RGB", (40, 40), (60 * number, 0, 0)).save(one / split / "only" / f"{number}.png")
+    words = flags.replace("DATA", str(data)).replace("ONE", str(one)).replace("ROOT", str(one.parent)).split()
+    assert call(command, tmp_path / "cache", tmp_path, *words, weights=("random:test_resnet",)) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert not any((tmp_path / "cache").glob("*.safetensors"))  # where features are kept
+
+
 def test_the_demos_images_go_by_its_name_as_in_training(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 """The probe solves its objective as scikit-learn does, ignores the scale of features, and tests once."""
 
+import importlib
 import json
-import runpy
 import sys
 from pathlib import Path
 
@@ -118,8 +118,8 @@ def test_without_scikit_learn_the_benchmark_goes_on_and_the_command_says_so_firs
     monkeypatch.setitem(sys.modules, "sklearn", None)
     kept = tmp_path / "probe.json"
     size = ["--images", "300", "--dimensions", "8", "--classes", "3", "--json", str(kept)]
-    monkeypatch.setattr(sys, "argv", ["probe.py", *size])
-    runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "probe.py"), run_name="__main__")
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    assert importlib.import_module("probe").main(size) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("not compared: --against-sklearn needs scikit-learn")
     assert json.loads(kept.read_text())["iterations"] > 0
     with pytest.raises(UserError, match="pip install scikit-learn"):

@@ -11,8 +11,8 @@ import torch
 
 from cocor import atomic, distributed
 from cocor.eval import consistency as consistency_probe
+from cocor.eval import feasible, figures, inputs
 from cocor.eval import fewshot as few
-from cocor.eval import figures, inputs
 from cocor.eval import spectrum as spectra
 from cocor.eval.datasets import Splits
 from cocor.eval.features import Features, features_of, joined, summary
@@ -21,7 +21,7 @@ from cocor.eval.linear import LinearResult, linear_probe
 from cocor.eval.peer import against_sklearn, check_peer
 from cocor.eval.protocols import KNN_K, RECIPES, WAY_SHOTS
 from cocor.eval.retrieval import evenly_spread, retrieve, save_sheet
-from cocor.eval.sgd_probe import sgd_probe, sgd_probe_on_crops, shortened
+from cocor.eval.sgd_probe import sgd_probe, sgd_probe_on_crops, shared_batch, shortened
 from cocor.eval.transfer import transfer as transfer_table
 from cocor.eval.weights import Encoder
 from cocor.log import set_up_logging
@@ -65,6 +65,7 @@ def linear(options: argparse.Namespace) -> None:
         if getattr(options, name):
             raise UserError(f"--{name.replace('_', '-')}: not for --probe {options.probe}; leave it out")
     splits = inputs.chosen_splits(options)
+    feasible.check_probe(splits, validates=options.probe == "lbfgs")
     encoder = inputs.chosen_encoder(options, options.weights[0])
     if options.against_sklearn:
         check_peer(len(splits.train.classes))
@@ -105,6 +106,7 @@ def _linear_by_sgd(options: argparse.Namespace, encoder: Encoder, splits: Splits
     else:
         if options.crop == "ten":
             raise UserError("--crop ten: learn from these crops with --learn-from features")
+        shared_batch(int((splits.learned_from().labels >= 0).sum()), how)
         test = features_of(encoder, splits.test, how, "test images")
         found = sgd_probe_on_crops(encoder, splits.learned_from(), test, settings, how)
     if options.world.main:
@@ -113,27 +115,23 @@ def _linear_by_sgd(options: argparse.Namespace, encoder: Encoder, splits: Splits
 
 
 def knn(options: argparse.Namespace) -> None:
-    encoder = inputs.chosen_encoder(options, options.weights[0])
     if options.leave_one_out:
         dataset = inputs.images_to_look_at(options)
+        feasible.check_leave_one_out(options, dataset)
+        encoder = inputs.chosen_encoder(options, options.weights[0])
         bank = queries = features_of(encoder, dataset, inputs.extraction(options, encoder), "images").labelled()
         title = f"{encoder.name} on {dataset.root.name}"
-        alone = int((bank.labels.bincount() == 1).sum()) if len(bank) else 0
+        alone = int((bank.labels.bincount() == 1).sum())
         said = f"{alone:,} images are the only one of their class, so none of them can be right"
         notes: tuple[str, ...] = (said,) if alone else ()
     else:
         splits = inputs.chosen_splits(options)
+        feasible.check_knn(options, splits)
+        encoder = inputs.chosen_encoder(options, options.weights[0])
         train, val, queries = inputs.features_of_splits(options, encoder, splits)
         bank, queries = joined(train.flat(), val).labelled(), queries.labelled()
         title, notes = _title(encoder, splits), splits.notes
     most = len(bank) - options.leave_one_out
-    if most < 1 or not len(queries):
-        raise UserError("k-NN needs images with labels in the bank and among the queries")
-    if len(bank.labels.unique()) < 2:
-        raise UserError("all images of the bank are of 1 class; k-NN needs two or more class folders")
-    too_large = [k for k in options.k or () if k > most]
-    if too_large:
-        raise UserError(f"--k {too_large[0]}: the bank holds {most:,} images; use {most} or fewer")
     chosen = options.k or sorted({min(k, most) for k in KNN_K})
     bank, queries = _on(bank, options), _on(queries, options)
     pairs = (queries.values, queries.labels, bank.values, bank.labels)
@@ -153,6 +151,7 @@ def knn(options: argparse.Namespace) -> None:
 
 def fewshot(options: argparse.Namespace) -> None:
     splits = inputs.chosen_splits(options)
+    feasible.check_fewshot(options, splits)
     encoder = inputs.chosen_encoder(options, options.weights[0])
     train, val, test = inputs.features_of_splits(options, encoder, splits, "ten" if options.crop == "ten" else None)
     if not options.world.main:
@@ -175,14 +174,13 @@ def fewshot(options: argparse.Namespace) -> None:
 
 def retrieval(options: argparse.Namespace) -> None:
     splits = inputs.chosen_splits(options)
+    feasible.check_retrieval(options, splits)
     encoder = inputs.chosen_encoder(options, options.weights[0])
     how = inputs.extraction(options, encoder)
     bank = features_of(encoder, splits.train, how, "bank")
     queries = features_of(encoder, splits.test, how, "queries")
     if not options.world.main:
         return
-    if options.neighbours > len(bank):
-        raise UserError(f"--neighbours {options.neighbours}: the bank holds {len(bank):,} images; use that or fewer")
     rows = min(options.queries, len(queries))
     found = retrieve(
         queries, bank, rows=rows, k=options.neighbours, seed=options.seed, device=options.world.device
@@ -231,6 +229,7 @@ def transfer(options: argparse.Namespace) -> None:
     main = options.world.main
 
     def probe(encoder: Encoder, splits: Splits) -> LinearResult:
+        feasible.check_probe(splits)
         train, val, test = inputs.features_of_splits(options, encoder, splits)
         metric, iterations = splits.protocol.metric, options.iterations
         return linear_probe(train, val, test, metric=metric, iterations=iterations, device=options.world.device)

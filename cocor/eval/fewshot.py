@@ -83,16 +83,30 @@ def shots(
     )
 
 
+def check_shots(labels: Tensor, count: int) -> None:
+    """UserError if a class of ``labels`` has fewer than ``count`` images."""
+    for label, images in zip(*(part.tolist() for part in labels[labels >= 0].unique(return_counts=True)), strict=True):
+        if images < count:
+            raise UserError(f"--shots {count}: class number {label} has only {images} images; ask for fewer")
+
+
 def draw_shots(labels: Tensor, count: int, seed: int) -> Tensor:
     """Places (classes, count) of ``count`` images of every class, in an order that ``seed`` alone decides."""
+    check_shots(labels, count)
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for label in labels.unique().tolist():
         members = (labels == label).nonzero().flatten()
-        if len(members) < count:
-            raise UserError(f"--shots {count}: class number {label} has only {len(members)} images; ask for fewer")
         rows.append(members[torch.randperm(len(members), generator=generator)[:count]])
     return torch.stack(rows)
+
+
+def check_ways(labels: Tensor, shots: int, ways: int) -> None:
+    """UserError if fewer than ``ways`` classes of ``labels`` have more than ``shots`` images."""
+    enough = int((labels[labels >= 0].unique(return_counts=True)[1] > shots).sum())
+    if enough < ways:
+        told = f"only {enough} classes of the test images have more than {shots}"
+        raise UserError(f"--ways {ways}: {told}; --tasks 0 leaves tasks out")
 
 
 @dataclass(frozen=True)
@@ -129,9 +143,7 @@ def episodes(
     features = features.labelled()
     members = [(features.labels == label).nonzero().flatten() for label in features.labels.unique()]
     members = [places for places in members if len(places) > shots]
-    if len(members) < ways:
-        large_enough = f"only {len(members)} classes of the test images have more than {shots}"
-        raise UserError(f"--ways {ways}: {large_enough}; --tasks 0 leaves tasks out")
+    check_ways(features.labels, shots, ways)
     values = features.values if features.values.ndim == 2 else features.values[:, 4]
     values = values.to(device, torch.float64)
     generator = torch.Generator().manual_seed(seed)

@@ -118,7 +118,7 @@ def linear_probe(
     began = time.perf_counter()
     train, test = train.labelled().flat(), test.labelled()
     val = None if val is None else val.labelled()
-    classes = check_splits(train, train if val is None else val, test)
+    classes = check_splits(train.labels, (train if val is None else val).labels, test.labels)
     dtype = torch.float64 if train.values.numel() <= _MOST_DOUBLES else torch.float32
     squares = sum(part.double().square().sum().item() for part in train.values.split(_ROWS))
     scale = 1 / max((squares / train.values.numel()) ** 0.5, 1e-30)
@@ -187,16 +187,16 @@ def _predict(inputs: Tensor, fit: Fit) -> Tensor:
     return (inputs @ fit.weights[:-1] + fit.weights[-1]).argmax(1).cpu()
 
 
-def check_splits(train: Features, val: Features, test: Features) -> int:
-    """The number of classes. UserError for splits that no probe can use."""
-    for name, split in (("training", train), ("validation", val), ("test", test)):
-        if not len(split):
+def check_splits(train: Tensor, val: Tensor, test: Tensor) -> int:
+    """The number of classes, by the labels of the splits, -1 where unknown. UserError for splits that no probe can
+    use: no features need be made to see that."""
+    train, val, test = (labels[labels >= 0] for labels in (train, val, test))
+    for name, labels in (("training", train), ("validation", val), ("test", test)):
+        if not len(labels):
             raise UserError(f"the {name} split has no labelled images; check the folder")
-    if len(train.labels.unique()) < 2:
+    if len(train.unique()) < 2:
         raise UserError("all training images are of 1 class; a probe needs two or more class folders")
-    classes = int(max(train.labels.max(), val.labels.max())) + 1
-    if int(test.labels.max()) >= classes:
-        raise UserError(
-            f"the test split has a class (number {int(test.labels.max())}) that the training split does not have"
-        )
+    classes = int(max(train.max(), val.max())) + 1
+    if int(test.max()) >= classes:
+        raise UserError(f"the test split has a class (number {int(test.max())}) that the training split does not have")
     return classes

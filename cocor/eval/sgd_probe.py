@@ -97,10 +97,7 @@ class RandomCrops:
     ) -> None:
         dataset = dataset.subset((dataset.labels >= 0).nonzero()[0])
         self.labels = torch.from_numpy(dataset.labels.copy())
-        world = how.world
-        together = min(how.batch_size, len(dataset)) // world.size * world.size
-        if not together:
-            raise UserError(f"{len(dataset)} images with labels cannot be shared by {world.size} ranks")
+        world, together = how.world, shared_batch(len(dataset), how)
         self.batch = min(settings.batch_size, len(dataset)) // together * together
         self._encoder, self._how = encoder, how
         plan = ViewPlan(how.size, seed, (), "shared", original_scale=RANDOM_CROP_SCALE, lengths=(), filter=how.filter)
@@ -131,7 +128,7 @@ def sgd_probe(
 ) -> SgdResult:
     """Train a linear layer on all of ``train`` and test it once. A batch larger than the data becomes all of it, with
     the learning rate scaled down in proportion. UserError for splits that no probe can use."""
-    check_splits(train.labelled(), train.labelled(), test.labelled())
+    check_splits(train.labels, train.labels, test.labels)
     return _probe(FixedViews(train, settings, seed, device), test, settings, seed, device)
 
 
@@ -139,10 +136,18 @@ def sgd_probe_on_crops(
     encoder: Encoder, train: ImageDataset, test: Features, settings: SgdSettings, how: Extraction, *, seed: int = 0
 ) -> SgdResult:
     """As :func:`sgd_probe`, on random crops of the images ``train``; all ranks call it and get the same result."""
-    labelled = Features(torch.zeros(len(train), 1), torch.from_numpy(train.labels.copy())).labelled()
-    check_splits(labelled, labelled, test.labelled())
+    labels = torch.from_numpy(train.labels.copy())
+    check_splits(labels, labels, test.labels)
     with closing(RandomCrops(encoder, train, settings, how, seed)) as views:
         return _probe(views, test, settings, seed, how.world.device)
+
+
+def shared_batch(count: int, how: Extraction) -> int:
+    """How many of ``count`` images the ranks encode at once. UserError if there are fewer images than ranks."""
+    size = how.world.size
+    if count < size:
+        raise UserError(f"{count} images with labels cannot be shared by {size} ranks")
+    return max(1, min(how.batch_size, count) // size) * size
 
 
 def shortened(settings: SgdSettings, epochs: int | None) -> SgdSettings:

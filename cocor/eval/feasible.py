@@ -1,0 +1,71 @@
+"""What a command cannot do with its data, as far as labels and numbers tell: said before features are made."""
+
+import argparse
+
+import torch
+from torch import Tensor
+
+from cocor.eval.datasets import Splits
+from cocor.eval.fewshot import check_shots, check_ways
+from cocor.eval.linear import check_splits
+from cocor.eval.protocols import WAY_SHOTS
+from loaders.dataset import ImageDataset
+from loaders.errors import UserError
+
+
+def check_probe(splits: Splits, validates: bool = True) -> None:
+    """UserError unless a linear probe can learn from the splits and be tested on them; one that never ``validates``
+    learns from the validation images as well."""
+    train, val = _labels(splits.train), _labels(splits.val)
+    if not validates:
+        train = val = torch.cat([train, val])
+    check_splits(train, val, _labels(splits.test))
+
+
+def check_fewshot(options: argparse.Namespace, splits: Splits) -> None:
+    """UserError unless there are classes and images enough for all shots and tasks."""
+    pool = torch.cat([_labels(splits.train), _labels(splits.val)])
+    check_splits(pool, pool, _labels(splits.test))
+    for count in options.shots:
+        check_shots(pool, count)
+    for count in WAY_SHOTS if options.tasks else ():
+        check_ways(_labels(splits.test), count, options.ways)
+
+
+def check_knn(options: argparse.Namespace, splits: Splits) -> None:
+    """UserError unless the test images can ask ``--k`` neighbours of the bank; ten crops are as many members of it."""
+    train, val = _known(splits.train), _known(splits.val)
+    crops = 10 if options.crop == "ten" else 1
+    _check_bank(options, torch.cat([train, val]), len(train) * crops + len(val), len(_known(splits.test)))
+
+
+def check_leave_one_out(options: argparse.Namespace, dataset: ImageDataset) -> None:
+    """As :func:`check_knn`, of a set whose every image asks all others."""
+    labels = _known(dataset)
+    _check_bank(options, labels, len(labels) - 1, len(labels))
+
+
+def check_retrieval(options: argparse.Namespace, splits: Splits) -> None:
+    """UserError if the bank is smaller than what every query shows of it."""
+    most = len(splits.train)
+    if options.neighbours > most:
+        raise UserError(f"--neighbours {options.neighbours}: the bank holds {most:,} images; use that or fewer")
+
+
+def _check_bank(options: argparse.Namespace, labels: Tensor, most: int, queries: int) -> None:
+    if most < 1 or not queries:
+        raise UserError("k-NN needs images with labels in the bank and among the queries")
+    if len(labels.unique()) < 2:
+        raise UserError("all images of the bank are of 1 class; k-NN needs two or more class folders")
+    too_large = [k for k in options.k or () if k > most]
+    if too_large:
+        raise UserError(f"--k {too_large[0]}: the bank holds {most:,} images; use {most} or fewer")
+
+
+def _labels(dataset: ImageDataset) -> Tensor:
+    return torch.from_numpy(dataset.labels.copy())
+
+
+def _known(dataset: ImageDataset) -> Tensor:
+    labels = _labels(dataset)
+    return labels[labels >= 0]
