@@ -26,6 +26,12 @@ def check(config: Config) -> None:
         f"warmup_epochs: {config.warmup_epochs} leaves nothing of {config.epochs} epochs; lower it or raise epochs": (
             config.warmup_epochs >= config.epochs
         ),
+        f"mmnn_wait_epochs: {config.mmnn_wait_epochs} and mmnn_warmup_epochs: {config.mmnn_warmup_epochs} leave "
+        f"nothing of {config.epochs} epochs; lower them, raise epochs, or use --mmnn constants": (
+            config.consistency != "none"
+            and config.mmnn == "learned"
+            and config.mmnn_wait_epochs + config.mmnn_warmup_epochs >= config.epochs
+        ),
         f"queue_size: {config.queue_size} is less than one batch ({config.batch_size})": (
             config.method == "moco" and config.queue_size < config.batch_size
         ),

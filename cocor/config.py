@@ -99,7 +99,7 @@ class Config:
     mmnn_every: int = option(1, "steps from one in which the MMNN and its classifier learn to the next", low=1)
     mmnn_lr: float = option(0.05, "learning rate of the MMNN", low=0)
     mmnn_momentum: float = option(0.9, "momentum of the MMNN's SGD", low=0, high=1)
-    mmnn_wait_epochs: int = option(3, "epochs before the MMNN learns", low=0)
+    mmnn_wait_epochs: int = option(3, "epochs before the MMNN learns; in a run too short for it: 0", low=0)
     mmnn_warmup_epochs: int = option(2, "epochs of its linear warm-up thereafter", low=0)
     classifier_lr: float = option(0.4, "learning rate of the classifier that guides the MMNN", low=0)
     classifier_weight_decay: float = option(1e-4, "its weight decay", low=0)

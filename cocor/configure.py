@@ -101,9 +101,17 @@ def resolve(values: Mapping[str, Any], name: str | None = None) -> Config:
     baseline = values.get("consistency", Config.consistency) == "none"
     folder = Path("runs") / (name or f"{method}{'' if baseline else '_cocor'}")
     defaults = METHOD_DEFAULTS[method]
+    epochs = values.get("epochs", defaults.get("epochs", Config.epochs))
     if "warmup_epochs" in defaults:  # a short run has no room for the warm-up of a long one
-        epochs = values.get("epochs", defaults.get("epochs", Config.epochs))
         defaults = defaults | {"warmup_epochs": min(defaults["warmup_epochs"], epochs // 10)}
-    config = Config(**{"output": folder, **defaults, **values})
+    config = Config(**{"output": folder, **defaults, **_mmnn_start(values, epochs), **values})
     check(config)
     return config
+
+
+def _mmnn_start(values: Mapping[str, Any], epochs: int) -> dict[str, int]:
+    """The default wait and warm-up of the MMNN; none in a run that they would fill, so that it learns at all."""
+    keys = ("mmnn_wait_epochs", "mmnn_warmup_epochs")
+    defaults = {key: getattr(Config, key) for key in keys if key not in values}
+    asked = sum(values[key] for key in keys if key in values)
+    return defaults if asked + sum(defaults.values()) < epochs else dict.fromkeys(defaults, 0)

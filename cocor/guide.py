@@ -50,9 +50,8 @@ class Guide:
             self.classifier.parameters(), config.classifier_lr, 0.9, config.classifier_weight_decay
         )
         total = config.epochs * steps_per_epoch
-        # A run shorter than the MMNN's wait and warm-up learns it from the start: better than never.
         wait, warmup = config.mmnn_wait_epochs * steps_per_epoch, config.mmnn_warmup_epochs * steps_per_epoch
-        self.mmnn_schedule = Cosine(total, warmup=warmup, wait=wait) if wait + warmup < total else Cosine(total)
+        self.mmnn_schedule = Cosine(total, warmup=warmup, wait=wait)
         self.classifier_schedule = Cosine(total)
 
     def parts(self) -> dict[str, Any]:

@@ -158,6 +158,19 @@ class TestAuthorsSettings:
         config = load(["--config", str(tmp_path / "mine.yaml")])
         assert (config.optimiser, config.weight_decay, config.key_momentum) == ("sgd", 5e-4, 0.99)
 
+    def test_a_short_run_learns_its_mmnn_from_the_start_but_never_against_a_flag(self) -> None:
+        def start(*words: str) -> tuple[int, int]:
+            config = load(words)
+            return config.mmnn_wait_epochs, config.mmnn_warmup_epochs
+
+        assert [start("--epochs", str(n)) for n in (200, 6, 5, 1)] == [(3, 2), (3, 2), (0, 0), (0, 0)]
+        assert start("--epochs", "5", "--mmnn-wait-epochs", "1") == (1, 2)
+        assert start("--epochs", "5", "--mmnn-wait-epochs", "4") == (4, 0)
+        for words in (["--epochs", "5", "--mmnn-wait-epochs", "5"], ["--epochs", "2", "--mmnn-warmup-epochs", "2"]):
+            with pytest.raises(UserError, match=r"leave nothing of [25] epochs; lower them, raise epochs, or use"):
+                load(words)
+            assert load([*words, "--mmnn", "constants"]) and load([*words, "--consistency", "none"])
+
     def test_a_short_run_has_a_short_warm_up(self) -> None:
         assert [load(["--method", "byol", "--epochs", str(n)]).warmup_epochs for n in (300, 50, 5)] == [10, 5, 0]
         assert load(["--method", "byol", "--epochs", "50", "--warmup-epochs", "8"]).warmup_epochs == 8
