@@ -59,7 +59,7 @@ class _Company:
     def close(self) -> None:
         """Nobody has failed."""
         self._own_end.set()
-        self._watcher.join()
+        self._watcher.join(_PATIENCE)
 
     def _watch(self) -> None:
         try:
