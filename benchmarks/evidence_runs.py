@@ -23,6 +23,7 @@ from typing import Any
 
 from cocor import atomic, stop
 from cocor.cli import flag
+from cocor.config import Config
 from common import describe_machine
 from loaders.errors import UserError
 
@@ -67,8 +68,12 @@ class Training:
         if done is None:
             return False
         flags, settings, _ = done
-        # What was marked before settings were noted down is judged by its flags.
-        changed = _differences(flags, self._asked()) | _differences(settings, self.settings if settings else {})
+        asked = self._asked()
+        changed = {key for key in flags.keys() | asked if flags.get(key) != asked.get(key)}
+        default = Config().to_dict()  # of keys that came later; what was marked before there were settings has none
+        changed |= {
+            key for key, value in self.settings.items() if settings and settings.get(key, default[key]) != value
+        }
         if changed:
             words = ", ".join(sorted(changed))
             raise UserError(f"{self.folder}: a finished run with other {words}; choose another --output")
@@ -247,10 +252,6 @@ class Crew:
             running.process.kill()
             self.stopped.append(running.training.name)
         self._running.clear()
-
-
-def _differences(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
-    return {key for key in one.keys() | other if one.get(key) != other.get(key)}
 
 
 def _last_line(file: Path, code: int) -> str:

@@ -64,7 +64,10 @@ def check_constants(constants: Mapping[int, float]) -> None:
     if any(slope >= 0 for slope in slopes):
         raise UserError("constants: the similarity must fall with every length")
     if any(later > earlier + 1e-6 for earlier, later in pairwise(slopes)):
-        raise UserError("constants: the MMNN is concave, so the similarity must not fall more slowly at longer lengths")
+        raise UserError(
+            "constants: the MMNN is concave, so similarities must not fall more slowly at longer lengths; "
+            "change them, or use --mmnn constants"
+        )
 
 
 class Constants(nn.Module):

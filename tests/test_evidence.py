@@ -94,6 +94,10 @@ def test_results_of_an_edited_configuration_or_of_other_defaults_are_not_mixed(
     assert evidence.main(command(images, output)) == 2
     error = capsys.readouterr().err
     assert "moco-cocor-seed0: a finished run with other consistency_beta, lr; choose another --output" in error
+    done = json.loads(before)
+    del done["all settings"]["composite_size"]  # as if it were newer than the run
+    marker.write_text(json.dumps(done))
+    assert evidence.main(command(images, output)) == 0
     marker.write_text(before)
 
 
