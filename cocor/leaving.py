@@ -9,6 +9,7 @@ have met, and a thread on each of the others, which looks there, ends its proces
     all others          within :func:`heard`: hear it -> wait until all have heard it -> end
 """
 
+import atexit
 import os
 import threading
 import time
@@ -41,6 +42,7 @@ class _Company:
         self._own_end, self._lock = threading.Event(), threading.Lock()
         self._watcher = threading.Thread(target=self._watch, name="cocor-leaving", daemon=True)
         self._watcher.start()
+        atexit.register(self.close)  # a thread within the store's C++ when Python ends would abort the process
 
     def ignore(self) -> None:
         """From now on this rank ends by itself."""
@@ -57,9 +59,10 @@ class _Company:
             pass
 
     def close(self) -> None:
-        """Nobody has failed."""
+        """Nobody has failed, or this process ends."""
         self._own_end.set()
         self._watcher.join(_PATIENCE)
+        atexit.unregister(self.close)
 
     def _watch(self) -> None:
         try:
