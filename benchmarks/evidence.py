@@ -31,6 +31,7 @@ from typing import Any, get_args
 import torch
 
 from cocor import atomic, config, configure, launch, panels
+from cocor.arguments import positive, whole
 from cocor.cli import Parser
 from cocor.data import held_out_images
 from cocor.eval.datasets import open_splits
@@ -39,7 +40,6 @@ from evidence_flags import shared_flags
 from evidence_report import Row, draw, measured, table
 from evidence_runs import Crew, Training
 from evidence_studies import STUDIES, Flags, Variant
-from flags import positive, whole
 from loaders.errors import UserError
 from loaders.names import available_cores
 from loaders.prep.demo import DEMO, or_demo

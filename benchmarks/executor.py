@@ -25,8 +25,8 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
+from cocor.arguments import positive, whole, writable
 from common import Column, describe_machine, header, machine_line, row, write_json
-from flags import positive, whole, writable
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
 from loaders.kernels import pillow
 from loaders.kernels.cpu import CpuExecutor

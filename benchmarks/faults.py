@@ -29,10 +29,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import fault_runs as runs
+from cocor.arguments import positive, whole
 from common import describe_machine, machine_line
 from fault_acts import FAULTS, Fault, expect, kill, kill_everything, kill_rank
 from fault_runs import Broken, Lane, Start, wait_until
-from flags import positive, whole
 from loaders.prep.convert import convert
 from loaders.prep.encode import Settings
 from loaders.prep.sources import open_source

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cocor.arguments import positive, writable
 from common import Column, describe_machine, header, machine_line, row, write_json
-from flags import positive, writable
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
 from loaders.kernels import cuda
 from loaders.kernels.cpu import CpuExecutor

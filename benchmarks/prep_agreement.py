@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flags import positive
+from cocor.arguments import positive
 from loaders.batch import IMAGENET_STD, Batch
 from loaders.dataset import ImageDataset, open_folder
 from loaders.open import LoaderName, open_loader

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from flags import positive, whole
+from cocor.arguments import positive, whole
 from loaders.beton import open_beton
 from loaders.errors import UserError
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from flags import positive
+from cocor.arguments import positive
 from loaders.errors import UserError
 from loaders.names import available_cores
 from loaders.prep.convert import Target, convert

@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 
 from cocor import atomic
+from cocor.arguments import above_zero, positive, writable
 from cocor.eval.features import Features
 from cocor.eval.linear import PENALTIES, linear_probe
 from cocor.eval.peer import against_sklearn
 from cocor.eval.softmax import SoftmaxRegression
 from cocor.launch import command
-from flags import above_zero, positive, writable
 from loaders.errors import UserError
 
 

@@ -24,9 +24,9 @@ from typing import Any
 import images
 import throughput
 from cells import Absent, Measured, Settings, measure
+from cocor.arguments import above_zero, positive, writable
 from cocor.launch import command
 from common import RESULTS, Column, describe_machine, device_slug, header, machine_line, row, write_json
-from flags import above_zero, positive, writable
 from images import open_images
 from loaders.errors import UserError
 from loaders.writable import check_file

@@ -39,6 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cocor.arguments import above_zero, positive, writable
 from cocor.build import build_method, build_target
 from cocor.cli import convert, flag, nearest
 from cocor.config import Config, Execution, labelled_batch_size
@@ -51,7 +52,6 @@ from cocor.profile import CONTRASTIVE_COST, costs
 from cocor.recording import WARM_UP
 from cocor.step import TrainingStep
 from common import RESULTS, Column, describe_machine, device_slug, header, machine_line, row, write_json
-from flags import above_zero, positive, writable
 from loaders.batch import Batch
 from loaders.errors import UserError
 from loaders.writable import check_file

@@ -55,9 +55,9 @@ import torch
 import images
 from cells import Absent, Measured, Settings, measure
 from cocor import panels
+from cocor.arguments import above_zero, positive, share, whole, writable
 from cocor.launch import command
 from common import RESULTS, Column, describe_machine, device_slug, header, machine_line, markdown, row, write_json
-from flags import above_zero, positive, share, whole, writable
 from images import open_images
 from loaders.errors import UserError
 from loaders.writable import check_file

@@ -17,15 +17,14 @@ T = TypeVar("T")
 def on_main(work: Callable[[], object]) -> None:
     """Do ``work`` on the main rank, while the others wait; a UserError there is one on all ranks, so that none waits
     for, or complains of, a rank that has left for a user's mistake."""
-    _share(_mistake(work) if ranks() == 1 or dist.get_rank() == 0 else None)
+    _share(_mistake(work) if _is_main() else None)
 
 
 def main_first(work: Callable[[], T]) -> T:
     """What ``work`` gives, done by the main rank before the others; a UserError on any is one on all."""
     found: list[T] = []
-    main = ranks() == 1 or dist.get_rank() == 0
     for turn in (True, False):
-        _share(_mistake(lambda: found.append(work())) if main is turn else None)
+        _share(_mistake(lambda: found.append(work())) if _is_main() is turn else None)
     return found[0]
 
 
@@ -34,6 +33,10 @@ def together(work: Callable[[], T]) -> T:
     found: list[T] = []
     _share(_mistake(lambda: found.append(work())))
     return found[0]
+
+
+def _is_main() -> bool:
+    return ranks() == 1 or dist.get_rank() == 0
 
 
 def _mistake(work: Callable[[], object]) -> UserError | None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cocor import launch
+from cocor.arguments import above_zero, positive, two_or_more, whole
 from cocor.cli import Parser
 from cocor.eval.protocols import (
     KNN_K,
@@ -64,43 +65,43 @@ def _parser() -> argparse.ArgumentParser:
     linear.add_argument(
         "--metric", choices=["top1", "class-mean"], help="chooses the penalty (default: the protocol's)"
     )
-    linear.add_argument("--iterations", type=_positive, help="most of one fit (default 1000)")
+    linear.add_argument("--iterations", type=positive, help="most of one fit (default 1000)")
     linear.add_argument(
         "--learn-from",
         choices=["crops", "features"],
         help="SGD: random crops, encoded anew in every epoch as in the sources, or cached features (default crops)",
     )
-    linear.add_argument("--epochs", type=_positive, help="SGD: fewer or more than the recipe's 100 or 90")
+    linear.add_argument("--epochs", type=positive, help="SGD: fewer or more than the recipe's 100 or 90")
     linear.add_argument("--against-sklearn", action="store_true", help="solve the last fit with scikit-learn as well")
 
     knn = _command(add, "knn", "weighted k-nearest neighbours")
     _data(knn)
-    knn.add_argument("--k", type=_positive, nargs="+", help=f"neighbours (default {_list(KNN_K)}, as the bank allows)")
-    knn.add_argument("--temperature", type=_above_zero, default=KNN_TEMPERATURE, help="of the votes (default 0.07)")
+    knn.add_argument("--k", type=positive, nargs="+", help=f"neighbours (default {_list(KNN_K)}, as the bank allows)")
+    knn.add_argument("--temperature", type=above_zero, default=KNN_TEMPERATURE, help="of the votes (default 0.07)")
     knn.add_argument("--leave-one-out", action="store_true", help="every image against all others of its set")
 
     fewshot = _command(add, "fewshot", "a few images a class: n-shot probes and N-way tasks")
     _data(fewshot)
     fewshot.add_argument(
-        "--shots", type=_positive, nargs="+", default=list(SHOTS), help=f"images a class (default {_list(SHOTS)})"
+        "--shots", type=positive, nargs="+", default=list(SHOTS), help=f"images a class (default {_list(SHOTS)})"
     )
-    fewshot.add_argument("--seeds", type=_positive, default=SHOT_SEEDS, help="draws of the shots (default 5)")
-    fewshot.add_argument("--tasks", type=_whole, default=TASKS, help="N-way tasks; 0: none (default 2000)")
-    fewshot.add_argument("--ways", type=_two_or_more, default=WAYS, help="classes of a task (default 5)")
+    fewshot.add_argument("--seeds", type=positive, default=SHOT_SEEDS, help="draws of the shots (default 5)")
+    fewshot.add_argument("--tasks", type=whole, default=TASKS, help="N-way tasks; 0: none (default 2000)")
+    fewshot.add_argument("--ways", type=two_or_more, default=WAYS, help="classes of a task (default 5)")
     fewshot.add_argument(
         "--metric", choices=["top1", "class-mean"], help="chooses the penalty (default: the protocol's)"
     )
 
     retrieval = _command(add, "retrieval", "nearest neighbours of query images as a contact sheet")
     _data(retrieval)
-    retrieval.add_argument("--queries", type=_positive, default=8, help="rows of the sheet (default 8)")
-    retrieval.add_argument("--neighbours", type=_positive, default=8, help="columns of the sheet (default 8)")
+    retrieval.add_argument("--queries", type=positive, default=8, help="rows of the sheet (default 8)")
+    retrieval.add_argument("--neighbours", type=positive, default=8, help="columns of the sheet (default 8)")
     retrieval.add_argument("--seed", type=int, default=0, help="another seed shows other queries (default 0)")
 
     several = "for several encoders side by side"
     consistency = _command(add, "consistency", f"similarity of composites by length and augmentation, {several}", True)
     _data(consistency)
-    consistency.add_argument("--images", type=_positive, default=2000, help="images to look at (default 2000)")
+    consistency.add_argument("--images", type=positive, default=2000, help="images to look at (default 2000)")
     consistency.add_argument("--seed", type=int, default=0, help="of the views (default 0)")
 
     spectrum = _command(add, "spectrum", f"singular values and effective rank of the features, {several}", True)
@@ -110,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     transfer = _command(add, "transfer", f"the paper's table of linear probes, {several}", True)
     transfer.add_argument("--datasets", nargs="+", default=["all"], metavar="NAME", help=f"all, or of {_names()}")
     transfer.add_argument("--root", type=Path, required=True, metavar="DIR", help="the folder that the sets lie in")
-    transfer.add_argument("--iterations", type=_positive, default=1000, help="most of one fit (default 1000)")
+    transfer.add_argument("--iterations", type=positive, default=1000, help="most of one fit (default 1000)")
     return parser
 
 
@@ -132,12 +133,12 @@ def _command(add, name: str, text: str, several: bool = False) -> argparse.Argum
         "--crop", choices=["full", "central", "ten"], help="default: the protocol's; ten: for training images only"
     )
     how.add_argument("--filter", choices=["bicubic", "bilinear"], help="of the resize (default: the protocol's)")
-    how.add_argument("--image-size", type=_positive, help="side in pixels (default: as in training, else 224)")
+    how.add_argument("--image-size", type=positive, help="side in pixels (default: as in training, else 224)")
     how.add_argument("--loader", choices=["dali", "torch"], help="default: dali on a GPU, torch without")
     how.add_argument("--gpu", choices=["yes", "no"], help="default: if there is one")
     how.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of the encoder (default fp32)")
-    how.add_argument("--batch-size", type=_positive, default=256, help="default 256")
-    how.add_argument("--workers", type=_whole, help="CPU threads or processes of the loader (default: one a core)")
+    how.add_argument("--batch-size", type=positive, default=256, help="default 256")
+    how.add_argument("--workers", type=whole, help="CPU threads or processes of the loader (default: one a core)")
     how.add_argument("--cache", type=Path, default=_default_cache(), help="of features (default ~/.cache/cocor/eval)")
     return parser
 
@@ -163,34 +164,6 @@ def _default_cache() -> Path:
 
 def _list(numbers: Sequence[int]) -> str:
     return " ".join(map(str, numbers))
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 0 or more")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
-    return int(text)
-
-
-def _two_or_more(text: str) -> int:
-    if not text.isdecimal() or int(text) < 2:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 2 or more")
-    return int(text)
-
-
-def _above_zero(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
-    return number
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the flags of all benchmarks take, for argparse: a mistake is told before anything is measured."""
+"""What the flags of cocor-eval and of all benchmarks take, for argparse: a mistake is told before any work."""
 
 import argparse
 import math
@@ -10,16 +10,17 @@ from loaders.writable import check_file
 
 def whole(text: str) -> int:
     """A whole number of 0 or more."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 0 or more")
-    return int(text)
+    return _at_least(0, text)
 
 
 def positive(text: str) -> int:
     """A whole number of 1 or more."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
-    return int(text)
+    return _at_least(1, text)
+
+
+def two_or_more(text: str) -> int:
+    """A whole number of 2 or more."""
+    return _at_least(2, text)
 
 
 def above_zero(text: str) -> float:
@@ -51,3 +52,9 @@ def writable(text: str) -> Path:
     except UserError as error:
         raise argparse.ArgumentTypeError(str(error).strip()) from None
     return Path(text)
+
+
+def _at_least(low: int, text: str) -> int:
+    if not text.isdecimal() or int(text) < low:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of {low} or more")
+    return int(text)
