@@ -68,10 +68,25 @@ class RanksFailed(Exception):
 
 
 def command(name: str, body: Callable[[], None]) -> int:
-    """Run a console command's body and return its exit code. A user's mistake becomes one line on stderr."""
+    """Run a console command's body and return its exit code. A user's mistake becomes one line on stderr.
+
+    A rank that has not parted from the others in order (:func:`cocor.distributed.shutdown`) ends here instead.
+    """
     queues.use_all()
     try:
         start.listen()
+        code = _code(name, body)
+    except SystemExit as asked:  # by a signal; what it says of other endings is said already
+        if isinstance(asked.code, int) and _among_others():
+            leaving.end(asked.code)
+        raise
+    if _among_others():
+        leaving.end(code)
+    return code
+
+
+def _code(name: str, body: Callable[[], None]) -> int:
+    try:
         body()
         return 0
     except UserError as error:
@@ -86,10 +101,18 @@ def command(name: str, body: Callable[[], None]) -> int:
         lack = lacking(error)
         if lack:
             return _fail_alone(f"{name}: error: {lack}", USER_ERROR)
-        if _LAUNCHED not in os.environ:
-            leaving.tell_others(1)
+        if _LAUNCHED not in os.environ and not _among_others():
             raise
         return _fail_alone(traceback.format_exc(), 1)
+
+
+def _among_others() -> bool:
+    """Whether this process is one of several ranks that have met."""
+    if "torch.distributed" not in sys.modules:
+        return False
+    from cocor import distributed
+
+    return distributed.ranks() > 1
 
 
 def _fail_alone(message: str, code: int) -> int:

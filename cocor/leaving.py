@@ -7,15 +7,19 @@ have met, and a thread on each of the others, which looks there, ends its proces
 
     the failing rank    :func:`alone` -> its message -> :func:`tell_others` -> waits until all have heard it -> ends
     all others          within :func:`heard`: hear it -> wait until all have heard it -> end
+
+All end by :func:`end`. Python's own way would take down the process group while the peers' connections break, and run
+into library threads that want the interpreter back: some ranks would abort, and their exit code would be SIGABRT's.
 """
 
 import atexit
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Protocol
+from contextlib import contextmanager, suppress
+from typing import NoReturn, Protocol
 
 _LOOK_SECONDS = 0.5
 _PATIENCE = 5.0  # seconds for all ranks to hear it; one that is stopped or unreachable never does
@@ -95,6 +99,16 @@ def heard(store: Store, size: int) -> Iterator[None]:
     yield
     _company.close()
     _company = None
+
+
+def end(code: int) -> NoReturn:
+    """End this process with exit code ``code``, once all has been done that is to be done at its exit."""
+    with suppress(Exception):
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # a closed terminal, a full disk
+            stream.flush()
+    os._exit(code)
 
 
 def alone() -> None:

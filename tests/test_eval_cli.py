@@ -310,7 +310,7 @@ def test_an_image_that_one_rank_cannot_read_ends_both_with_one_line(data: Path, 
     file.write_bytes(file.read_bytes()[:300].ljust(status.st_size, b"0"))
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     found = ranks(here, tmp_path / "c2", tmp_path)
-    assert [code for code, _ in found] == [2, 2]
+    assert [code for code, _ in found] == [2, 2], found
     assert sum("error: " in line for _, error in found for line in error.splitlines()) == 1
     assert not any("Traceback" in error for _, error in found)
 
@@ -320,7 +320,7 @@ def test_ranks_with_disks_of_their_own_make_features_together(data: Path, tmp_pa
     (tmp_path / "c0").mkdir()
     assert main([*here, "--cache", str(tmp_path / "c0"), "--output", str(tmp_path)]) == 0
     found = ranks(here, (tmp_path / "c0", tmp_path / "c1"), tmp_path)
-    assert [code for code, _ in found] == [0, 0]
+    assert [code for code, _ in found] == [0, 0], found
 
 
 def test_two_ranks_give_the_result_of_one(data: Path, tmp_path: Path) -> None:
@@ -348,7 +348,7 @@ def test_two_ranks_encode_the_crops_of_one(data: Path, tmp_path: Path) -> None:
 def test_a_mistake_of_all_ranks_is_said_once(data: Path, tmp_path: Path) -> None:
     here = ["knn", WEIGHTS, "--data", str(data / "pets"), "--gpu", "no", "--workers", "0", "--image-size", "32"]
     found = ranks([*here, "--k", "99"], tmp_path / "c", tmp_path / "two")
-    assert [code for code, _ in found] == [2, 2]
+    assert [code for code, _ in found] == [2, 2], found
     said = [line for _, error in found for line in error.splitlines() if "--k 99: the bank holds 16" in line]
     assert len(said) == 1
 
