@@ -173,7 +173,7 @@ def company() -> Iterator[None]:
     if ranks() == 1:
         yield
         return
-    with leaving.heard(_store().clone(), ranks()):
+    with leaving.heard(_store().clone(), ranks(), dist.get_rank() == 0):
         yield
 
 

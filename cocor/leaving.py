@@ -23,7 +23,7 @@ from typing import NoReturn, Protocol
 
 _LOOK_SECONDS = 0.5
 _PATIENCE = 5.0  # seconds for all ranks to hear it; one that is stopped or unreachable never does
-_CODE, _LEAVING = "cocor/exit code", "cocor/leaving"
+_CODE, _LEAVING, _GONE = "cocor/exit code", "cocor/leaving", "cocor/gone"
 
 
 class Store(Protocol):
@@ -39,10 +39,10 @@ class Store(Protocol):
 
 
 class _Company:
-    """The ranks that meet in ``store``; ``size`` of them."""
+    """The ranks that meet in ``store``; ``size`` of them. ``main``: this one may host the store."""
 
-    def __init__(self, store: Store, size: int) -> None:
-        self._store, self._size = store, size
+    def __init__(self, store: Store, size: int, main: bool) -> None:
+        self._store, self._size, self._main = store, size, main
         self._own_end, self._lock = threading.Event(), threading.Lock()
         self._watcher = threading.Thread(target=self._watch, name="cocor-leaving", daemon=True)
         self._watcher.start()
@@ -82,20 +82,29 @@ class _Company:
             return
 
     def _leave(self) -> None:
-        left, patience = self._store.add(_LEAVING, 1), time.monotonic() + _PATIENCE
-        while left < self._size and time.monotonic() < patience:
+        """Returns when all ranks are leaving; the main one when all others have seen that, and need no store."""
+        deadline = time.monotonic() + _PATIENCE
+        self._store.add(_LEAVING, 1)
+        self._wait(_LEAVING, self._size, deadline)
+        if self._main:
+            self._wait(_GONE, self._size - 1, deadline)
+        else:
+            self._store.add(_GONE, 1)
+
+    def _wait(self, key: str, count: int, deadline: float) -> None:
+        while self._store.add(key, 0) < count and time.monotonic() < deadline:
             time.sleep(0.02)
-            left = self._store.add(_LEAVING, 0)
 
 
 _company: _Company | None = None
 
 
 @contextmanager
-def heard(store: Store, size: int) -> Iterator[None]:
-    """Within, and after an exception until this process ends, it ends when another of the ``size`` ranks fails."""
+def heard(store: Store, size: int, main: bool) -> Iterator[None]:
+    """Within, and after an exception until this process ends, it ends when another of the ``size`` ranks fails.
+    ``main``: this is the rank that hosts ``store``, if a rank does."""
     global _company
-    _company = _Company(store, size)
+    _company = _Company(store, size, main)
     yield
     _company.close()
     _company = None

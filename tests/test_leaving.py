@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 from cocor import leaving
 
 leaving._LOOK_SECONDS = 0.0  # the thread that looks is nearly always within the store
-inside = leaving.heard(TCPStore("127.0.0.1", 0, is_master=True), 2)
+inside = leaving.heard(TCPStore("127.0.0.1", 0, is_master=True), 2, True)
 inside.__enter__()
 sys.exit(2)
 """

@@ -35,18 +35,18 @@ def in_its_place(options: argparse.Namespace, run: Callable[[argparse.Namespace]
     if options.gpu == "yes" and not torch.cuda.is_available():
         raise UserError("--gpu yes: PyTorch finds no GPU; leave the flag out to use the CPU")
     options.world = distributed.init(use_gpu=options.gpu != "no" and torch.cuda.is_available())
-    set_up_logging(options.world)
-    here = distributed.place()
-    if options.workers is None and here is not None:  # the ranks of a machine share its cores
-        options.workers = max(1, available_cores() // here.local_size)
-    inputs.check_writable(options)
-    if getattr(options, "data", None) is not None:
-        options.data = or_demo(options.data)
-    try:
-        with distributed.company():
+    with distributed.company():
+        set_up_logging(options.world)
+        here = distributed.place()
+        if options.workers is None and here is not None:  # the ranks of a machine share its cores
+            options.workers = max(1, available_cores() // here.local_size)
+        inputs.check_writable(options)
+        if getattr(options, "data", None) is not None:
+            options.data = or_demo(options.data)
+        try:
             run(options)
-    except (MemoryError, RuntimeError) as error:
-        raise _out_of_memory(error, options) or error from None
+        except (MemoryError, RuntimeError) as error:
+            raise _out_of_memory(error, options) or error from None
     distributed.shutdown()
 
 
