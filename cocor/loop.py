@@ -11,12 +11,13 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 
-from cocor import dry_run, profile, resume, run_folder, stop
+from cocor import dry_run, hang, profile, resume, run_folder, stop
 from cocor.agreement import on_main
 from cocor.config import Config
 from cocor.distributed import World, gather
@@ -47,6 +48,7 @@ def train(config: Config, world: World, asked: Config) -> None:
         elif config.profile:
             on_main(lambda: run_folder.check_trace(config))
         run = stack.enter_context(closing(build(config, world)))
+        stop.without_data(partial(hang.leave, run))
         if not config.trains:
             (dry_run if config.dry_run else profile).report(run)
             return

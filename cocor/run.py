@@ -4,7 +4,6 @@ import time
 from collections.abc import Generator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 import torch
 
@@ -55,12 +54,6 @@ class Run:
         loaders = [self.loader, self.labelled, *((self.knn.bank, self.knn.queries) if self.knn is not None else ())]
         return sorted({name for loader in loaders if loader is not None for name in loader.reading()})
 
-    def give_up(self, signum: int) -> NoReturn:
-        """Save and leave although data are awaited that do not come, as a signal has asked for."""
-        from cocor.hang import leave  # which saves runs
-
-        leave(self, signum)
-
     def pairs(self, epoch: int, first: int) -> Generator[tuple[Batch, Batch | None], None, None]:
         """Batches of an epoch from step ``first`` on, each with its labelled batch, if it has one."""
         turns, number = self.step.turns, epoch * self.loader.steps_per_epoch + first
@@ -103,6 +96,4 @@ def build(config: Config, world: World) -> Run:
     evaluation = knn_loaders(config, data, world, precision) if world.main else None
     knn = OnlineKnn(config, *evaluation, precision) if evaluation is not None else None
     watch = Watch(config, world, data.train.names)
-    run = Run(config, world, data, step, loader, labelled, knn, watch, Votes(world.device), execution)
-    stop.without_data(run.give_up)
-    return run
+    return Run(config, world, data, step, loader, labelled, knn, watch, Votes(world.device), execution)
