@@ -3,15 +3,13 @@
     cocor-train --gpus 4  ->  run()  ->  four times ``python -m cocor.train ...`` by torch.distributed's launcher
     torchrun / srun       ->  run()  ->  this process is a rank already: work at once
 
-A rank that fails writes its error to a file instead of the shared terminal. The launcher then stops the other ranks,
-shows the *first* failure only, and leaves with that rank's exit code: 2 for a user's mistake, 1 for a bug. Signals to
-the launcher reach all ranks (:mod:`cocor.stop`). With ``--max-restarts`` ranks that died are started again, all of
-them, and go on from the last checkpoint, as they do when torchrun restarts them. No rank outlives its launcher.
+Where a rank fails the launcher stops the others, shows the *first* failure only, and leaves with that rank's exit code
+(:mod:`cocor.failures`). Signals to the launcher reach all ranks (:mod:`cocor.stop`). With ``--max-restarts`` ranks that
+died are started again, all of them, and go on from the last checkpoint, as they do when torchrun restarts them. No rank
+outlives its launcher.
 """
 
 import ctypes
-import errno
-import json
 import logging
 import os
 import signal
@@ -28,43 +26,13 @@ from typing import Any
 from cocor import leaving, start, stop
 from cocor.checks import check_ranks
 from cocor.config import Config
+from cocor.failures import LAUNCHED, USER_ERROR, RanksFailed, fail, first_failure, first_report, lacking, tell
 from loaders import queues
 from loaders.errors import UserError
-from loaders.names import printable
 
-USER_ERROR = 2  # exit code
-
-_LAUNCHED = "COCOR_LAUNCHED"  # the launcher's process number, set for ranks that this module starts
 _STARTED = "COCOR_STARTED"  # when it began
 _RESTARTS = "COCOR_RESTARTS"  # how often it has started them again
 _MOST_WORKERS = 16
-_REMEDIES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or name another folder"),
-    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "check its permissions, or name another one"),
-    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n 4096)"),
-    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV), "is the disk still there?"),
-    **dict.fromkeys((errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EISDIR), "check the path"),
-    errno.ENOENT: "check the path, and whether something removes files meanwhile",
-    errno.EAGAIN: "too many processes: lower --workers, or raise the limit (ulimit -u)",
-}
-_SUDDEN_ENDS = {
-    signal.SIGKILL: "SIGKILL: killed by hand or for lack of memory",
-    signal.SIGSEGV: "SIGSEGV, a crash in compiled code",
-    signal.SIGBUS: "SIGBUS: most often /dev/shm is too small; lower --workers or enlarge it",
-}
-
-
-class RanksFailed(Exception):
-    """At least one rank failed: what to print, and the exit code."""
-
-    def __init__(self, message: str, code: int) -> None:
-        super().__init__(message)
-        self.code = code
-
-    @property
-    def may_pass(self) -> bool:
-        """Whether another start may end better: not after a user's mistake, nor where a signal asked for it."""
-        return self.code not in (USER_ERROR, stop.STOPPED, stop.INTERRUPTED)
 
 
 def command(name: str, body: Callable[[], None]) -> int:
@@ -101,7 +69,7 @@ def _code(name: str, body: Callable[[], None]) -> int:
         lack = lacking(error)
         if lack:
             return _fail_alone(f"{name}: error: {lack}", USER_ERROR)
-        if _LAUNCHED not in os.environ and not _among_others():
+        if LAUNCHED not in os.environ and not _among_others():
             raise
         return _fail_alone(traceback.format_exc(), 1)
 
@@ -123,23 +91,9 @@ def _fail_alone(message: str, code: int) -> int:
     return code
 
 
-def lacking(error: Exception) -> str:
-    """What the machine lacks if that, and no bug, is behind ``error``: one line with a remedy; else nothing."""
-    words = " ".join(str(error).split())[:300]
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in words:
-        return f"out of memory: lower the batch size, the number of workers or other sizes ({words or 'MemoryError'})"
-    if "can't start new thread" in words:
-        return "no more threads can be started: lower --workers, or raise the limit (ulimit -u)"
-    if isinstance(error, OSError) and error.errno in _REMEDIES:
-        named = isinstance(error.filename, str | bytes)
-        where = f"{printable(os.fsdecode(error.filename))}: " if named else ""
-        return f"{where}{error.strerror}; {_REMEDIES[error.errno]}"
-    return ""
-
-
 def begins() -> bool:
     """Whether this process is the first of a run: not one of the ranks that a launcher starts, perhaps again."""
-    return not {"RANK", _LAUNCHED, "SLURM_STEP_NUM_TASKS"} & os.environ.keys()
+    return not {"RANK", LAUNCHED, "SLURM_STEP_NUM_TASKS"} & os.environ.keys()
 
 
 def run(config: Config, argv: Sequence[str], work: Callable[[Config, Any], None], module: str) -> None:
@@ -183,9 +137,9 @@ def _going_on(config: Config) -> Config:
 
 def _die_with_launcher() -> None:
     """Ask the system to kill this rank when its launcher is gone: it would train on, beside the next one."""
-    if sys.platform == "linux" and (_LAUNCHED in os.environ or "TORCHELASTIC_RUN_ID" in os.environ):
+    if sys.platform == "linux" and (LAUNCHED in os.environ or "TORCHELASTIC_RUN_ID" in os.environ):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.environ.get(_LAUNCHED, str(os.getppid())) != str(os.getppid()):  # gone already
+        if os.environ.get(LAUNCHED, str(os.getppid())) != str(os.getppid()):  # gone already
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -228,7 +182,7 @@ def usable_cpus() -> int:
 
 
 def _launch(ranks: int, module_and_arguments: list[str], max_restarts: int) -> None:
-    os.environ |= {_LAUNCHED: str(os.getpid()), _STARTED: str(time.time())}
+    os.environ |= {LAUNCHED: str(os.getpid()), _STARTED: str(time.time())}
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cpus() // ranks)))
     for restarts in range(max_restarts + 1):
         os.environ[_RESTARTS] = str(restarts)
@@ -268,64 +222,10 @@ def _start(ranks: int, module_and_arguments: list[str]) -> None:
             settings.signals_to_handle = ",".join(forwarded)
             elastic_launch(settings, sys.executable)("-m", *module_and_arguments)
         except ChildFailedError as error:
-            raise _first_failure(Path(folder), error) from None
+            raise first_failure(Path(folder), error) from None
         except SignalException as error:
-            report = _first_report(Path(folder))
+            report = first_report(Path(folder))
             if report is not None and report["code"] in (stop.STOPPED, stop.INTERRUPTED):
                 raise RanksFailed(report["message"], report["code"]) from None
             name = error.sigval.name
             raise RanksFailed(f"stopped by {name} before the step's end", 128 + error.sigval) from None
-
-
-def _first_report(folder: Path) -> dict[str, Any] | None:
-    """What the rank that failed first has to say."""
-    reports = []
-    for path in folder.rglob("error.json"):
-        with suppress(ValueError):  # killed while writing
-            reports.append(json.loads(path.read_text()))
-    return min(reports, key=lambda report: report["time"], default=None)
-
-
-def _first_failure(folder: Path, error: Any) -> RanksFailed:
-    """Of all failed ranks the one that failed first; the others mostly complain that it is gone."""
-    first = _first_report(folder)
-    for rank, failure in error.failures.items():
-        hint = _SUDDEN_ENDS.get(-failure.exitcode)
-        # The launcher itself kills ranks that outlive the first failure by half a minute.
-        if hint is not None and (first is None or failure.timestamp <= first["time"] + 1):
-            return RanksFailed(f"rank {rank} was ended by {hint}", 128 - failure.exitcode)
-    if first is not None:
-        return RanksFailed(first["message"], first["code"])
-    rank, failure = error.get_first_failure()
-    code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    return RanksFailed(f"rank {rank} ended with exit code {failure.exitcode}", code)
-
-
-def fail(message: str, code: int) -> int:
-    """Tell the user, or in a launched rank the launcher, what happened; returns ``code``."""
-    if _LAUNCHED in os.environ or not _told_by_another(message):
-        tell(message, code)
-    return code
-
-
-def tell(message: str, code: int) -> None:
-    """As :func:`fail`, by this process for itself: also where a signal has interrupted it."""
-    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if _LAUNCHED in os.environ and report:
-        expected = code in (USER_ERROR, stop.STOPPED, stop.INTERRUPTED)
-        rank = "" if expected else f"rank {os.environ.get('RANK')} failed\n"
-        content = {"message": rank + message, "code": code, "time": time.time(), "timestamp": int(time.time())}
-        with suppress(OSError):
-            Path(report).write_text(json.dumps(content))
-            return
-    with suppress(OSError, RuntimeError):  # a closed terminal; a signal while something is printed
-        print(message, file=sys.stderr)
-
-
-def _told_by_another(message: str) -> bool:
-    """Whether, of ranks that torchrun or srun started, another has said the same (loads PyTorch only for those)."""
-    if "RANK" not in os.environ and "SLURM_PROCID" not in os.environ:
-        return False
-    from cocor import distributed
-
-    return distributed.told_by_another(message)

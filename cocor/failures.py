@@ -1,0 +1,118 @@
+"""What a failure is called, who says so, and the exit code: 2 for a user's mistake, 1 for a bug.
+
+A rank that :mod:`cocor.launch` has started writes its failure to a file instead of the shared terminal, and the
+launcher shows the one that came first: the others mostly complain that a rank has gone. Of ranks that torchrun or srun
+have started, one says what all of them would.
+"""
+
+import errno
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from cocor import stop
+from loaders.names import printable
+
+USER_ERROR = 2  # exit code
+
+LAUNCHED = "COCOR_LAUNCHED"  # the launcher's process number, in the environment of ranks that it has started
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or name another folder"),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "check its permissions, or name another one"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n 4096)"),
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV), "is the disk still there?"),
+    **dict.fromkeys((errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EISDIR), "check the path"),
+    errno.ENOENT: "check the path, and whether something removes files meanwhile",
+    errno.EAGAIN: "too many processes: lower --workers, or raise the limit (ulimit -u)",
+}
+_SUDDEN_ENDS = {
+    signal.SIGKILL: "SIGKILL: killed by hand or for lack of memory",
+    signal.SIGSEGV: "SIGSEGV, a crash in compiled code",
+    signal.SIGBUS: "SIGBUS: most often /dev/shm is too small; lower --workers or enlarge it",
+}
+
+
+class RanksFailed(Exception):
+    """At least one rank failed: what to print, and the exit code."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether another start may end better: not after a user's mistake, nor where a signal asked for it."""
+        return self.code not in (USER_ERROR, stop.STOPPED, stop.INTERRUPTED)
+
+
+def lacking(error: Exception) -> str:
+    """What the machine lacks if that, and no bug, is behind ``error``: one line with a remedy; else nothing."""
+    words = " ".join(str(error).split())[:300]
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in words:
+        return f"out of memory: lower the batch size, the number of workers or other sizes ({words or 'MemoryError'})"
+    if "can't start new thread" in words:
+        return "no more threads can be started: lower --workers, or raise the limit (ulimit -u)"
+    if isinstance(error, OSError) and error.errno in _REMEDIES:
+        named = isinstance(error.filename, str | bytes)
+        where = f"{printable(os.fsdecode(error.filename))}: " if named else ""
+        return f"{where}{error.strerror}; {_REMEDIES[error.errno]}"
+    return ""
+
+
+def fail(message: str, code: int) -> int:
+    """Tell the user, or in a launched rank the launcher, what happened; returns ``code``."""
+    if LAUNCHED in os.environ or not _told_by_another(message):
+        tell(message, code)
+    return code
+
+
+def tell(message: str, code: int) -> None:
+    """As :func:`fail`, by this process for itself: also where a signal has interrupted it."""
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if LAUNCHED in os.environ and report:
+        expected = code in (USER_ERROR, stop.STOPPED, stop.INTERRUPTED)
+        rank = "" if expected else f"rank {os.environ.get('RANK')} failed\n"
+        content = {"message": rank + message, "code": code, "time": time.time(), "timestamp": int(time.time())}
+        with suppress(OSError):
+            Path(report).write_text(json.dumps(content))
+            return
+    with suppress(OSError, RuntimeError):  # a closed terminal; a signal while something is printed
+        print(message, file=sys.stderr)
+
+
+def _told_by_another(message: str) -> bool:
+    """Whether, of ranks that torchrun or srun started, another has said the same (loads PyTorch only for those)."""
+    if "RANK" not in os.environ and "SLURM_PROCID" not in os.environ:
+        return False
+    from cocor import distributed
+
+    return distributed.told_by_another(message)
+
+
+def first_report(folder: Path) -> dict[str, Any] | None:
+    """What the rank that failed first has to say."""
+    reports = []
+    for path in folder.rglob("error.json"):
+        with suppress(ValueError):  # killed while writing
+            reports.append(json.loads(path.read_text()))
+    return min(reports, key=lambda report: report["time"], default=None)
+
+
+def first_failure(folder: Path, error: Any) -> RanksFailed:
+    """Of all failed ranks the one that failed first; the others mostly complain that it is gone."""
+    first = first_report(folder)
+    for rank, failure in error.failures.items():
+        hint = _SUDDEN_ENDS.get(-failure.exitcode)
+        # The launcher itself kills ranks that outlive the first failure by half a minute.
+        if hint is not None and (first is None or failure.timestamp <= first["time"] + 1):
+            return RanksFailed(f"rank {rank} was ended by {hint}", 128 - failure.exitcode)
+    if first is not None:
+        return RanksFailed(first["message"], first["code"])
+    rank, failure = error.get_first_failure()
+    code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    return RanksFailed(f"rank {rank} ended with exit code {failure.exitcode}", code)
