@@ -12,8 +12,11 @@ Item = TypeVar("Item")
 _FIRST_LINE_S, _LINE_EVERY_S = 5.0, 30.0
 
 
-def track(items: Iterable[Item], total: int, text: str, unit: str = "files", step: int = 1) -> Iterator[Item]:
-    """Yield ``items``, each of which stands for ``step`` of ``total`` units; quiet when done within seconds."""
+def track(
+    items: Iterable[Item], total: int, text: str, unit: str = "files", step: int = 1, *, even: bool = True
+) -> Iterator[Item]:
+    """Yield ``items``, each of which stands for ``step`` of ``total`` units; quiet when done within seconds. ``even``:
+    they take about equally long, so that the pace tells the time left."""
     if sys.stderr.isatty():
         with tqdm(total=total, desc=text, unit=f" {unit}", delay=1.0, leave=False) as bar:
             for item in items:
@@ -27,7 +30,8 @@ def track(items: Iterable[Item], total: int, text: str, unit: str = "files", ste
         yield item
         done, now = min(done + step, total), time.monotonic()
         if now >= due and done < total:
-            print(f"{text}: {done:,} of {total:,} {unit}{_left(first, done, now, total)}", file=sys.stderr, flush=True)
+            left = _left(first, done, now, total) if even else ""
+            print(f"{text}: {done:,} of {total:,} {unit}{left}", file=sys.stderr, flush=True)
             due = now + _LINE_EVERY_S
         first = first or (done, now)
 
@@ -37,3 +41,18 @@ def _left(first: tuple[int, float] | None, done: int, now: float, total: int) ->
     if first is None or done == first[0]:
         return ""
     return f", about {(now - first[1]) * (total - done) / (done - first[0]):.0f} s left"
+
+
+class Pulse:
+    """A line now and then about one item that may take minutes by itself."""
+
+    def __init__(self) -> None:
+        self._due = time.monotonic() + _LINE_EVERY_S
+
+    def beat(self, text: str) -> None:
+        """Say ``text``, unless something was said within half a minute."""
+        now = time.monotonic()
+        if now >= self._due:
+            tqdm.write(text, file=sys.stderr)  # above a bar, if there is one
+            sys.stderr.flush()
+            self._due = now + _LINE_EVERY_S

@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+from cocor.eval.softmax import SoftmaxRegression
 from loaders import progress
 
 
@@ -31,3 +33,32 @@ def test_the_time_left_does_not_count_the_start(
 def test_what_takes_seconds_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(progress.track(range(5), 5, "images")) == [0, 1, 2, 3, 4]
     assert capsys.readouterr().err == ""
+
+
+def test_items_of_uneven_length_promise_no_time_and_are_heard_of_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    pulse = progress.Pulse()
+    for number in progress.track(range(3), 3, "solving", unit="penalties", even=False):
+        for iteration in range(5 * number):
+            clock[0] += 10.0
+            pulse.beat(f"penalty {number}, {iteration + 1} iterations")
+    assert capsys.readouterr().err.splitlines() == [
+        "penalty 1, 3 iterations",
+        "solving: 2 of 3 penalties",
+        "penalty 2, 1 iterations",
+        "penalty 2, 4 iterations",
+        "penalty 2, 7 iterations",
+        "penalty 2, 10 iterations",
+    ]
+
+
+def test_a_solver_that_takes_long_tells_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "_LINE_EVERY_S", 0.0)
+    torch.manual_seed(0)
+    SoftmaxRegression(torch.rand(40, 4), torch.arange(40) % 3, 3).fit_all([1.0, 0.1, 0.01])
+    assert "solving: penalties 1 to 3 of 3, 2 iterations" in capsys.readouterr().err.splitlines()

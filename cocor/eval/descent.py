@@ -7,7 +7,7 @@ iteration is two matrix products for all problems, and the host waits for the de
 search, and to see which problems are done.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,9 +61,11 @@ class Descent:
         self._flat = none.long()
         self.iterations = 0
 
-    def run(self, tolerance: float, iterations: int) -> list[Solution]:
+    def run(
+        self, tolerance: float, iterations: int, after_each: Callable[[int], None] = lambda _: None
+    ) -> list[Solution]:
         """Descend until every gradient's norm is ``tolerance`` or less, or no lower float is left; at most
-        ``iterations``. A solution for every penalty, in their order."""
+        ``iterations``, ``after_each`` of which their number is told. A solution for every penalty, in their order."""
         found: list[Solution | None] = [None] * len(self._places)
         while True:
             norms = self._gradient.flatten(1).norm(dim=1).double()
@@ -81,6 +83,7 @@ class Descent:
             if len(open_ones) <= _CROWDED * len(self._places):
                 self._keep(open_ones)
             self._iterate()
+            after_each(self.iterations)
 
     def _iterate(self) -> None:
         direction, slope = self._direction()

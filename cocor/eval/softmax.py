@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from cocor.eval.descent import PAIRS, Descent, Solution
-from loaders.progress import track
+from loaders.progress import Pulse, track
 
 _AXES = 8192  # dimensions up to which features are turned; the eigenvalues of more would take minutes
 _TOGETHER = 5  # penalties at least; more would all start far from their minima
@@ -81,12 +81,18 @@ class SoftmaxRegression:
         from the last solution, that of the weakest so far."""
         strongest_first = sorted(range(len(penalties)), key=lambda place: -penalties[place])
         turned = self._inputs.new_zeros(self._inputs.shape[1], self.classes) if start is None else self._axes.T @ start
-        together, found = self._together(), {}
-        for at in track(range(0, len(penalties), together), len(penalties), "solving", "penalties", together):
+        together, found, pulse = self._together(), {}, Pulse()
+        parts = range(0, len(penalties), together)
+        for at in track(parts, len(penalties), "solving", "penalties", together, even=False):  # weak ones take longer
             places = strongest_first[at : at + together]
             chosen = [penalties[place] for place in places]
             descent = Descent(self._inputs, self.labels, self._moments, chosen, turned)
-            for place, solution in zip(places, descent.run(tolerance * self._scale, iterations), strict=True):
+
+            def told(done: int, first: int = at + 1, last: int = at + len(places)) -> None:
+                pulse.beat(f"solving: penalties {first} to {last} of {len(penalties)}, {done} iterations")
+
+            solutions = descent.run(tolerance * self._scale, iterations, told)
+            for place, solution in zip(places, solutions, strict=True):
                 found[place] = self._fit(solution)
                 turned = solution.weights
         return [found[place] for place in range(len(penalties))]
