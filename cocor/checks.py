@@ -1,11 +1,107 @@
-"""Which values of a configuration are in bounds and go together. Each mistake is a line that names what to change."""
+"""Which values of a configuration are in bounds and go together. Each mistake is a line that names what to change.
 
+A flag that cannot act beside the run's other settings is a mistake as well: who gives it expects something of it. Files
+are written for several runs, which flags may change into others: a key of theirs that cannot act waits for other flags.
+"""
+
+from collections.abc import Callable, Iterable
 from itertools import pairwise
+from typing import NamedTuple
 
 from cocor import cli
 from cocor.cli import shown
 from cocor.config import Config, key_bn_groups
 from loaders.errors import UserError
+
+
+class Need(NamedTuple):
+    """The ``keys`` act only ``where`` a configuration has ``met`` it."""
+
+    keys: tuple[str, ...]
+    where: str
+    met: Callable[[Config], bool]
+
+
+def _method(key: str, *methods: str) -> Need:
+    return Need((key,), f"with --method {'|'.join(methods)}", lambda c: c.method in methods)
+
+
+_MMNN = (
+    *("hypergradient", "mmnn_every", "mmnn_lr", "mmnn_momentum", "mmnn_wait_epochs", "mmnn_warmup_epochs"),
+    *("classifier_lr", "classifier_weight_decay", "labelled_batch_size", "label_split", "label_fraction"),
+)
+_CONSISTENCY = (
+    *("consistency_weight", "consistency_beta", "lengths", "lengths_per_step", "composite_size", "pool", "magnitudes"),
+    *("composite_order", "recipe", "released_originals", "mmnn", "constants", *_MMNN),
+)
+_KNN = ("val_data", "knn_k", "knn_temperature")
+
+NEEDS = (
+    Need(
+        ("data", "labels", "label_split", "label_fraction", "on_error", "knn_every", *_KNN),
+        "with a --loader that reads images",
+        lambda c: c.loader != "synthetic",
+    ),
+    Need(("synthetic_images",), "with --loader synthetic", lambda c: c.loader == "synthetic"),
+    Need(("hw_decoder_load",), "with --loader dali on GPUs", lambda c: c.loader == "dali" and c.gpus != 0),
+    Need(_KNN, "with --knn-every above 0", lambda c: c.knn_every > 0),
+    Need(
+        ("labels",),
+        "with --mmnn learned, --method supcon or --knn-every above 0",
+        lambda c: c.method == "supcon" or c.knn_every > 0 or (c.consistency != "none" and c.mmnn == "learned"),
+    ),
+    Need(("force_data", "force_ranks"), "with --resume", lambda c: c.resume is not None),
+    Need(("init",), "where no checkpoint is named to --resume", lambda c: c.resume in (None, "auto")),
+    _method("queue_size", "moco"),
+    _method("key_bn_splits", "moco"),
+    _method("temperature", "moco", "supcon"),
+    _method("key_momentum", "moco", "byol"),
+    _method("embedding_dim", "moco", "supcon", "byol", "intl"),
+    _method("projector_dim", "simsiam", "byol", "intl"),
+    _method("predictor_dim", "simsiam", "byol"),
+    _method("fix_predictor_lr", "simsiam"),
+    _method("whitening_iterations", "intl"),
+    _method("trace_weight", "intl"),
+    Need(
+        ("decay_biases",),
+        "with --weight-decay above 0 or --optimiser lars",
+        lambda c: c.weight_decay > 0 or c.optimiser == "lars",
+    ),
+    Need(_CONSISTENCY, "with --consistency softplus|abs", lambda c: c.consistency != "none"),
+    Need(("consistency_beta",), "with --consistency softplus", lambda c: c.consistency == "softplus"),
+    Need(("composite_order",), "with --lengths above 1", lambda c: max(c.lengths) > 1),
+    Need(("released_originals",), "with --recipe released", lambda c: c.recipe == "released"),
+    Need(_MMNN, "with --mmnn learned", lambda c: c.mmnn == "learned"),
+    Need(("label_fraction",), "without --label-split", lambda c: c.label_split is None),
+    Need(("brightness", "contrast", "saturation", "hue"), "with --jitter-prob above 0", lambda c: c.jitter_prob > 0),
+    Need(("blur_sigma",), "with --blur-prob above 0", lambda c: max(c.blur_prob) > 0),
+    Need(
+        ("max_restarts",),
+        "on several ranks: --gpus above 1, or --gpus 0 and --cpu-ranks above 1",
+        lambda c: c.gpus is None or c.gpus > 1 or c.cpu_ranks > 1,
+    ),
+    Need(("profile",), "without --dry-run", lambda c: not c.dry_run),
+)
+
+
+def idle(config: Config, keys: Iterable[str]) -> dict[str, str]:
+    """Those of ``keys`` whose value changes nothing in ``config``, each with where it would.
+
+    What is 0, false or none asks for nothing and so is never idle. A look at a run (``--dry-run``, ``--profile``) takes
+    the flags of the run.
+    """
+    unmet = [need for need in NEEDS if not need.met(config)]
+    return {
+        key: reasons[0]
+        for key in keys
+        if getattr(config, key) and (reasons := [need.where for need in unmet if key in need.keys])
+    }
+
+
+def check_flags(config: Config, keys: Iterable[str]) -> None:
+    """Raise a UserError if one of the flags (``keys``) that led to ``config`` cannot act in it."""
+    for key, where in idle(config, keys).items():
+        raise UserError(f"{cli.flag(key)}: acts only {where}; mend that, leave it out, or keep it in a --config file")
 
 
 def check(config: Config) -> None:

@@ -2,7 +2,8 @@
 
     defaults  <  the method's own defaults  <  YAML (--config, which may build on another by ``defaults:``)  <  flags
 
-``load`` does all of it and imports nothing heavy, so that mistakes are told at once.
+``load`` does all of it and imports nothing heavy, so that mistakes are told at once. A flag must be able to act, a key
+of a file need not (:mod:`cocor.checks`): a file for one method serves another as well.
 """
 
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cocor import cli
-from cocor.checks import check
+from cocor.checks import check, check_flags
 from cocor.config import Config, Method
 
 GROUPS = {  # the first field of each group
@@ -68,12 +69,21 @@ def load(argv: Sequence[str] | None = None) -> Config:
     """The checked configuration that a command line (default: this process's) asks for. Ends the process on --help.
 
     Raises:
-        UserError: any unknown key or flag, wrong value, unreadable file or contradiction, in one line.
+        UserError: any unknown key or flag, wrong value, unreadable file, contradiction, or flag that cannot act, in one
+            line.
     """
+    config, keys = read(argv)
+    check_flags(config, keys)
+    return config
+
+
+def read(argv: Sequence[str] | None = None) -> tuple[Config, list[str]]:
+    """As :func:`load`, and the keys of the flags, some of which may not be able to act: for the same flags to unlike
+    runs."""
     parser = cli.parser(Config, "cocor-train", _DESCRIPTION, GROUPS, _NOTES | _method_notes())
     flags, file = cli.read_flags(Config, parser, sys.argv[1:] if argv is None else argv)
     values = flags if file is None else cli.read_yaml(Config, file) | flags
-    return resolve(values, name=None if file is None else file.stem)
+    return resolve(values, name=None if file is None else file.stem), list(flags)
 
 
 def _method_notes() -> dict[str, str]:

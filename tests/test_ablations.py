@@ -9,7 +9,7 @@ from test_step import WORLD, build, config_for
 
 from cocor.build import build_target
 from cocor.config import Config
-from cocor.configure import load
+from cocor.configure import load, resolve
 from cocor.data import open_data, training_loader, training_plan
 from cocor.mmnn import MMNN, Constants
 from loaders import ops
@@ -166,10 +166,10 @@ class TestAuthorsSettings:
         assert [start("--epochs", str(n)) for n in (200, 6, 5, 1)] == [(3, 2), (3, 2), (0, 0), (0, 0)]
         assert start("--epochs", "5", "--mmnn-wait-epochs", "1") == (1, 2)
         assert start("--epochs", "5", "--mmnn-wait-epochs", "4") == (4, 0)
-        for words in (["--epochs", "5", "--mmnn-wait-epochs", "5"], ["--epochs", "2", "--mmnn-warmup-epochs", "2"]):
+        for values in ({"epochs": 5, "mmnn_wait_epochs": 5}, {"epochs": 2, "mmnn_warmup_epochs": 2}):
             with pytest.raises(UserError, match=r"leave nothing of [25] epochs; lower them, raise epochs, or use"):
-                load(words)
-            assert load([*words, "--mmnn", "constants"]) and load([*words, "--consistency", "none"])
+                resolve(values)
+            assert resolve(values | {"mmnn": "constants"}) and resolve(values | {"consistency": "none"})
 
     def test_a_short_run_has_a_short_warm_up(self) -> None:
         assert [load(["--method", "byol", "--epochs", str(n)]).warmup_epochs for n in (300, 50, 5)] == [10, 5, 0]

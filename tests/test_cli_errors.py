@@ -104,16 +104,19 @@ class TestOptions:
     def test_a_misspelt_key(self, refused: Refused, tmp_path: Path) -> None:
         file = tmp_path / "recipe.yaml"
         file.write_text("temprature: 0.1\n")
-        line = refused("--config", str(file))
+        line = refused(config=file)
         assert line == f"{file}: unknown key temprature; did you mean temperature?"
 
     def test_a_misspelt_flag(self, refused: Refused) -> None:
         assert refused("--tempreture", "0.1") == "unknown flag --tempreture; did you mean --temperature?"
 
     def test_a_missing_file(self, refused: Refused, tmp_path: Path) -> None:
-        assert (
-            refused("--config", f"{tmp_path}/gone.yaml") == f"--config {tmp_path}/gone.yaml: No such file or directory"
-        )
+        file = tmp_path / "gone.yaml"
+        assert refused(config=file) == f"--config {file}: No such file or directory"
+
+    def test_a_flag_that_cannot_act(self, refused: Refused, photo_folder: Path) -> None:
+        line = refused(data=photo_folder, mmnn="constants", hypergradient="taylor")
+        assert line.startswith("--hypergradient: acts only with --mmnn learned; mend that, leave it out")
 
     @pytest.mark.parametrize(
         ("key", "value"),

@@ -242,8 +242,7 @@ class TestOtherMachines:
     ) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         folder = tmp_path / "run"
-        arguments = flags(data=photo_folder, output=folder, epochs=1, **PLAIN, workers=0)
-        assert main([argument for argument in arguments if argument != "--gpus=0"]) == 0
+        assert main(flags(data=photo_folder, output=folder, epochs=1, **PLAIN, workers=0, gpus=None)) == 0
         saved = ["--config", str(folder / "config.yaml")]
         assert (load(saved).gpus, load(saved).workers) == (None, 0)
         assert main([*saved, "--resume"]) == 0
@@ -477,7 +476,8 @@ def test_other_loaders_go_on_in_mid_epoch_as_well(photo_beton: Path, tmp_path: P
     """As DALI and PyTorch's do in test_train.py."""
     if loader == "ffcv":
         pytest.importorskip("ffcv", reason="needs the ffcv extra", exc_type=ImportError)
-    options = {"data": photo_beton, "loader": loader, "synthetic_images": 24, "log_samples": True}
+    images = {"synthetic_images": 24} if loader == "synthetic" else {"data": photo_beton}
+    options = {"loader": loader, "log_samples": True, **images}
     assert main(flags(**options, **EVERY_STEP, output=tmp_path / "whole")) == 0
     interrupted(tmp_path / "whole", tmp_path / "run", step=STEPS + 1)
     assert main([*flags(**options, output=tmp_path / "run"), "--resume"]) == 0

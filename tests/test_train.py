@@ -22,30 +22,11 @@ from cocor.train import main
 
 ROOT = Path(__file__).parent.parent
 STEPS = 3  # an epoch: 24 photographs in batches of 8
-SMALL = {
-    "backbone": "test_resnet",
-    "image_size": 32,
-    "batch_size": 8,
-    "labelled_batch_size": 4,
-    "queue_size": 20,
-    "key_bn_splits": 2,
-    "projector_dim": 16,
-    "predictor_dim": 8,
-    "label_fraction": 0.3,
-    "mmnn_wait_epochs": 0,
-    "mmnn_warmup_epochs": 0,
-    "epochs": 2,
-    "knn_every": 1,
-    "knn_k": 5,
-    "log_every": 1,
-    "gpus": 0,
-    "workers": 1,
-    "keep_checkpoints": 100,
-}
+SMALL = Path(__file__).parent / "small.yaml"
 
 
-def flags(**options: Any) -> list[str]:
-    return [f"--{key.replace('_', '-')}={value}" for key, value in (SMALL | options).items()]
+def flags(config: Any = SMALL, **options: Any) -> list[str]:
+    return [f"--{key.replace('_', '-')}={value}" for key, value in {"config": config, **options}.items()]
 
 
 def environment() -> dict[str, str]:

@@ -1,0 +1,105 @@
+"""Flags that cannot act beside the other settings are refused, one need after the other; keys of files wait."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from cocor.checks import NEEDS, idle
+from cocor.config import Config
+from cocor.configure import load, read
+from loaders.errors import UserError
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+# The words of NEEDS that a flag is refused with, flags that lack what it needs, and flags that have it.
+IDLE = [
+    ("--data x", "a --loader that reads images", "--loader synthetic", "--loader torch"),
+    ("--on-error skip", "a --loader that reads images", "--loader synthetic", ""),
+    ("--knn-every 2", "a --loader that reads images", "--loader synthetic", ""),
+    ("--synthetic-images 64", "--loader synthetic", "--loader dali", "--loader synthetic"),
+    ("--hw-decoder-load 0.5", "--loader dali on GPUs", "--loader ffcv", "--gpus 1"),
+    ("--hw-decoder-load 0.5", "--loader dali on GPUs", "--gpus 0", ""),
+    ("--val-data x", "--knn-every above 0", "--knn-every 0", "--knn-every 1"),
+    ("--knn-k 5", "--knn-every above 0", "--knn-every 0", ""),
+    ("--labels x", "--mmnn learned, --method supcon or", "--knn-every 0 --mmnn constants", "--knn-every 0"),
+    ("--force-data", "--resume", "", "--resume"),
+    ("--force-ranks", "--resume", "--no-overwrite", "--resume x.pt"),
+    ("--init x", "where no checkpoint is named to --resume", "--resume x.pt", "--resume"),
+    ("--queue-size 4096", "--method moco", "--method simsiam", "--method moco"),
+    ("--key-bn-splits 4", "--method moco", "--method byol", ""),
+    ("--temperature 0.1", "--method moco|supcon", "--method intl", "--method supcon"),
+    ("--key-momentum 0.9", "--method moco|byol", "--method supcon", "--method byol"),
+    ("--embedding-dim 512", "--method moco|supcon|byol|intl", "--method simsiam", "--method byol"),
+    ("--projector-dim 512", "--method simsiam|byol|intl", "--method moco", "--method intl"),
+    ("--predictor-dim 512", "--method simsiam|byol", "--method moco", "--method byol"),
+    ("--fix-predictor-lr", "--method simsiam", "--method byol", "--method simsiam"),
+    ("--whitening-iterations 5", "--method intl", "--method moco", "--method intl"),
+    ("--trace-weight 0.1", "--method intl", "--method moco", "--method intl"),
+    ("--decay-biases", "--optimiser lars", "--weight-decay 0", "--weight-decay 0 --optimiser lars"),
+    ("--lengths 1,2", "--consistency softplus|abs", "--consistency none", "--consistency abs"),
+    ("--mmnn constants", "--consistency softplus|abs", "--consistency none", ""),
+    ("--mmnn-lr 0.1", "--consistency softplus|abs", "--consistency none", ""),
+    ("--consistency-beta 4", "--consistency softplus", "--consistency abs", "--consistency softplus"),
+    ("--composite-order fixed1", "--lengths above 1", "--lengths 1", "--lengths 1,2"),
+    ("--released-originals 3", "--recipe released", "--recipe paper", "--recipe released"),
+    ("--hypergradient taylor", "--mmnn learned", "--mmnn constants", "--mmnn learned"),
+    ("--mmnn-wait-epochs 1", "--mmnn learned", "--mmnn constants", ""),
+    ("--labelled-batch-size 64", "--mmnn learned", "--mmnn constants", ""),
+    ("--label-split x", "--mmnn learned", "--mmnn constants", ""),
+    ("--label-fraction 0.1", "--label-split", "--label-split x", "--label-split none"),
+    ("--hue 0.2", "--jitter-prob above 0", "--jitter-prob 0", "--jitter-prob 0.5"),
+    ("--blur-sigma 1,2", "--blur-prob above 0", "--blur-prob 0", "--blur-prob 0,1"),
+    ("--max-restarts 3", "several ranks", "--gpus 1", "--gpus 4"),
+    ("--max-restarts 3", "several ranks", "--gpus 0", "--gpus 0 --cpu-ranks 2"),
+    ("--profile", "without --dry-run", "--dry-run", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "where", "lacking", "having"), IDLE, ids=lambda value: value.split("=")[0])
+def test_a_flag_that_cannot_act_is_refused_and_a_key_of_a_file_waits(
+    tmp_path: Path, given: str, where: str, lacking: str, having: str
+) -> None:
+    name, _, value = given.partition(" ")
+    with pytest.raises(UserError) as error:
+        load([*given.split(), *lacking.split()])
+    line = str(error.value)
+    assert line.startswith(f"{name}: acts only ") and where in line.partition(";")[0] and "leave it out" in line
+    assert load([*given.split(), *having.split()])
+    key = name.removeprefix("--").replace("-", "_")
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f"{key}: {value or 'true'}\n")
+    assert getattr(load(["--config", str(file), *lacking.split()]), key)
+    assert key in idle(*read(["--config", str(file), *lacking.split(), *given.split()]))
+
+
+def test_every_need_is_tried_and_names_options_that_exist() -> None:
+    assert all(any(words in need.where for _, words, *_ in IDLE) for need in NEEDS)
+    assert {key for need in NEEDS for key in need.keys} <= Config.__dataclass_fields__.keys()
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--consistency", "none", "--composite-size", "0"],
+        ["--loader", "synthetic", "--knn-every", "0"],
+        ["--no-force-data", "--jitter-prob", "0", "--hue", "0"],
+        ["--mmnn", "constants", "--label-split", "none"],
+        ["--dry-run", "--overwrite", "--keep-checkpoints", "1"],
+    ],
+)
+def test_a_flag_that_asks_for_nothing_or_is_of_the_run_that_is_looked_at_may_be_given(argv: list[str]) -> None:
+    assert load(argv)
+
+
+def commands(text: str) -> list[list[str]]:
+    """The flags of every ``cocor-train`` in a page or a header, without what stands for more."""
+    lines = re.findall(r"cocor-train (--[^#`&\n]*)", text)
+    return [[word for word in line.split() if word != "..."] for line in lines if "--help" not in line]
+
+
+@pytest.mark.parametrize("page", ["README.md", "benchmarks/README.md", *sorted(map(str, CONFIGS.glob("*.yaml")))])
+def test_every_documented_command_is_accepted(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(CONFIGS.parent)
+    for flags in commands(Path(page).read_text()):
+        assert load(flags)
