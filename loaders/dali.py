@@ -8,18 +8,18 @@ decodes, and the resizes are ours (:mod:`loaders.kernels.resize`), which take a 
 """
 
 import resource
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
+from typing import Unpack
 
-import torch
 from torch import Tensor
 
 from loaders import queues
-from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
+from loaders.batch import Batch
 from loaders.dali_decoder import GPU_BATCH, DaliDecoder
 from loaders.dali_graph import load_dali
 from loaders.dali_input import Feed
-from loaders.dataset import ImageDataset, OnError
-from loaders.delivery import Delivery
+from loaders.dataset import ImageDataset
+from loaders.delivery import Delivery, DeliveryOptions
 from loaders.jobs import Job
 from loaders.order import BatchOrder
 from loaders.plan import ViewPlan
@@ -30,9 +30,8 @@ _OPEN_BATCHES = 8  # more than are in all queues together
 class DaliLoader:
     """Batches of ``dataset`` as ``plan`` and ``order`` say, on ``device``.
 
-    ``workers`` is the number of DALI's threads (default: one a core); ``hw_decoder_load`` the share of the JPEGs that
-    go to the GPU's hardware decoder. ``on_error``: an image that cannot be decoded is named in a :class:`UserError`, or
-    skipped (see :mod:`loaders.jobs`). UserError as well if DALI or the GPU is missing.
+    ``workers`` is the number of DALI's threads, ``hw_decoder_load`` the share of JPEGs for the GPU's hardware decoder.
+    Other ``options``: :class:`DeliveryOptions`. UserError if DALI or the GPU is missing.
     """
 
     def __init__(
@@ -41,17 +40,12 @@ class DaliLoader:
         plan: ViewPlan,
         *,
         order: BatchOrder,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        workers: int | None = None,
         hw_decoder_load: float = 0.65,
-        mean: Sequence[float] = IMAGENET_MEAN,
-        std: Sequence[float] = IMAGENET_STD,
-        on_error: OnError = "stop",
+        **options: Unpack[DeliveryOptions],
     ) -> None:
         load_dali()
         _allow_open_files(_OPEN_BATCHES * max(order.local_batch_size, GPU_BATCH))
-        self._delivery = Delivery(dataset, plan, order, device, dtype, workers, mean, std, on_error=on_error)
+        self._delivery = Delivery(dataset, plan, order, **options)
         self._feed = Feed(self._delivery)
         self._hw_decoder_load = hw_decoder_load
         if self._delivery.on_gpu:

@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from threading import Lock
-from typing import Protocol, TypeVar
+from typing import Protocol, TypedDict, TypeVar
 from weakref import WeakSet
 
 import numpy as np
@@ -45,28 +45,44 @@ class Pairs(Protocol):
     def close(self) -> None: ...
 
 
-class Delivery:
-    """Makes jobs (``jobs``) and finishes batches for one loader. Arguments as for the loaders.
+class DeliveryOptions(TypedDict, total=False):
+    """How batches come, whatever decodes them: the keywords that all loaders take, see :class:`Delivery`."""
 
-    ``decoding`` says that the loader keeps ``workers`` threads or processes busy itself: views cost the CPU about a
-    sixth of what decoding and resizing cost, so the executor then gets a quarter as many threads. ``by_workers``: what
-    the loader's processes read, if it has some.
+    device: torch.device | str
+    dtype: torch.dtype
+    workers: int | None
+    mean: Sequence[float]
+    std: Sequence[float]
+    on_error: OnError
+
+
+class Delivery:
+    """Makes jobs (``jobs``) and finishes batches for one loader.
+
+    Images come on ``device`` in ``dtype``, normalised by ``mean`` and ``std`` of the values in [0, 1]. ``workers``:
+    threads or processes that decode; None means one a core. ``on_error``: what an image that breaks while the loader
+    runs does, stop it with a UserError that names it, or have its place taken by another sample (:mod:`loaders.jobs`).
+
+    ``decoding`` says that the loader keeps ``workers`` busy itself: views cost the CPU about a sixth of what decoding
+    and resizing cost, so the executor then gets a quarter as many threads. ``by_workers`` is for a loader with
+    processes: what they read.
     """
+
+    by_workers: Reading | None = None
 
     def __init__(
         self,
         dataset: ImageDataset,
         plan: ViewPlan,
         order: BatchOrder,
+        *,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         workers: int | None = None,
         mean: Sequence[float] = IMAGENET_MEAN,
         std: Sequence[float] = IMAGENET_STD,
-        *,
         on_error: OnError = "stop",
         decoding: bool = True,
-        by_workers: Reading | None = None,
     ) -> None:
         self.dataset, self.plan, self.order, self.dtype = dataset, plan, order, dtype
         self.device = usable_device(device)
@@ -75,7 +91,6 @@ class Delivery:
         self._executor = make_executor(self.device, dtype, plan.layout, plan.size, mean, std, threads)
         self.jobs = Jobs(dataset, plan, order, on_error, pinned=self.on_gpu)
         self._memory = Recycler()
-        self._by_workers = by_workers
         self._active: WeakSet[Prefetch | InConsumer] = WeakSet()
         self._lock = Lock()
 
@@ -162,8 +177,8 @@ class Delivery:
 
     def reading(self) -> list[str]:
         """The files that workers read, or that this process has open of the data set, where the system tells."""
-        if self._by_workers is not None:
-            return [str(self.dataset.root / self.dataset.names[index]) for index in self._by_workers.now()]
+        if self.by_workers is not None:
+            return [str(self.dataset.root / self.dataset.names[index]) for index in self.by_workers.now()]
         found, root = [], self.dataset.root.absolute()
         with suppress(OSError):
             for handle in Path("/proc/self/fd").iterdir():

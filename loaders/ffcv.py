@@ -6,18 +6,17 @@ FFCV draws nothing and keeps no random state; it is told which images, and the j
 :mod:`loaders.ffcv_pipeline` for what is FFCV's part and :mod:`loaders.ffcv_import` for what it needs.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import closing
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
-from loaders.dataset import ImageDataset, OnError
-from loaders.delivery import Delivery
+from loaders.batch import Batch
+from loaders.dataset import ImageDataset
+from loaders.delivery import Delivery, DeliveryOptions
 from loaders.errors import UserError
 from loaders.ffcv_import import load_ffcv
 from loaders.jobs import Faults, Job
@@ -30,9 +29,8 @@ from loaders.stored import StoredDataset
 class FfcvLoader:
     """Batches of ``dataset``, images of a ``.beton`` file, as ``plan`` and ``order`` say, on ``device``.
 
-    ``workers`` threads decode (default: one a core). ``on_error``: a damaged image is named in a :class:`UserError`, or
-    skipped (see :mod:`loaders.jobs`). UserError as well if FFCV or the GPU is missing, or if the images
-    are not in a ``.beton`` file.
+    ``workers`` threads decode. Other ``options``: :class:`DeliveryOptions`. UserError if FFCV or the GPU is missing, or
+    if the images are not in a ``.beton`` file.
     """
 
     def __init__(
@@ -41,12 +39,7 @@ class FfcvLoader:
         plan: ViewPlan,
         *,
         order: BatchOrder,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        workers: int | None = None,
-        mean: Sequence[float] = IMAGENET_MEAN,
-        std: Sequence[float] = IMAGENET_STD,
-        on_error: OnError = "stop",
+        **options: Unpack[DeliveryOptions],
     ) -> None:
         if not isinstance(dataset, StoredDataset):
             raise UserError(
@@ -56,7 +49,7 @@ class FfcvLoader:
         if plan.filter != "bilinear":
             raise UserError(f"--loader ffcv resizes with a bilinear filter only, not {plan.filter}")
         load_ffcv()
-        self._delivery = Delivery(dataset, plan, order, device, dtype, workers, mean, std, on_error=on_error)
+        self._delivery = Delivery(dataset, plan, order, **options)
         self._dataset = dataset
         self._loader: Any = None
 

@@ -5,13 +5,12 @@ Modules load lazily: DALI and FFCV are optional and heavy.
 
 import os
 from collections.abc import Sequence
-from typing import Any, Literal
-
-import torch
+from typing import Literal, Unpack
 
 from loaders.batch import Loader
 from loaders.beton import is_beton
 from loaders.dataset import ImageDataset, OnError, open_folder
+from loaders.delivery import DeliveryOptions
 from loaders.order import BatchOrder
 from loaders.plan import ViewPlan
 from loaders.stored import open_stored
@@ -42,24 +41,16 @@ def open_loader(
     plan: ViewPlan,
     order: BatchOrder,
     *,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    workers: int | None = None,
     hw_decoder_load: float = 0.65,
-    on_error: OnError = "stop",
+    **options: Unpack[DeliveryOptions],
 ) -> Loader:
     """A loader of ``dataset`` that shows what ``plan`` draws in the batches of ``order``.
 
     Every name gives the same images, labels, boxes and programs; pixels differ by decoder and resize only (synthetic
-    ones are noise). ``workers``: CPU threads, or processes for ``torch``; None means one a core. ``on_error``: what an
-    image that breaks while the loader runs does, stop it with a UserError, or have its place taken by another sample
-    (:mod:`loaders.jobs`). UserError if what the loader needs is not installed.
+    ones are noise). ``options``: ``device``, ``dtype``, ``workers``, ``mean``, ``std`` and ``on_error``, see
+    :class:`loaders.delivery.Delivery`. ``hw_decoder_load`` is for ``dali``: the share of JPEGs for the GPU's hardware
+    decoder. UserError if what the loader needs is not installed.
     """
-    if name == "synthetic":
-        from loaders.synthetic import SyntheticLoader
-
-        return SyntheticLoader(dataset, plan, order=order, device=device, dtype=dtype, workers=workers)
-    options: dict[str, Any] = {"device": device, "dtype": dtype, "workers": workers, "on_error": on_error}
     if name == "dali":
         from loaders.dali import DaliLoader
 
@@ -68,6 +59,10 @@ def open_loader(
         from loaders.torch import TorchLoader
 
         return TorchLoader(dataset, plan, order=order, **options)
-    from loaders.ffcv import FfcvLoader
+    if name == "ffcv":
+        from loaders.ffcv import FfcvLoader
 
-    return FfcvLoader(dataset, plan, order=order, **options)
+        return FfcvLoader(dataset, plan, order=order, **options)
+    from loaders.synthetic import SyntheticLoader
+
+    return SyntheticLoader(dataset, plan, order=order, **options)

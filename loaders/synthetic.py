@@ -4,17 +4,18 @@ The plan is drawn and its programs are executed all the same, unless ``execute``
 is handed out again and again, and only the order's indices and labels change.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
+from typing import Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
+from loaders.batch import Batch
 from loaders.dataset import ImageDataset
-from loaders.delivery import Delivery
+from loaders.delivery import Delivery, DeliveryOptions
 from loaders.jobs import Job
 from loaders.order import BatchOrder
 from loaders.plan import ViewPlan
@@ -33,7 +34,10 @@ def synthetic_dataset(count: int, classes: int = 1000, height: int = 375, width:
 
 
 class SyntheticLoader:
-    """Batches of noise with the views, programs and indices that real images would have."""
+    """Batches of noise with the views, programs and indices that real images would have.
+
+    ``workers`` threads make the views on a CPU. Other ``options``: :class:`DeliveryOptions`.
+    """
 
     def __init__(
         self,
@@ -41,14 +45,10 @@ class SyntheticLoader:
         plan: ViewPlan,
         *,
         order: BatchOrder,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        workers: int | None = None,
-        mean: Sequence[float] = IMAGENET_MEAN,
-        std: Sequence[float] = IMAGENET_STD,
         execute: bool = True,
+        **options: Unpack[DeliveryOptions],
     ) -> None:
-        self._delivery = Delivery(dataset, plan, order, device, dtype, workers, mean, std, decoding=False)
+        self._delivery = Delivery(dataset, plan, order, decoding=False, **options)
         self._execute = execute
         shape = (order.local_batch_size, plan.layout.crops, plan.size, plan.size, 3)
         generator = torch.Generator(self._delivery.device).manual_seed(0)

@@ -9,9 +9,10 @@ import gc
 import resource
 import shutil
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from functools import partial
 from threading import Lock
+from typing import Unpack
 
 import numpy as np
 import torch
@@ -19,14 +20,13 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
+from loaders.batch import Batch
 from loaders.data_worker import Reading, obey_the_parent_only
-from loaders.dataset import ImageDataset, OnError
+from loaders.dataset import ImageDataset
 from loaders.decode import EncodedImage
-from loaders.delivery import Delivery
+from loaders.delivery import Delivery, DeliveryOptions
 from loaders.errors import UserError
 from loaders.jobs import Faults, Job
-from loaders.names import available_cores
 from loaders.order import BatchOrder
 from loaders.plan import Filter, ViewPlan
 
@@ -40,8 +40,7 @@ _Collated = tuple[Tensor | np.ndarray, dict[int, UserError]]  # crops uint8 (B, 
 class TorchLoader:
     """Batches of ``dataset`` as ``plan`` and ``order`` say, on ``device``.
 
-    ``workers`` processes decode (default: one a core; 0 decodes in the background thread). ``on_error``: an image that
-    cannot be decoded is named in a :class:`UserError`, or skipped (see :mod:`loaders.jobs`).
+    ``workers`` processes decode; with 0 the background thread does. Other ``options``: :class:`DeliveryOptions`.
     """
 
     def __init__(
@@ -50,18 +49,10 @@ class TorchLoader:
         plan: ViewPlan,
         *,
         order: BatchOrder,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        workers: int | None = None,
-        mean: Sequence[float] = IMAGENET_MEAN,
-        std: Sequence[float] = IMAGENET_STD,
-        on_error: OnError = "stop",
+        **options: Unpack[DeliveryOptions],
     ) -> None:
-        workers = available_cores() if workers is None else workers
-        reading = Reading(workers)
-        self._delivery = Delivery(
-            dataset, plan, order, device, dtype, workers, mean, std, on_error=on_error, by_workers=reading
-        )
+        self._delivery = Delivery(dataset, plan, order, **options)
+        self._delivery.by_workers = reading = Reading(self._delivery.workers)
         self._crops = _Crops(plan.size, plan.filter, reading)
         batch_bytes = order.local_batch_size * plan.layout.crops * plan.size**2 * 3
         self._collate = _Collate(

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from PIL import Image
 
 import loaders.torch
 from loaders import queues
-from loaders.batch import Loader
+from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Loader
 from loaders.dali import DaliLoader
 from loaders.dataset import ImageDataset, open_folder
 from loaders.errors import UserError
+from loaders.open import LoaderName, open_loader
 from loaders.order import BatchOrder, CyclicOrder
 from loaders.plan import ViewPlan
 from loaders.prefetch import Prefetch
@@ -72,6 +74,15 @@ class TestOnePlan:
         for image in (batch.original, *batch.views, *batch.composites):
             assert image.is_contiguous(memory_format=torch.channels_last) and image.dtype == torch.float32
         assert batch.label.tolist() == dataset.labels[batch.index].tolist()
+
+    @pytest.mark.parametrize("name", [*LOADERS, "synthetic"])
+    def test_images_are_normalised_as_asked(self, dataset: ImageDataset, name: LoaderName) -> None:
+        order, plain = BatchOrder(24, 8), {"mean": (0, 0, 0), "std": (1, 1, 1)}
+        usual, other = (open_loader(name, dataset, PLAN, order, workers=1, **more) for more in ({}, plain))
+        with closing(usual), closing(other):
+            one, two = (next(loader.epoch(0)).original for loader in (usual, other))
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
+        assert 0 <= two.min() < two.max() <= 1 and torch.allclose(one * std + mean, two, atol=1e-6)
 
     @pytest.mark.parametrize("name", LOADERS)
     def test_views_change_with_epoch_and_view(self, make: Callable[..., Loader], name: str) -> None:
