@@ -152,7 +152,9 @@ def told_by_another(message: str) -> bool:
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     key = f"cocor/told/{restart}/{hashlib.sha256(message.encode()).hexdigest()}"
     try:
-        return _store().add(key, 1) > 1
+        return leaving.asked(lambda: _store().add(key, 1)) > 1
+    except TimeoutError:
+        return False
     except (RuntimeError, ValueError, KeyError):  # nowhere to ask, or its host, the main rank, has gone
         return here.rank > 0 and dist.is_initialized()
 

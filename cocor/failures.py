@@ -19,6 +19,7 @@ from cocor import stop
 from loaders.names import printable
 
 USER_ERROR = 2  # exit code
+UNREAD = 128 + signal.SIGPIPE  # exit code where nobody reads the output any more, as a shell tells it of other programs
 
 LAUNCHED = "COCOR_LAUNCHED"  # the launcher's process number, in the environment of ranks that it has started
 _REMEDIES = {

@@ -12,7 +12,7 @@ import threading
 import time
 from typing import NoReturn
 
-from cocor import resume, stop
+from cocor import leaving, resume, stop
 from cocor.run import Run
 from loaders.errors import UserError
 from loaders.names import printable
@@ -28,6 +28,7 @@ def leave(run: Run, signum: int) -> NoReturn:
     position = f"after step {run.done:,} of {run.total:,}: no data for {stop.PATIENCE:.0f} s{_awaited(run)}"
     _log.warning(f"{signal.Signals(signum).name} {position}")
     saved = threading.Event()
+    leaving.alone()
     if run.world.main:
         saving = threading.Thread(target=_save, args=(run, saved), daemon=True)
         saving.start()

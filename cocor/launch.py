@@ -26,7 +26,7 @@ from typing import Any
 from cocor import leaving, start, stop
 from cocor.checks import check_ranks
 from cocor.config import Config
-from cocor.failures import LAUNCHED, USER_ERROR, RanksFailed, fail, first_failure, first_report, lacking, tell
+from cocor.failures import LAUNCHED, UNREAD, USER_ERROR, RanksFailed, fail, first_failure, first_report, lacking, tell
 from loaders import queues
 from loaders.errors import UserError
 
@@ -41,13 +41,19 @@ def command(name: str, body: Callable[[], None]) -> int:
     A rank that has not parted from the others in order (:func:`cocor.distributed.shutdown`) ends here instead.
     """
     queues.use_all()
+    start.open_streams()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warns, with pages of C++ frames, that a rank has gone
     try:
         start.listen()
         code = _code(name, body)
     except SystemExit as asked:  # by a signal; what it says of other endings is said already
         if isinstance(asked.code, int) and _among_others():
+            leaving.tell_others(asked.code)
             leaving.end(asked.code)
         raise
+    except KeyboardInterrupt:
+        code = stop.INTERRUPTED
+        leaving.tell_others(code)
     if _among_others():
         leaving.end(code)
     return code
@@ -56,22 +62,23 @@ def command(name: str, body: Callable[[], None]) -> int:
 def _code(name: str, body: Callable[[], None]) -> int:
     try:
         body()
+        sys.stdout.flush()  # not later, where it could not fail in order
         return 0
     except UserError as error:
-        return _fail_alone(f"{name}: error: {error}", USER_ERROR)
+        return fail_alone(f"{name}: error: {error}", USER_ERROR)
     except RanksFailed as error:
         return fail(str(error), error.code)
     except stop.Stopped as ended:
-        return fail(f"{name}: {ended}", ended.code)
-    except KeyboardInterrupt:
-        return stop.INTERRUPTED
+        return fail_alone(f"{name}: {ended}", ended.code)
     except Exception as error:
+        if isinstance(error, OSError) and start.give_up_output() and isinstance(error, BrokenPipeError):
+            return fail_alone("", UNREAD)
         lack = lacking(error)
         if lack:
-            return _fail_alone(f"{name}: error: {lack}", USER_ERROR)
+            return fail_alone(f"{name}: error: {lack}", USER_ERROR)
         if LAUNCHED not in os.environ and not _among_others():
             raise
-        return _fail_alone(traceback.format_exc(), 1)
+        return fail_alone(traceback.format_exc(), 1)
 
 
 def _among_others() -> bool:
@@ -83,12 +90,22 @@ def _among_others() -> bool:
     return distributed.ranks() > 1
 
 
-def _fail_alone(message: str, code: int) -> int:
-    """As :func:`fail`, where the other ranks may know nothing of it."""
+def fail_alone(message: str, code: int) -> int:
+    """Tell the user, and the other ranks, which may know nothing of it, that this one ends; returns ``code``."""
     leaving.alone()
-    fail(message, code)
+    if message:
+        fail(message, code)
     leaving.tell_others(code)
     return code
+
+
+def leave_at_once(message: str, code: int) -> None:
+    """As :func:`fail_alone`, in a process that a signal has interrupted, perhaps while it loads what asks others."""
+    if leaving.in_company():
+        fail_alone(message, code)
+    else:
+        tell(message, code)
+    leaving.flush()
 
 
 def begins() -> bool:

@@ -8,6 +8,9 @@ have met, and a thread on each of the others, which looks there, ends its proces
     the failing rank    :func:`alone` -> its message -> :func:`tell_others` -> waits until all have heard it -> ends
     all others          within :func:`heard`: hear it -> wait until all have heard it -> end
 
+So does one that a signal, which the others may not have got, ends at once. A store whose host is stopped or cannot be
+reached would not answer for hours: it is not waited for.
+
 All end by :func:`end`. Python's own way would take down the process group while the peers' connections break, and run
 into library threads that want the interpreter back: some ranks would abort, and their exit code would be SIGABRT's.
 """
@@ -17,13 +20,18 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, TypeVar
 
 _LOOK_SECONDS = 0.5
 _PATIENCE = 5.0  # seconds for all ranks to hear it; one that is stopped or unreachable never does
-_CODE, _LEAVING, _GONE = "cocor/exit code", "cocor/leaving", "cocor/gone"
+_ANSWER = 2.0  # seconds for a store to answer
+_FLUSHING = 1.0  # seconds for what was printed to be read, by a terminal or a pipe
+_CODE, _LEAVING, _GONE, _DONE = "cocor/exit code", "cocor/leaving", "cocor/gone", "cocor/done"  # keys of the store
+
+T = TypeVar("T")
 
 
 class Store(Protocol):
@@ -43,7 +51,8 @@ class _Company:
 
     def __init__(self, store: Store, size: int, main: bool) -> None:
         self._store, self._size, self._main = store, size, main
-        self._own_end, self._lock = threading.Event(), threading.Lock()
+        self._own_end, self._told = threading.Event(), False
+        self._lock = threading.RLock()  # a signal may end this rank while it is ending
         self._watcher = threading.Thread(target=self._watch, name="cocor-leaving", daemon=True)
         self._watcher.start()
         atexit.register(self.close)  # a thread within the store's C++ when Python ends would abort the process
@@ -56,14 +65,20 @@ class _Company:
     def tell(self, code: int) -> None:
         """This rank is leaving; returns when all others are as well, or do not answer."""
         self.ignore()
-        try:
-            self._store.set(_CODE, str(code))
-            self._leave()
-        except (RuntimeError, OSError, ValueError):  # the store's host has left before
-            pass
+        if self._told:  # a signal has interrupted what follows
+            return
+        self._told = True
+        with suppress(RuntimeError, OSError, ValueError):  # the store's host has left before, or does not answer
+            _in_time(_PATIENCE, lambda: self._leave(code))
+
+    def part(self) -> None:
+        """This rank is done; others that fail later need not wait for it."""
+        with suppress(RuntimeError, OSError, ValueError):
+            asked(lambda: self._store.add(_DONE, 1))
+        self.close()
 
     def close(self) -> None:
-        """Nobody has failed, or this process ends."""
+        """This process ends."""
         self._own_end.set()
         self._watcher.join(_PATIENCE)
         atexit.unregister(self.close)
@@ -73,17 +88,22 @@ class _Company:
             while not self._own_end.wait(_LOOK_SECONDS):
                 if self._store.check([_LEAVING]):
                     break
-            with self._lock:  # nothing of this rank's own end is cut off
-                if not self._own_end.is_set():
-                    code = int(self._store.get(_CODE))
-                    self._leave()
-                    os._exit(code)
+            code = None if self._own_end.is_set() else int(self._store.get(_CODE))
         except (RuntimeError, OSError, ValueError):  # the store's host has gone without a word
             return
+        with self._lock:  # nothing of this rank's own end is cut off
+            if code is not None and not self._own_end.is_set():
+                with suppress(RuntimeError, OSError, ValueError):
+                    _in_time(_PATIENCE, self._leave)
+                flush()
+                os._exit(code)
 
-    def _leave(self) -> None:
-        """Returns when all ranks are leaving; the main one when all others have seen that, and need no store."""
+    def _leave(self, code: int | None = None) -> None:
+        """Returns when all ranks are leaving; the main one when all others have seen that, and need no store. ``code``:
+        this rank is the one that failed."""
         deadline = time.monotonic() + _PATIENCE
+        if code is not None:
+            self._store.set(_CODE, str(code))
         self._store.add(_LEAVING, 1)
         self._wait(_LEAVING, self._size, deadline)
         if self._main:
@@ -92,7 +112,7 @@ class _Company:
             self._store.add(_GONE, 1)
 
     def _wait(self, key: str, count: int, deadline: float) -> None:
-        while self._store.add(key, 0) < count and time.monotonic() < deadline:
+        while self._store.add(key, 0) + self._store.add(_DONE, 0) < count and time.monotonic() < deadline:
             time.sleep(0.02)
 
 
@@ -106,18 +126,55 @@ def heard(store: Store, size: int, main: bool) -> Iterator[None]:
     global _company
     _company = _Company(store, size, main)
     yield
-    _company.close()
+    _company.part()
     _company = None
+
+
+def _in_time(seconds: float, work: Callable[[], T]) -> T:
+    """What ``work`` gives or raises; a TimeoutError after so many ``seconds``, while it goes on in a thread."""
+    answer: Future[T] = Future()
+
+    def do() -> None:
+        try:
+            answer.set_result(work())
+        except Exception as error:
+            answer.set_exception(error)
+
+    try:
+        threading.Thread(target=do, name="cocor-asking", daemon=True).start()
+    except RuntimeError:  # no more threads can be started
+        do()
+    return answer.result(seconds)
 
 
 def end(code: int) -> NoReturn:
     """End this process with exit code ``code``, once all has been done that is to be done at its exit."""
     with suppress(Exception):
         atexit._run_exitfuncs()
+    _flush()
+    os._exit(code)
+
+
+def flush() -> None:
+    """Write out what has been printed, if that takes no more than a moment."""
+    with suppress(OSError):
+        _in_time(_FLUSHING, _flush)
+
+
+def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # a closed terminal, a full disk
             stream.flush()
-    os._exit(code)
+
+
+def asked(work: Callable[[], T]) -> T:
+    """What ``work`` gives or raises, which asks a store once; a TimeoutError if it does not answer."""
+    return _in_time(_ANSWER, work)
+
+
+def in_company() -> bool:
+    """Whether there are others to tell."""
+    return _company is not None
 
 
 def alone() -> None:

@@ -23,7 +23,7 @@ def _run(arguments: list[str]) -> None:
     from cocor import launch, run_folder, stop
     from cocor.configure import load
 
-    with stop.at_once(launch.tell):
+    with stop.at_once(launch.leave_at_once):
         asked = load(arguments)
         if launch.begins() and asked.trains:
             run_folder.check(asked)

@@ -1,8 +1,12 @@
 """What every console command does before its own work."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from test_train import environment
 
 from cocor import launch
 
@@ -25,3 +29,69 @@ def test_the_user_decides_how_many_queues_are_used() -> None:
     seen: list[str] = []
     assert launch.command("cocor-train", lambda: seen.append(os.environ[QUEUES])) == 0
     assert seen == ["1"]
+
+
+_PROGRAM = """
+import os, sys
+from cocor import launch
+
+def body():
+    BODY
+
+sys.exit(launch.command("test", body))
+"""
+
+
+def run(body: str, *closed: int, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+    """A command of such a body, with these standard streams closed."""
+
+    def close() -> None:
+        for stream in closed:
+            os.close(stream)
+
+    program = _PROGRAM.replace("BODY", "\n    ".join(body.splitlines()))
+    return subprocess.run(
+        [sys.executable, "-c", program], env=environment() | {"PYTHONUNBUFFERED": ""}, stdout=stdout,
+        stderr=subprocess.PIPE, text=True, preexec_fn=close, check=False, timeout=60,
+    )  # fmt: skip
+
+
+def test_closed_streams_do_not_end_up_in_files(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    done = run(
+        f"handle = os.open({str(file)!r}, os.O_CREAT | os.O_RDWR)\n"
+        "assert handle > 2 and not sys.stderr.isatty() and sys.stdin.read() == ''\n"
+        "print('gone'); print('gone', file=sys.stderr); os.system('echo gone; echo gone >&2')\n",
+        *(0, 1, 2),
+    )
+    assert done.returncode == 0 and file.read_text() == ""
+
+
+@pytest.mark.parametrize("lines", [1, 100_000])  # which fill no buffer, and many
+def test_output_that_nobody_reads_ends_a_command_in_silence(lines: int) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = run(f"for _ in range({lines}): print('a line')", stdout=writing)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("lines", [1, 100_000])
+def test_output_onto_a_full_disk_is_one_line(lines: int) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = run(f"for _ in range({lines}): print('a line')", stdout=full.fileno())
+    told = "test: error: No space left on device; free some space, or name another folder\n"
+    assert (done.returncode, done.stderr) == (2, told)
+
+
+def test_no_frames_of_c_plus_plus_are_shown_where_the_host_of_a_store_has_gone() -> None:
+    done = run(
+        "from torch.distributed import TCPStore\n"
+        "host = TCPStore('127.0.0.1', 0, is_master=True)\n"
+        "store = TCPStore('127.0.0.1', host.port, is_master=False)\n"
+        "del host\n"
+        "try: store.add('key', 1)\n"
+        "except RuntimeError: return\n"
+        "raise AssertionError\n"
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,11 +1,13 @@
-"""Ranks that end together; what happens between real ranks is in test_nodes.py."""
+"""Ranks that end together: pairs of real ones over gloo; whole runs are in test_nodes.py."""
 
-import os
-import socket
+import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
+from test_train import environment
 
 _LISTENING = """
 import sys
@@ -18,28 +20,46 @@ inside.__enter__()
 sys.exit(2)
 """
 
-_RANK = """
-import atexit, sys, threading
+_BUSY = """
+import atexit, threading
 from torch.distributed import TCPStore
-from cocor import distributed, leaving, launch
 from loaders.errors import UserError
-
-def body():
-    distributed.init(use_gpu=False)
-    own = TCPStore("127.0.0.1", 0, is_master=True)
-    threading.Thread(target=lambda: [own.check(["nothing"]) for _ in iter(int, 1)], daemon=True).start()
-    atexit.register(print, "cleared up")
-    with distributed.company():
-        ENDING
-
-sys.exit(launch.command("cocor-eval", body))
+own = TCPStore("127.0.0.1", 0, is_master=True)
+threading.Thread(target=lambda: [own.check(["nothing"]) for _ in iter(int, 1)], daemon=True).start()
+atexit.register(print, "cleared up")
 """
+_WAIT = "distributed.barrier()"  # for the other
+_FAIL = "from loaders.errors import UserError; raise UserError('no')"
+_STOPPED = "stopped by SIGTERM before a step was made; the same command with --resume goes on from there"
 ENDINGS = {
-    "raise UserError('no')": 2,
-    "raise KeyError('a bug')": 1,
-    "sys.exit(143)": 143,
-    "raise KeyboardInterrupt": 130,
+    "mistake": ("raise UserError('no')", 2),
+    "bug": ("raise KeyError('a bug')", 1),
+    "asked": ("import sys; sys.exit(143)", 143),
+    "Ctrl-C": ("raise KeyboardInterrupt", 130),
 }
+SIGNALS = {
+    "SIGTERM": ("import os, time; os.kill(os.getpid(), 15); time.sleep(60)", 75, f"{_STOPPED}\n"),
+    "before a step": ("raise stop.Stopped(15)", 75, f"cocor-eval: {_STOPPED}\n"),
+    "asked": ("import sys; sys.exit(143)", 143, ""),
+    "Ctrl-C": ("raise KeyboardInterrupt", 130, ""),
+}
+CASES = {
+    **{f"both: {name}": [_BUSY + code] * 2 for name, (code, _) in ENDINGS.items()},
+    **{f"main: {name}": [code, _WAIT] for name, (code, _, _) in SIGNALS.items()},
+    **{f"other: {name}": [_WAIT, code] for name, (code, _, _) in SIGNALS.items()},
+    "the host stops": ["import os; os.kill(os.getpid(), 19)", f"import time; time.sleep(1); {_FAIL}"],
+    "the other is done": [f"import time; time.sleep(1); {_FAIL}", ""],
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What came of all ``CASES``."""
+    program = [sys.executable, "-m", "forked_ranks", json.dumps(CASES), str(tmp_path_factory.mktemp("ranks"))]
+    place = environment()
+    place["PYTHONPATH"] += f":{Path(__file__).parent}"
+    done = subprocess.run(program, env=place, capture_output=True, text=True, check=True, timeout=200)
+    return {case["name"]: case for case in map(json.loads, done.stdout.splitlines())}
 
 
 def test_the_thread_that_listens_does_not_abort_a_process_that_ends() -> None:
@@ -49,22 +69,30 @@ def test_the_thread_that_listens_does_not_abort_a_process_that_ends() -> None:
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_no_thread_within_a_library_aborts_a_rank_that_ends(ending: str) -> None:
+def test_no_thread_within_a_library_aborts_a_rank_that_ends(ended: dict[str, dict[str, Any]], ending: str) -> None:
     """Python's own way ends such a rank by SIGABRT, nearly always."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "OMP_NUM_THREADS": "1"}
-    code = [sys.executable, "-c", _RANK.replace("ENDING", ending)]
-    ends = [
-        subprocess.Popen(
-            code,
-            env=os.environ | here | {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
-    ]
-    said = [process.communicate(timeout=60) for process in ends]
-    assert [process.returncode for process in ends] == [ENDINGS[ending]] * 2, said
-    assert [output for output, _ in said] == ["cleared up\n"] * 2
+    found = ended[f"both: {ending}"]
+    assert found["codes"] == [ENDINGS[ending][1]] * 2, found
+    assert found["out"] == ["met\ncleared up\n"] * 2
+
+
+@pytest.mark.parametrize("ending", SIGNALS)
+@pytest.mark.parametrize("which", ["main", "other"])
+def test_a_rank_that_alone_is_asked_to_end_takes_the_others_along(
+    ended: dict[str, dict[str, Any]], which: str, ending: str
+) -> None:
+    found, (_, code, said) = ended[f"{which}: {ending}"], SIGNALS[ending]
+    assert found["codes"] == [code] * 2 and "".join(found["err"]) == said, found
+    assert found["out"] == ["met\n"] * 2  # what has been printed is not lost
+    assert max(found["seconds"]) < 15
+
+
+def test_a_rank_that_fails_does_not_wait_for_a_store_that_does_not_answer(ended: dict[str, dict[str, Any]]) -> None:
+    found = ended["the host stops"]
+    assert found["codes"][1] == 2 and found["err"][1] == "cocor-eval: error: no\n", found
+
+
+def test_a_rank_that_fails_does_not_wait_for_one_that_is_done(ended: dict[str, dict[str, Any]]) -> None:
+    found = ended["the other is done"]
+    assert found["codes"] == [2, 0] and found["err"] == ["cocor-eval: error: no\n", ""], found
+    assert found["seconds"][0] - found["seconds"][1] < 4

@@ -277,7 +277,9 @@ def _output(options: argparse.Namespace, encoder: Encoder) -> Path:
 def _finish(
     options: argparse.Namespace, encoder: Encoder, name: str, lines: Sequence[str], report: dict[str, Any]
 ) -> None:
-    """Print what was found and keep it as JSON."""
+    """Keep what was found as JSON, and print it."""
+    path = _output(options, encoder) / f"{name}.json"
+    atomic.write_text(path, json.dumps(report, indent=1, default=str) + "\n")
     for note in report.get("notes", ()):
         print(f"note: {note}")
     about = report.get("features", {}).get("test")
@@ -286,6 +288,4 @@ def _finish(
         print(f"features: {about['dimensions']} dimensions, mean norm {norm:.3g}, spread {spread:.3g}")
     for line in lines:
         print(line)
-    path = _output(options, encoder) / f"{name}.json"
-    atomic.write_text(path, json.dumps(report, indent=1, default=str) + "\n")
     print(f"numbers: {path}")

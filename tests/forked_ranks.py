@@ -1,0 +1,73 @@
+"""Pairs of ranks that end in many ways: ``python -m forked_ranks CASES FOLDER``.
+
+A case is a name and the code of each rank, the body of a command once the ranks have met. Prints a line of JSON for
+each: exit codes, seconds until each had ended, and what they printed. Forked, since importing takes longer than this.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from cocor import distributed, launch, stop
+
+
+def rank(number: int, port: int, code: str, folder: Path) -> int:
+    """Start one in the background; its process number."""
+    process = os.fork()
+    if process:
+        return process
+    for stream, name in ((1, "out"), (2, "err")):
+        file = os.open(folder / f"{name}{number}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, stream)
+    sys.stdout = os.fdopen(1, "w", closefd=False)  # which is not a terminal: kept until the end
+    place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1"} | {key: str(value) for key, value in place.items()}
+
+    def body() -> None:
+        distributed.init(use_gpu=False)
+        with distributed.company():
+            print("met")
+            exec(code, globals())
+        distributed.shutdown()
+
+    with stop.at_once(launch.leave_at_once):
+        ended = launch.command("cocor-eval", body)
+    sys.exit(ended)
+
+
+def both(name: str, codes: list[str], folder: Path) -> dict[str, Any]:
+    """Start two and wait for them; one that has stopped is killed once the other has ended."""
+    folder.mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    begin, stopped, ends = time.monotonic(), set(), dict[int, tuple[int, float]]()
+    ranks = [rank(number, port, code, folder) for number, code in enumerate(codes)]
+    while len(ends) < 2:
+        for process in {*ranks} - {*ends}:
+            found, status = os.waitpid(process, os.WNOHANG | os.WUNTRACED)
+            if found and os.WIFSTOPPED(status):
+                stopped.add(process)
+            elif found:
+                ends[process] = os.waitstatus_to_exitcode(status), time.monotonic() - begin
+        if time.monotonic() - begin > 50 or (ends and stopped - {*ends}):
+            for process in {*ranks} - {*ends}:
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.01)
+    return {
+        "name": name,
+        "codes": [ends[process][0] for process in ranks],
+        "seconds": [ends[process][1] for process in ranks],
+        "out": [(folder / f"out{number}").read_text() for number in range(2)],
+        "err": [(folder / f"err{number}").read_text() for number in range(2)],
+    }
+
+
+if __name__ == "__main__":
+    for name, codes in json.loads(sys.argv[1]).items():
+        print(json.dumps(both(name, codes, Path(sys.argv[2]) / name)), flush=True)
