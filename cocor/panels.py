@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cocor import atomic
 from loaders.errors import UserError
+from loaders.names import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,6 +58,13 @@ def panels(path: Path, count: int, columns: int | None = None, width: float = WI
             figure.savefig(temporary, dpi=_DPI, format=path.suffix[1:])
     finally:
         plt.close(figure)
+
+
+def shown(name: str) -> str:
+    """``name`` as text that matplotlib draws as it is: dollars would begin a formula, and a legend leaves out what
+    begins with an underscore."""
+    text = printable(name).replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text
 
 
 def legend(axes: "Axes", **options: Any) -> None:

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from cocor import atomic, launch
 from cocor.cli import Parser
 from cocor.log import METRICS
-from cocor.panels import check_picture, legend, panels
+from cocor.panels import check_picture, legend, panels, shown
 from loaders.errors import UserError
+from loaders.names import print_everything
 from loaders.writable import check_file
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ _COLUMNS = 3
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
+    print_everything()
     given = sys.argv[1:] if arguments is None else arguments
     return launch.command("cocor-plot", lambda: _plot(_parser().parse_args(given)))
 
@@ -125,6 +127,7 @@ def lengths_of(records: list[Record]) -> list[int]:
 
 def draw(runs: Runs, output: Path, wanted: Sequence[str] = PANELS) -> None:
     """Write the picture to ``output``, whose suffix chooses the format. UserError if nothing is left to draw."""
+    runs = {shown(name): records for name, records in runs.items()}
     shared = [name for name in wanted if _has(name, runs)]
     consistent = [name for name, records in runs.items() if lengths_of(records)] if "similarity" in wanted else []
     count = len(shared) + len(consistent)

@@ -1,10 +1,13 @@
 """File names as bytes-safe text, and the number of cores to spread work over.
 
 A file name is bytes. Inside the program it is ``str`` with surrogate escapes (``os.fsdecode``), which any name
-survives; what a person or a JSON file gets to see goes through :func:`printable`.
+survives; what a person or a JSON file gets to see goes through :func:`printable`. A terminal may lack characters of
+text that is whole as well, so commands begin with :func:`print_everything`.
 """
 
+import io
 import os
+import sys
 
 IMAGE_SUFFIXES = frozenset(
     {"jpg", "jpeg", "jpe", "jfif", "png", "webp", "avif", "bmp", "dib", "gif", "tif", "tiff", "ppm", "pgm", "pbm"}
@@ -19,6 +22,13 @@ def printable(name: str | os.PathLike[str]) -> str:
     except UnicodeEncodeError:  # half of a surrogate pair, as JSON can hold; no file has such a name
         text = os.fspath(name).encode("utf-8", "backslashreplace").decode()
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def print_everything() -> None:
+    """Have the standard streams show as escapes what their encoding lacks: ``print`` would fail, with work done."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def bare(name: str) -> str:

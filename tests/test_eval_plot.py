@@ -1,6 +1,8 @@
 """Pictures of runs show what was measured, in the formats that were asked for, and mistakes are one line."""
 
+import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -126,3 +128,24 @@ def test_mistakes_are_one_line(
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_names_are_drawn_as_they_are(tmp_path: Path) -> None:
+    names = [r"$\frac{$", "_baseline", "a\udcfc", "two\nlines"]  # a formula with a mistake, unlisted, no UTF-8
+    runs = [str(write_run(tmp_path / f"run{number}")) for number in range(4)]
+    assert main([*runs, "--names", *names, "--output", str(tmp_path / "p.svg")]) == 0
+    drawn = (tmp_path / "p.svg").read_text(encoding="utf-8")
+    for text in (r"<!-- $\frac{$ -->", "<!--  _baseline -->", r"<!-- a\xfc -->", r"<!-- two\nlines -->"):
+        assert text in drawn
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_terminal_need_not_know_the_characters_of_a_name(
+    tmp_path: Path, encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "é\udcff")
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert main([str(run), "--output", str(tmp_path / "é\udcff.png"), "--panels", "loss"]) == 0
+    terminal.flush()
+    assert "udcff.png" in terminal.buffer.getvalue().decode(encoding)

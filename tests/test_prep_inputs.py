@@ -1,8 +1,10 @@
 """What a user may get wrong in a call of ``cocor-prep``: one line naming flag or file, code 2, and nothing changed."""
 
+import io
 import os
 import shutil
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -185,3 +187,15 @@ class TestOutputs:
         assert (mine / "thesis.txt").read_text() == "precious"
         for _ in range(2):
             assert main(["convert", str(images), str(tmp_path / "out"), "--workers", "1", "--force"]) == 0
+
+
+def test_a_terminal_need_not_know_the_characters_of_a_name(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "日\udcff.beton"
+    for command in (["convert", str(images), str(output), "--workers", "1"], ["info", str(output)]):
+        terminal = io.TextIOWrapper(io.BytesIO(), "ascii")
+        monkeypatch.setattr(sys, "stdout", terminal)
+        assert main(command) == 0
+        terminal.flush()
+        assert rb"\u65e5" in terminal.buffer.getvalue()

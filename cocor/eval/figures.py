@@ -12,7 +12,7 @@ from cocor.eval.consistency import Consistency
 from cocor.eval.fewshot import ShotResult
 from cocor.eval.linear import Trial
 from cocor.eval.spectrum import Spectrum
-from cocor.panels import WIDTH, legend, panels
+from cocor.panels import WIDTH, legend, panels, shown
 from loaders.errors import UserError
 
 
@@ -31,7 +31,7 @@ def draw_grid(path: Path, name: str, trials: Sequence[Trial], chosen: float) -> 
             places, values = [penalties[place] for place in stopped], [100 * trials[place].top1 for place in stopped]
             axes.semilogx(places, values, "o", color="C0", markerfacecolor="white", label="stopped at the limit")
         axes.axvline(chosen, color="grey", linestyle="--", label=f"chosen: {chosen:.2g}")
-        axes.set(title=name, xlabel="l2 penalty w", ylabel="validation accuracy (%)")
+        axes.set(title=shown(name), xlabel="l2 penalty w", ylabel="validation accuracy (%)")
         legend(axes)
 
 
@@ -39,8 +39,8 @@ def draw_curve(path: Path, title: str, xlabel: str, curves: dict[str, dict[int, 
     """Accuracies in [0, 1] over small whole numbers, such as neighbours or shots."""
     with panels(path, 1) as (axes,):
         for name, curve in curves.items():
-            axes.plot(list(curve), [100 * value for value in curve.values()], marker="o", label=name)
-        axes.set(title=title, xlabel=xlabel, ylabel="accuracy (%)", xscale="log")
+            axes.plot(list(curve), [100 * value for value in curve.values()], marker="o", label=shown(name))
+        axes.set(title=shown(title), xlabel=xlabel, ylabel="accuracy (%)", xscale="log")
         ticks = sorted({key for curve in curves.values() for key in curve})
         axes.set_xticks(ticks, [str(tick) for tick in ticks])
         axes.minorticks_off()
@@ -58,7 +58,7 @@ def draw_shots(path: Path, title: str, found: Sequence[ShotResult]) -> None:
         for (name, curve), values in zip(means.items(), rows.values(), strict=False):
             errors = [stdev(row) if len(row) > 1 else 0.0 for row in values]
             axes.errorbar([result.shots for result in found], curve, errors, marker="o", capsize=4, label=name)
-        axes.set(title=title, xlabel="images a class", ylabel="accuracy (%), mean and deviation")
+        axes.set(title=shown(title), xlabel="images a class", ylabel="accuracy (%), mean and deviation")
         axes.set_xticks([result.shots for result in found])
         legend(axes)
 
@@ -71,7 +71,7 @@ def draw_consistency(path: Path, found: Sequence[Consistency]) -> None:
             lengths.plot(list(one.similarity), list(one.similarity.values()), color, marker="o")
             if one.targets == "its MMNN":
                 lengths.plot(list(one.target), list(one.target.values()), color, linestyle="--")
-            levels.plot(list(one.dacl), list(one.dacl.values()), color, marker="o", label=one.name)
+            levels.plot(list(one.dacl), list(one.dacl.values()), color, marker="o", label=shown(one.name))
         lengths.plot([], [], "grey", marker="o", label="similarity")  # names, which stand beside, would hide curves
         if any(one.targets == "its MMNN" for one in found):
             lengths.plot([], [], "grey", linestyle="--", label="target of its MMNN")
@@ -79,7 +79,7 @@ def draw_consistency(path: Path, found: Sequence[Consistency]) -> None:
         rows = [[one.by_op.get(op, float("nan")) for one in found] for op in order]
         ops.hlines(range(len(order)), [min(row) for row in rows], [max(row) for row in rows], color="lightgrey")
         for number, one in enumerate(found):
-            ops.plot([row[number] for row in rows], range(len(order)), "o", color=f"C{number}", label=one.name)
+            ops.plot([row[number] for row in rows], range(len(order)), "o", color=f"C{number}", label=shown(one.name))
         ops.set_yticks(range(len(order)), order, fontsize=8)
         ops.locator_params(axis="x", nbins=6)
         lengths.set(title="latent similarity", xlabel="length of the composite", ylabel="cosine similarity")
@@ -96,7 +96,7 @@ def draw_spectra(path: Path, found: Sequence[Spectrum]) -> None:
     with panels(path, 1) as (axes,):
         lowest = max((one.values[0] for one in found), default=1.0) * 1e-5
         for one in found:
-            label = f"{one.name}: effective rank {one.effective_rank:.0f}"
+            label = f"{shown(one.name)}: effective rank {one.effective_rank:.0f}"
             axes.semilogy([value if value > lowest else float("nan") for value in one.values], label=label)
         axes.set(title="singular values of the features", xlabel="place", ylabel="singular value (log)")
         legend(axes)
@@ -110,11 +110,11 @@ def draw_table(path: Path, rows: dict[str, dict[str, float]], title: str) -> Non
         for number, name in enumerate(encoders):
             shift = (number - (len(encoders) - 1) / 2) * width
             values = [100 * row.get(name, float("nan")) for row in rows.values()]
-            bars = axes.bar([at + shift for at in range(len(rows))], values, width, label=name)
+            bars = axes.bar([at + shift for at in range(len(rows))], values, width, label=shown(name))
             axes.bar_label(bars, fmt="%.1f", fontsize=7)
-        axes.set_xticks(range(len(rows)), list(rows), rotation=30, ha="right", fontsize=8)
+        axes.set_xticks(range(len(rows)), [shown(name) for name in rows], rotation=30, ha="right", fontsize=8)
         margin = 0.6 + max(0, 3 - len(rows)) / 2  # so that few bars are no walls
-        axes.set(title=title, ylabel="accuracy (%)", ylim=(0, 105), xlim=(-margin, len(rows) - 1 + margin))
+        axes.set(title=shown(title), ylabel="accuracy (%)", ylim=(0, 105), xlim=(-margin, len(rows) - 1 + margin))
         axes.set_axisbelow(True)
         legend(axes)
 

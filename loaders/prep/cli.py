@@ -15,7 +15,7 @@ from pathlib import Path
 from loaders.beton import LARGEST_SIDE, is_beton
 from loaders.decode import MAX_PIXELS
 from loaders.errors import UserError
-from loaders.names import printable
+from loaders.names import print_everything, printable
 from loaders.prep.arguments import Parser, fraction, whole
 from loaders.prep.output import refuse_existing, refuse_overlap
 from loaders.prep.source import Source
@@ -27,6 +27,7 @@ _SOURCES = "a folder, ILSVRC's tars, a folder of WebDataset tars or parquet shar
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
+    print_everything()
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary files are removed
     try:
         options = _parser().parse_all(sys.argv[1:] if arguments is None else arguments)
