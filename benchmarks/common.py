@@ -3,7 +3,7 @@
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -75,12 +75,12 @@ class Column:
         return text.ljust(-self.width) if self.width < 0 else text.rjust(self.width)
 
 
-def header(columns: Sequence[Column]) -> str:
+def header(columns: Iterable[Column]) -> str:
     """The line of titles."""
     return " ".join(c.title.ljust(-c.width) if c.width < 0 else c.title.rjust(c.width) for c in columns)
 
 
-def row(columns: Sequence[Column], values: Sequence[Any]) -> str:
+def row(columns: Iterable[Column], values: Iterable[Any]) -> str:
     """One line of a table."""
     return " ".join(column.cell(value) for column, value in zip(columns, values, strict=True))
 

@@ -16,8 +16,9 @@ the repeats of both sides alternate. Per core means with a single thread, in PyT
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,14 +36,14 @@ from loaders.ops import Op
 from loaders.plan import ViewLayout, ViewPlan
 from photographs import make_photographs
 
-COLUMNS = (
-    Column("views", -24),
-    Column("Pillow ms", 11, ".3f"),
-    Column("box blur ms", 12, ".3f"),
-    Column("cocor ms", 10, ".3f"),
-    Column("ratio", 7, ".1f"),
-    Column("box ratio", 10, ".1f"),
-)
+COLUMNS = {  # by the keys of ``measure``
+    "views": Column("views", -24),
+    "pillow_ms": Column("Pillow ms", 11, ".3f"),
+    "box_blur_ms": Column("box blur ms", 12, ".3f"),
+    "cocor_ms": Column("cocor ms", 10, ".3f"),
+    "ratio": Column("ratio", 7, ".1f"),
+    "box_ratio": Column("box ratio", 10, ".1f"),
+}
 
 
 @dataclass(frozen=True)
@@ -96,13 +97,13 @@ def run_pillow_with_box_blur(work: Work) -> None:
         pillow.OPERATIONS[Op.GAUSSIAN_BLUR] = exact
 
 
-def make_executor_run(work: Work) -> Callable[[Work], None]:
+def executor_run(work: Work) -> Callable[[], None]:
     """The executor's side, lowering included, writing into memory that is there."""
     size, views = work.crops.shape[2], work.layout.views
     executor = CpuExecutor(work.layout, size, IMAGENET_MEAN, IMAGENET_STD)
     out = np.zeros((views, len(work.crops), size, size, 3), np.float32)
 
-    def run(work: Work) -> None:
+    def run() -> None:
         executor(work.crops, work.flips, work.codes, lower(work.codes, work.magnitudes, size), out=out)
 
     return run
@@ -110,55 +111,62 @@ def make_executor_run(work: Work) -> Callable[[Work], None]:
 
 def measure(work: Work, repeats: int) -> dict[str, Any]:
     """Milliseconds a sample of each side, and the ratios."""
-    sides = {"pillow": run_pillow, "box_blur": run_pillow_with_box_blur, "cocor": make_executor_run(work)}
+    sides: dict[str, Callable[[], None]] = {
+        "pillow": partial(run_pillow, work),
+        "box_blur": partial(run_pillow_with_box_blur, work),
+        "cocor": executor_run(work),
+    }
     for run in sides.values():  # once for caches, and for the compiler
-        run(work)
+        run()
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repeats):
         for name, run in sides.items():
             started = time.thread_time()
-            run(work)
+            run()
             times[name].append((time.thread_time() - started) * 1000 / len(work.crops))
     found = {f"{name}_ms": statistics.median(measured) for name, measured in times.items()}
     cocor = found["cocor_ms"]
     return {"views": work.name, **found, "ratio": found["pillow_ms"] / cocor, "box_ratio": found["box_blur_ms"] / cocor}
 
 
-def main() -> None:
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line (default: this process's), parsed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=positive, default=64, help="photographs (default 64)")
     parser.add_argument("--size", type=positive, default=224, help="pixels a side of a crop (default 224)")
     parser.add_argument("--repeats", type=positive, default=5, help="runs of each side (default 5)")
     parser.add_argument("--seed", type=whole, default=0, help="of the plan (default 0)")
     parser.add_argument("--json", type=writable, help="write the figures here too")
-    arguments = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    options = arguments()
     torch.set_num_threads(1)
     machine = describe_machine()
     print(machine_line(machine))
-    everything = make_work(arguments.samples, arguments.size, arguments.seed)
+    everything = make_work(options.samples, options.size, options.seed)
     parts = [
         everything.only("2 contrastive", [0, 1]),
         everything.only("original", [2]),
         *(everything.only(f"composite of {k}", [2 + k]) for k in (1, 2, 3)),
     ]
-    print(f"{arguments.samples} samples at {arguments.size} px; CPU time a sample")
-    print(header(COLUMNS))
+    print(f"{options.samples} samples at {options.size} px; CPU time a sample")
+    print(header(COLUMNS.values()))
     rows = []
     for work in (*parts, everything):
-        rows.append(measure(work, arguments.repeats))
-        print(row(COLUMNS, [rows[-1][key] for key in ("views", *_KEYS)]), flush=True)
+        rows.append(measure(work, options.repeats))
+        print(row(COLUMNS.values(), [rows[-1][key] for key in COLUMNS]), flush=True)
     total = rows[-1]
     rates = {name: everything.layout.views * 1000 / total[f"{name}_ms"] for name in ("pillow", "box_blur", "cocor")}
     print(
         f"views a second and core: Pillow {rates['pillow']:.0f}, with box blur {rates['box_blur']:.0f}, "
         f"cocor {rates['cocor']:.0f} ({1000 / total['cocor_ms']:.0f} samples)"
     )
-    if arguments.json:
-        content = {"machine": machine, "samples": arguments.samples, "size": arguments.size, "rows": rows}
-        write_json(arguments.json, {**content, "views_per_second_and_core": rates})
+    if options.json:
+        content = {"machine": machine, "samples": options.samples, "size": options.size, "rows": rows}
+        write_json(options.json, {**content, "views_per_second_and_core": rates})
 
-
-_KEYS = ("pillow_ms", "box_blur_ms", "cocor_ms", "ratio", "box_ratio")
 
 if __name__ == "__main__":
     main()

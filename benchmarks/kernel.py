@@ -14,9 +14,9 @@ import argparse
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,20 +48,29 @@ COLUMNS = {  # by the keys of ``time_case``
 TYPICAL = {Op.HUE: 0.08, Op.GAUSSIAN_BLUR: 1.05, Op.BRIGHTNESS: 0.8, Op.COLOR: 0.8, Op.CONTRAST: 0.8, Op.SHARPNESS: 0.5}
 
 
+class Inputs(NamedTuple):
+    """What an executor takes, on the GPU."""
+
+    crops: Tensor
+    flips: Tensor
+    codes: Tensor
+    params: Tensor
+
+
 @dataclass
 class Case:
     """A batch of programs to time, with several sets of inputs."""
 
     name: str
     layout: ViewLayout
-    inputs: list[list[Tensor]] = field(default_factory=list)
+    inputs: list[Inputs] = field(default_factory=list)
 
     @property
     def views(self) -> int:
-        return self.layout.views * len(self.inputs[0][0])
+        return self.layout.views * len(self.inputs[0].crops)
 
     def bytes(self, out_bytes: int) -> int:
-        crops = self.inputs[0][0]
+        crops = self.inputs[0].crops
         view = crops[0, 0].numel()
         return crops.numel() + self.views * view * out_bytes
 
@@ -79,6 +88,10 @@ def smooth_crops(batch: int, crops: int, size: int, seed: int) -> Tensor:
     return images.permute(0, 2, 3, 1).reshape(batch, crops, size, size, 3).contiguous()
 
 
+def to_gpu(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).cuda()
+
+
 def planned_case(plan: ViewPlan, batch: int, views: list[int] | None = None) -> Case:
     """The plan's programs, or those of some of its views only."""
     layout, name = plan.layout, "all views"
@@ -90,9 +103,9 @@ def planned_case(plan: ViewPlan, batch: int, views: list[int] | None = None) -> 
     for i in range(INPUT_SETS):
         drawn = plan.draw(i, np.arange(batch), np.full((batch, 2), (375, 500), np.int32))
         codes, magnitudes = drawn.codes[:, views or slice(None)], drawn.magnitudes[:, views or slice(None)]
-        arrays = (drawn.flips[:, : layout.crops], codes, lower(codes, magnitudes, plan.size))
-        tensors = [torch.from_numpy(np.ascontiguousarray(array)).cuda() for array in arrays]
-        case.inputs.append([smooth_crops(batch, layout.crops, plan.size, i), *tensors])
+        crops, flips = smooth_crops(batch, layout.crops, plan.size, i), drawn.flips[:, : layout.crops]
+        params = lower(codes, magnitudes, plan.size)
+        case.inputs.append(Inputs(crops, to_gpu(flips), to_gpu(codes), to_gpu(params)))
     return case
 
 
@@ -110,7 +123,7 @@ def op_case(ops: list[Op], batch: int, size: int) -> Case:
     for i in range(INPUT_SETS):
         crops = smooth_crops(batch, case.layout.crops, size, i)
         flips = rng.integers(0, 2, crops.shape[:2]).astype(np.uint8)
-        case.inputs.append([crops, *(torch.from_numpy(array).cuda() for array in (flips, codes, params))])
+        case.inputs.append(Inputs(crops, to_gpu(flips), to_gpu(codes), to_gpu(params)))
     return case
 
 
@@ -130,8 +143,7 @@ def time_case(case: Case, executor: CudaExecutor, repeats: int) -> dict[str, Any
     out = executor(*case.inputs[0])
 
     def run(i: int) -> Any:
-        crops, flips, codes, params = case.inputs[i % INPUT_SETS]
-        return executor(crops, flips, codes, params, out)
+        return executor(*case.inputs[i % INPUT_SETS], out)
 
     for i in range(5):
         run(i)
@@ -206,17 +218,18 @@ def select(variant: str) -> None:
     cuda.load_kernel.cache_clear()
 
 
-def cases(arguments: argparse.Namespace) -> list[Case]:
-    plan = ViewPlan(arguments.size)
-    found = [planned_case(plan, batch) for batch in arguments.batches]
-    if arguments.per_op:
-        largest = max(arguments.batches)
+def cases(options: argparse.Namespace) -> list[Case]:
+    plan = ViewPlan(options.size)
+    found = [planned_case(plan, batch) for batch in options.batches]
+    if options.per_op:
+        largest = max(options.batches)
         found += [planned_case(plan, largest, [t]) for t in range(plan.layout.views)]
-        found += [op_case(ops, largest, arguments.size) for ops in ([], *([op] for op in Op))]
+        found += [op_case(ops, largest, options.size) for ops in ([], *([op] for op in Op))]
     return found
 
 
-def arguments() -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line (default: this process's), parsed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=lambda text: [positive(n) for n in text.split(",")], default=[64, 256])
     parser.add_argument("--size", type=positive, default=224)
@@ -228,7 +241,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--once", action="store_true", help="launch every case once, for a profiler")
     parser.add_argument("--json", type=writable)
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def main() -> None:
@@ -247,14 +260,14 @@ def main() -> None:
         verify(options.size)
         kernel = cuda.load_kernel(0, cuda.configure(options.size, DTYPES[options.dtype].itemsize, True))
         print(f"\n{variant}: {kernel.resources()}, {kernel.resident_blocks} blocks resident")
-        print(header(list(COLUMNS.values())))
+        print(header(COLUMNS.values()))
         for case in prepared if not rows else prepared[: len(options.batches)]:
             executor = CudaExecutor(case.layout, options.size, IMAGENET_MEAN, IMAGENET_STD, DTYPES[options.dtype])
             if options.once:
                 executor(*case.inputs[0])
                 continue
             rows.append({"variant": variant, **time_case(case, executor, options.repeats)})
-            print(row(list(COLUMNS.values()), [rows[-1][key] for key in COLUMNS]), flush=True)
+            print(row(COLUMNS.values(), [rows[-1][key] for key in COLUMNS]), flush=True)
     torch.cuda.synchronize()
     if options.json:
         settings = {"size": options.size, "dtype": options.dtype}

@@ -34,11 +34,18 @@ from photographs import make_photographs
 from processes import alone
 from sources import Contender
 
-COLUMNS = (
-    Column("loader", -10), Column("a GPU", 6), Column("GPUs", 5), Column("images/s", 9, ",.0f"), Column("±", 5, ".1%"),
-    Column("times", 6, ".2f"), Column("of finished", 11, ".1%"), Column("cores", 6, ".1f"), Column("GiB", 6, ".1f"),
-    Column("50 epochs, h", 12, ".2f"),
-)  # fmt: skip
+COLUMNS = {  # by the keys of ``_describe``
+    "loader": Column("loader", -10),
+    "images_per_gpu": Column("a GPU", 6),
+    "gpus": Column("GPUs", 5),
+    "images_per_s": Column("images/s", 9, ",.0f"),
+    "spread": Column("±", 5, ".1%"),
+    "times": Column("times", 6, ".2f"),
+    "of_finished": Column("of finished", 11, ".1%"),
+    "cores": Column("cores", 6, ".1f"),
+    "gib": Column("GiB", 6, ".1f"),
+    "hours": Column("50 epochs, h", 12, ".2f"),
+}
 _IMAGENET = 1_281_167
 
 
@@ -53,7 +60,7 @@ def main() -> None:
     target = options.json or RESULTS / f"scaling-{device_slug(machine)}.json"
     check_file("--json", target)
     chosen = alone(open_images, options.data or make_photographs(512), 512)
-    print(machine_line(machine), images.line(images.describe(chosen)), header(COLUMNS), sep="\n", flush=True)
+    print(machine_line(machine), images.line(images.describe(chosen)), header(COLUMNS.values()), sep="\n", flush=True)
     rows: list[dict[str, Any]] = []
     single: dict[tuple[str, int], float] = {}
     for settings, loader in _cells(options, gpus, machine):
@@ -63,11 +70,8 @@ def main() -> None:
             continue
         result = _describe(cell, settings, single)
         rows.append(result)
-        print(row(COLUMNS, [result[key] for key in _KEYS]), flush=True)
+        print(row(COLUMNS.values(), [result[key] for key in COLUMNS]), flush=True)
         write_json(target, {"benchmark": "scaling", "machine": machine, "rows": rows})
-
-
-_KEYS = ("loader", "images_per_gpu", "gpus", "images_per_s", "spread", "times", "of_finished", "cores", "gib", "hours")
 
 
 def _cells(
