@@ -45,9 +45,6 @@ def keep(config: Config) -> None:
     folder = user_cache() / "compiled"
     place = folder / _name(config)
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        if not os.access(place, os.W_OK):
-            return
         _use(place)
     except OSError:  # PyTorch's own default has to do
         return
@@ -111,9 +108,12 @@ def _last_used(place: Path) -> float:
 
 
 def _use(place: Path) -> None:
-    """Note that this process uses ``place``, until it ends."""
+    """Note that this process uses ``place``, until it ends, and make it where it is not there. OSError if it cannot be
+    written to."""
     while True:
         place.mkdir(parents=True, exist_ok=True)
+        if not os.access(place, os.W_OK):
+            raise PermissionError(f"{place} cannot be written to")
         handle = os.open(place / _MARK, os.O_RDWR | os.O_CREAT, 0o666)
         with suppress(OSError):  # a file system without locks, from which nothing is removed either
             fcntl.flock(handle, fcntl.LOCK_SH)

@@ -41,6 +41,17 @@ class TestItsPlace:
         assert folder.parent == tmp_path / "cocor" / "compiled"
         assert re.fullmatch(r"torch-[\w.+-]+-resnet50-224px-256", folder.name)
 
+    def test_is_left_to_pytorch_where_ours_cannot_be_made(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+        (tmp_path / "cocor").mkdir()
+        (tmp_path / "cocor" / "compiled").touch()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
+        assert self.kept_in() == default_cache_dir()
+
     def test_is_kept_where_the_user_wants_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
         assert self.kept_in() == str(tmp_path / "mine")
