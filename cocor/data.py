@@ -102,7 +102,13 @@ def _labelled(config: Config, train: ImageDataset) -> ImageDataset | None:
             f"or --consistency none{hint}"
         )
     if config.label_split is not None:
-        return train.subset(read_label_split(config.label_split, train))
+        labelled = train.subset(read_label_split(config.label_split, train))
+        if (labelled.labels == labelled.labels[0]).all():
+            raise UserError(
+                f"{config.label_split}: lists images of one class, {printable(train.classes[labelled.labels[0]])}, so "
+                "that their labels say nothing; list some of several classes (cocor-prep labels does)"
+            )
+        return labelled
     return train.subset(stratified_split(train.labels, config.label_fraction, config.seed))
 
 

@@ -6,6 +6,7 @@ differ in nothing else, so that a list fits a folder and everything that was con
 are comments. Faults are named by line.
 """
 
+import codecs
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -88,6 +89,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
         if os.fstat(file.fileno()).st_size > LARGEST_LIST:
             raise UserError(f"{printable(path)}: too large for a list; give a text file with a line an image")
         text = file.read()
+    if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise UserError(f"{printable(path)}: is UTF-16 text; save it as UTF-8")
     for number, line in enumerate(text.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         stripped = line.rstrip(b"\r").decode("utf-8", "surrogateescape")
         if stripped.strip() and not stripped.lstrip().startswith("#"):
@@ -98,12 +101,23 @@ def read_labels(path: Path, names: Sequence[str]) -> tuple[dict[int, str], list[
     """Labels by image place, and (name, reason) of lines about images that are not there.
 
     A line is ``name,label``, ``name<TAB>label`` or ``name label``; a header line is allowed. ImageNet's official
-    validation lists are read as well (:mod:`loaders.ilsvrc`).
+    validation lists are read as well (:mod:`loaders.ilsvrc`). A file without a label of any image is refused: its names
+    or its form are others, and no image is to blame.
     """
     lines = list(read_lines(path))
     official = ilsvrc_labels(path, lines, names)
-    if official is not None:
-        return official, []
+    labels, unknown = (official, []) if official is not None else _plain_labels(path, lines, names)
+    if names and not labels:
+        raise UserError(
+            f"{printable(path)}: labels no image of the data set; write lines of 'name,label' "
+            f"with names such as {printable(names[0])}"
+        )
+    return labels, unknown
+
+
+def _plain_labels(
+    path: Path, lines: Sequence[tuple[int, str]], names: Sequence[str]
+) -> tuple[dict[int, str], list[tuple[str, str]]]:
     lookup = NameLookup(names)
     labels: dict[int, str] = {}
     unknown: list[tuple[str, str]] = []

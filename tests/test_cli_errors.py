@@ -84,6 +84,11 @@ class TestData:
         split.write_text("astronaut/0.jpg\nastronaut/77.jpg\n")
         assert refused(data=photo_folder, label_split=split).startswith(f"{split}:2: astronaut/77.jpg is not")
 
+    def test_a_label_split_of_one_class(self, refused: Refused, photo_folder: Path, tmp_path: Path) -> None:
+        split = tmp_path / "split.txt"
+        split.write_text("rocket/0.jpg\nrocket/3.jpg\n")
+        assert refused(data=photo_folder, label_split=split).startswith(f"{split}: lists images of one class, rocket, ")
+
     def test_a_class_folder_instead_of_the_folder_of_classes(
         self, refused: Refused, photo_copy: Path, tmp_path: Path
     ) -> None:
@@ -113,10 +118,6 @@ class TestOptions:
     def test_a_missing_file(self, refused: Refused, tmp_path: Path) -> None:
         file = tmp_path / "gone.yaml"
         assert refused(config=file) == f"--config {file}: No such file or directory"
-
-    def test_a_flag_that_cannot_act(self, refused: Refused, photo_folder: Path) -> None:
-        line = refused(data=photo_folder, mmnn="constants", hypergradient="taylor")
-        assert line.startswith("--hypergradient: acts only with --mmnn learned; mend that, leave it out")
 
     @pytest.mark.parametrize(
         ("key", "value"),

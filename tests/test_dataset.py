@@ -235,6 +235,21 @@ class TestLabelFiles:
             "labels.txt:3, but not there"
         )
 
+    @pytest.mark.parametrize(
+        "text", ["", "# later\n", "photos/b.jpg,1\n", "/data/c.jpg 0\n", "b.jpg,1,0.5\n", "cat,b.jpg\n",
+                 "b.jpg 1\rc.jpg 0\r", "ImageId,PredictionString\nB,n01440764 1 1 2 2\n"]
+    )  # fmt: skip
+    @pytest.mark.parametrize("on_error", ["stop", "skip"])
+    def test_a_file_that_labels_no_image_is_to_blame_itself(self, flat: Path, text: str, on_error: str) -> None:
+        (flat / "labels.txt").write_text(text, newline="")
+        with pytest.raises(UserError, match=r"labels.txt: labels no image .* names such as a b,c.jpg"):
+            open_quietly(flat, flat / "labels.txt", on_error=on_error)
+
+    def test_utf_16_is_called_so(self, flat: Path) -> None:
+        (flat / "labels.txt").write_text("b.jpg,1\n", encoding="utf-16")
+        with pytest.raises(UserError, match=r"labels.txt: is UTF-16 text; save it as UTF-8"):
+            open_quietly(flat, flat / "labels.txt")
+
     def test_a_second_label_is_named_by_line(self, flat: Path) -> None:
         (flat / "labels.txt").write_text("# made by hand\nb.jpg 1\nb.jpg 2\n")
         with pytest.raises(UserError, match=r"labels.txt:3: b.jpg has a label already"):
