@@ -30,9 +30,9 @@ from typing import Any, get_args
 
 import torch
 
-from cocor import atomic, checks, config, configure, launch, panels
+from cocor import atomic, config, configure, launch, panels
 from cocor.arguments import positive, whole
-from cocor.cli import Parser, flag
+from cocor.cli import Parser
 from cocor.data import held_out_images
 from cocor.eval.datasets import open_splits
 from common import machine_line, write_json
@@ -94,9 +94,6 @@ def _study(options: argparse.Namespace, given: Sequence[str]) -> None:
     crew = Crew(options.jobs, gpus, deadline)
     equal = [_training(options, gpus, shared, *place) for place in _places(options, variants) if place[1].like is None]
     timed = [place for place in _places(options, variants) if place[1].like is not None]
-    for key in shared:
-        if all(key in training.idle for training in equal):
-            print(f"{flag(key)} behind the -- can act in none of these runs")
     rows = _rows(_ended(options, crew, equal), variants)
     lengths = [_as_long(place, rows, options.epochs) for place in timed]
     if timed:
@@ -186,7 +183,7 @@ def _training(
     }
     flags |= shared
     folder = options.output / "runs" / f"{method}-{variant.key}-seed{seed}"
-    checked, keys = configure.read([f"{flag(key)}={value}" for key, value in flags.items()])
+    checked = configure.load([f"--{key.replace('_', '-')}={value}" for key, value in flags.items()])
     if not options.report_only and held_out_images(checked) is None:
         raise UserError(
             "--val-data: name held-out class folders, on which runs are compared by k-NN (--knn-every above 0)"
@@ -194,8 +191,7 @@ def _training(
     flags["batch_size"] = checked.batch_size
     free = config.FREE_TO_CHANGE - {"knn_k", "knn_temperature"}  # which a run may change, but no comparison
     settings = {key: value for key, value in checked.to_dict().items() if key not in free}
-    idle = frozenset(checks.idle(checked, keys))  # such as the MMNN's learning rate for the plain method
-    return Training(method, variant.key, seed, folder, flags, options.linear, settings, idle=idle)
+    return Training(method, variant.key, seed, folder, flags, options.linear, settings)
 
 
 def _as_long(place: Place, rows: Sequence[Row], epochs: int) -> int | None:

@@ -38,9 +38,7 @@ _STOPPED = {stop.STOPPED, stop.INTERRUPTED, 128 + signal.SIGTERM, -signal.SIGTER
 class Training:
     """A run: its place in the study, its folder and its flags but for ``output`` and ``resume``. ``linear`` names the
     images, as ``cocor-eval --data`` takes them, on which it is evaluated when it is trained. ``settings`` are all
-    values that enter its steps, wherever they come from; ``machine`` is where it was trained, once it was. ``idle`` are
-    those of ``flags``, the same for all of a study, that cannot act in this run, so that cocor-train would refuse them.
-    """
+    values that enter its steps, wherever they come from; ``machine`` is where it was trained, once it was."""
 
     method: str
     variant: str
@@ -50,7 +48,6 @@ class Training:
     linear: Path | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     machine: dict[str, Any] | None = None
-    idle: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -111,8 +108,7 @@ class Training:
         return self._beside("linear.txt" if self.is_trained() else "txt")
 
     def _training(self) -> list[str]:
-        values = {key: value for key, value in self.flags.items() if key not in self.idle}
-        values |= {"output": self.folder, "resume": "auto"}
+        values = self.flags | {"output": self.folder, "resume": "auto"}
         return [sys.executable, "-m", "cocor.train", *(f"{flag(key)}={value}" for key, value in values.items())]
 
     def _evaluation(self) -> list[str]:

@@ -23,8 +23,7 @@ from PIL import Image
 from torch import Tensor
 
 import cocor.loop  # noqa: F401 - the forked runs need it
-from cocor import checkpoint, checks, configure
-from cocor.cli import flag
+from cocor import checkpoint
 from cocor.train import main
 
 PATIENCE = 60.0  # seconds until a process counts as hanging
@@ -67,10 +66,8 @@ class Lane:
     reference: tuple[dict[int, list[int]], dict[str, Any]] | None = None
 
     def command(self, *more: str) -> list[str]:
-        """The flags of a start, without those in COMMON that are for other methods or loaders."""
-        words = {key: f"{flag(key)}={value}" for key, value in (COMMON | self.flags | {"output": self.folder}).items()}
-        idle = checks.idle(*configure.read(list(words.values())))
-        return [*(word for key, word in words.items() if key not in idle), *more]
+        values = COMMON | self.flags | {"output": self.folder}
+        return [*(f"--{key.replace('_', '-')}={value}" for key, value in values.items()), *more]
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Which values of a configuration are in bounds and go together. Each mistake is a line that names what to change.
 
-A flag that cannot act beside the run's other settings is a mistake as well: who gives it expects something of it. Files
-are written for several runs, which flags may change into others: a key of theirs that cannot act waits for other flags.
+A flag that cannot act beside the run's other settings is worth a warning: who gives it expects something of it, or
+gives the same flags to unlike runs. Files are for several runs: a key of theirs that cannot act waits for other flags.
 """
 
 from collections.abc import Callable, Iterable
@@ -98,10 +98,9 @@ def idle(config: Config, keys: Iterable[str]) -> dict[str, str]:
     }
 
 
-def check_flags(config: Config, keys: Iterable[str]) -> None:
-    """Raise a UserError if one of the flags (``keys``) that led to ``config`` cannot act in it."""
-    for key, where in idle(config, keys).items():
-        raise UserError(f"{cli.flag(key)}: acts only {where}; mend that, leave it out, or keep it in a --config file")
+def warnings(config: Config, keys: Iterable[str]) -> list[str]:
+    """A line for each of the flags (``keys``) that led to ``config`` and cannot act in it."""
+    return [f"{cli.flag(key)} has no effect: it acts only {where}" for key, where in idle(config, keys).items()]
 
 
 def check(config: Config) -> None:

@@ -2,8 +2,7 @@
 
     defaults  <  the method's own defaults  <  YAML (--config, which may build on another by ``defaults:``)  <  flags
 
-``load`` does all of it and imports nothing heavy, so that mistakes are told at once. A flag must be able to act, a key
-of a file need not (:mod:`cocor.checks`): a file for one method serves another as well.
+``load`` does all of it and imports nothing heavy, so that mistakes are told at once.
 """
 
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cocor import cli
-from cocor.checks import check, check_flags
+from cocor.checks import check
 from cocor.config import Config, Method
 
 GROUPS = {  # the first field of each group
@@ -69,17 +68,13 @@ def load(argv: Sequence[str] | None = None) -> Config:
     """The checked configuration that a command line (default: this process's) asks for. Ends the process on --help.
 
     Raises:
-        UserError: any unknown key or flag, wrong value, unreadable file, contradiction, or flag that cannot act, in one
-            line.
+        UserError: any unknown key or flag, wrong value, unreadable file or contradiction, in one line.
     """
-    config, keys = read(argv)
-    check_flags(config, keys)
-    return config
+    return read(argv)[0]
 
 
 def read(argv: Sequence[str] | None = None) -> tuple[Config, list[str]]:
-    """As :func:`load`, and the keys of the flags, some of which may not be able to act: for the same flags to unlike
-    runs."""
+    """As :func:`load`, and the keys of the flags on the command line."""
     parser = cli.parser(Config, "cocor-train", _DESCRIPTION, GROUPS, _NOTES | _method_notes())
     flags, file = cli.read_flags(Config, parser, sys.argv[1:] if argv is None else argv)
     values = flags if file is None else cli.read_yaml(Config, file) | flags

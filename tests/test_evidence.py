@@ -18,7 +18,7 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import evidence  # noqa: E402
-from cocor.configure import load, read  # noqa: E402
+from cocor.configure import load  # noqa: E402
 from evidence_flags import shared_flags  # noqa: E402
 from evidence_report import Measured, Row, gains, spread, table  # noqa: E402
 from evidence_runs import Crew, Training  # noqa: E402
@@ -27,7 +27,6 @@ from loaders.errors import UserError  # noqa: E402
 
 TINY = ["--backbone", "test_resnet", "--stem", "imagenet", "--image-size=32", "--loader", "torch", "--workers", "1"]
 TINY += ["--batch-size", "8", "--queue-size", "16", "--key-bn-splits", "2", "--log-every", "1", "--knn-k", "3"]
-TINY += ["--labelled-batch-size", "4"]  # which cannot act in the plain runs
 
 
 def command(data: Path, output: Path, *more: str, flags: list[str] | None = None) -> list[str]:
@@ -258,7 +257,7 @@ def test_every_variant_of_every_study_is_a_configuration(name: str, method: str)
     for variant in STUDIES[name]:
         flags = [f"--{key.replace('_', '-')}={value}" for key, value in variant.flags.items()]
         file = BENCHMARKS.parent / "configs" / f"cifar10_{method}.yaml"
-        config, _ = read([f"--config={file}", "--epochs=20", *flags])
+        config = load([f"--config={file}", "--epochs=20", *flags])
         assert config.method == method
         seen.add(str(config.to_dict()) + str(variant.like))
     assert len(seen) == len(STUDIES[name]) == len({variant.key for variant in STUDIES[name]})
@@ -367,19 +366,6 @@ def test_flags_that_would_spoil_the_comparison_are_refused(
     assert evidence.main(command(photo_folder, tmp_path / "out", flags=flags)) == 2
     printed = capsys.readouterr()
     assert words in printed.err and printed.err.count("\n") == 1 and not printed.out
-
-
-def test_flags_go_to_the_runs_in_which_they_can_act(
-    photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--predictor-dim", "8", "--mmnn-lr", "0.1"]
-    assert evidence.main(command(photo_folder, tmp_path, "--minutes", "0", flags=flags)) == 0
-    assert capsys.readouterr().out.startswith("--predictor-dim behind the -- can act in none of these runs\n2 runs")
-    options = evidence._parser().parse_args(command(photo_folder, tmp_path))
-    plain, cocor = (
-        evidence._training(options, 0, {"mmnn_lr": 0.1}, "moco", variant, 0) for variant in STUDIES["core"][:2]
-    )
-    assert "--mmnn-lr=0.1" in cocor.command() and not [word for word in plain.command() if "mmnn" in word]
 
 
 def test_images_to_compare_runs_on_are_asked_for_before_anything_runs(

@@ -1,18 +1,18 @@
-"""Flags that cannot act beside the other settings are refused, one need after the other; keys of files wait."""
+"""Flags that cannot act beside the other settings get a warning, one need after the other; keys of files wait."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from cocor.checks import NEEDS, idle
+from cocor.checks import NEEDS, warnings
 from cocor.config import Config
-from cocor.configure import load, read
-from loaders.errors import UserError
+from cocor.configure import read
+from cocor.train import main
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
-# The words of NEEDS that a flag is refused with, flags that lack what it needs, and flags that have it.
+# The words of NEEDS that a flag is warned of with, flags that lack what it needs, and flags that have it.
 IDLE = [
     ("--data x", "a --loader that reads images", "--loader synthetic", "--loader torch"),
     ("--on-error skip", "a --loader that reads images", "--loader synthetic", ""),
@@ -57,20 +57,31 @@ IDLE = [
 
 
 @pytest.mark.parametrize(("given", "where", "lacking", "having"), IDLE, ids=lambda value: value.split("=")[0])
-def test_a_flag_that_cannot_act_is_refused_and_a_key_of_a_file_waits(
+def test_a_flag_that_cannot_act_is_warned_of_and_a_key_of_a_file_waits(
     tmp_path: Path, given: str, where: str, lacking: str, having: str
 ) -> None:
     name, _, value = given.partition(" ")
-    with pytest.raises(UserError) as error:
-        load([*given.split(), *lacking.split()])
-    line = str(error.value)
-    assert line.startswith(f"{name}: acts only ") and where in line.partition(";")[0] and "leave it out" in line
-    assert load([*given.split(), *having.split()])
-    key = name.removeprefix("--").replace("-", "_")
+    said = [line for line in warned([*given.split(), *lacking.split()]) if line.startswith(f"{name} ")]
+    assert len(said) == 1 and said[0].startswith(f"{name} has no effect: it acts only ") and where in said[0]
+    assert not [line for line in warned([*given.split(), *having.split()]) if line.startswith(f"{name} ")]
     file = tmp_path / "recipe.yaml"
-    file.write_text(f"{key}: {value or 'true'}\n")
-    assert getattr(load(["--config", str(file), *lacking.split()]), key)
-    assert key in idle(*read(["--config", str(file), *lacking.split(), *given.split()]))
+    file.write_text(f"{name.removeprefix('--').replace('-', '_')}: {value or 'true'}\n")
+    assert not [line for line in warned(["--config", str(file), *lacking.split()]) if line.startswith(f"{name} ")]
+
+
+def warned(argv: list[str]) -> list[str]:
+    return warnings(*read(argv))
+
+
+@pytest.mark.parametrize(("rank", "times"), [(None, 1), ("0", 1), ("1", 0)])
+def test_it_is_said_once(
+    rank: str | None, times: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    main(["--data", "/nowhere", "--mmnn", "constants", "--hypergradient", "taylor"])
+    said = "cocor-train: warning: --hypergradient has no effect: it acts only with --mmnn learned"
+    assert capsys.readouterr().err.splitlines().count(said) == times
 
 
 def test_every_need_is_tried_and_names_options_that_exist() -> None:
@@ -89,7 +100,7 @@ def test_every_need_is_tried_and_names_options_that_exist() -> None:
     ],
 )
 def test_a_flag_that_asks_for_nothing_or_is_of_the_run_that_is_looked_at_may_be_given(argv: list[str]) -> None:
-    assert load(argv)
+    assert not warned(argv)
 
 
 def commands(text: str) -> list[list[str]]:
@@ -102,4 +113,4 @@ def commands(text: str) -> list[list[str]]:
 def test_every_documented_command_is_accepted(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(CONFIGS.parent)
     for flags in commands(Path(page).read_text()):
-        assert load(flags)
+        assert not warned(flags)
