@@ -7,26 +7,19 @@ Anything averaged over the batch is averaged over the *global* batch: :func:`mea
 mean and passes the gradient to its own share, and :func:`reduce_gradients` completes the mean over ranks.
 """
 
-import hashlib
-import os
-import re
-import time
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cocor import leaving, slurm
+from cocor import leaving, meeting
+from cocor.meeting import Place, place
 from loaders.errors import UserError
 
-# Long enough for one rank to write a checkpoint to slow storage while the others wait.
-_TIMEOUT = timedelta(minutes=10)
 _BUCKET_BYTES = 64 * 2**20
 
 # Renamed in PyTorch 2.14, which warns about the old name.
@@ -48,35 +41,12 @@ class World:
         return self.rank == 0
 
 
-@dataclass(frozen=True)
-class Place:
-    """What a launcher says: this process is ``rank`` of ``size``, on its machine ``local_rank`` of ``local_size``."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-
-
-def place() -> Place | None:
-    """Who this process is, by torchrun's or srun's environment; None if neither launched it."""
-    env = os.environ
-    if "RANK" in env and "WORLD_SIZE" in env:
-        local = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
-        return Place(int(env["RANK"]), int(env["WORLD_SIZE"]), *local)
-    # Of Slurm's variables only srun sets this one; a batch script or an interactive shell is no rank.
-    tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
-    if tasks > 1 and "SLURM_PROCID" in env:
-        here = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", "1"))  # such as 4(x2)
-        return Place(int(env["SLURM_PROCID"]), tasks, int(env["SLURM_LOCALID"]), int(here.group()) if here else 1)
-    return None
-
-
 def init(use_gpu: bool) -> World:
     """Join the other ranks, if any: NCCL between GPUs, gloo between CPUs. This rank's GPU becomes the current one.
 
     Raises:
         UserError: a rank without a GPU of its own.
+        SystemExit: another rank has failed, and said why.
     """
     here = place() or Place(0, 1, 0, 1)
     device = torch.device("cpu")
@@ -85,88 +55,16 @@ def init(use_gpu: bool) -> World:
         torch.cuda.set_device(device)  # before anything else, or every rank would also open a context on GPU 0
     if here.size > 1:
         identity: dict[str, Any] = {"device_id": device} if use_gpu else {}
-        with _meeting(here) as store:
+        with meeting.met(here) as store:
             dist.init_process_group(
                 "nccl" if use_gpu else "gloo",
-                store=dist.PrefixStore(_attempt(store, here), store),
+                store=store,
                 rank=here.rank,
                 world_size=here.size,
-                timeout=_TIMEOUT,
+                timeout=meeting.TIMEOUT,
                 **identity,
             )
     return World(here.rank, here.local_rank, here.size, device)
-
-
-@contextmanager
-def _meeting(here: Place) -> Iterator[dist.Store]:
-    """The store at the address in the environment; srun's tasks, which have none, agree on one."""
-    if "MASTER_ADDR" not in os.environ:
-        with slurm.meeting(here.rank == 0, _TIMEOUT) as store:
-            yield store
-        return
-    try:
-        store, _, _ = next(dist.rendezvous("env://", here.rank, here.size, timeout=_TIMEOUT))
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        port = os.environ.get("MASTER_PORT")
-        raise UserError(f"MASTER_PORT {port}: another program has taken it; set it to a port that is free") from None
-    yield store
-
-
-def _attempt(store: dist.Store, here: Place) -> str:
-    """A name that the ranks of this start, and of no earlier one, have in common.
-
-    When torchrun restarts ranks it may keep its store, with the addresses of the dead ranks in it (PyTorch issue
-    135712), and how often it has restarted is not the same on all machines. So the main rank makes a name up and the
-    others report to it; a name that a rank of the same number has answered to before is an old one.
-    """
-    leader = "cocor/leader"
-    if here.rank == 0:
-        name = uuid.uuid4().hex
-        store.set(leader, name)
-        store.wait([f"cocor/{name}/{rank}" for rank in range(1, here.size)], _TIMEOUT)
-        store.set(f"cocor/{name}/complete", "")
-        return name
-    refused, patience = "", time.monotonic() + _TIMEOUT.total_seconds()
-    while time.monotonic() < patience:
-        name = store.get(leader).decode()
-        if name != refused and store.add(f"cocor/{name}/{here.rank}", 1) == 1:
-            while store.get(leader).decode() == name and time.monotonic() < patience:
-                if store.check([f"cocor/{name}/complete"]):
-                    return name
-                time.sleep(0.02)
-        refused = name
-        time.sleep(0.02)
-    raise TimeoutError(f"rank {here.rank} waited {_TIMEOUT} for the other ranks to start")
-
-
-def told_by_another(message: str) -> bool:
-    """Whether another rank has already said ``message``: all ranks make a user's mistake, and one line is enough.
-
-    Asks the store where the ranks meet; where torchrun hosts it, also before they have met.
-    """
-    here = place()
-    if here is None or here.size == 1:
-        return False
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    key = f"cocor/told/{restart}/{hashlib.sha256(message.encode()).hexdigest()}"
-    try:
-        return leaving.asked(lambda: _store().add(key, 1)) > 1
-    except TimeoutError:
-        return False
-    except (RuntimeError, ValueError, KeyError):  # nowhere to ask, or its host, the main rank, has gone
-        return here.rank > 0 and dist.is_initialized()
-
-
-def _store() -> dist.Store:
-    if dist.is_initialized():
-        found: dist.Store = dist.distributed_c10d._get_default_store()
-        return found
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        raise RuntimeError("no store before the ranks have met")
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=5))
 
 
 @contextmanager
@@ -175,7 +73,7 @@ def company() -> Iterator[None]:
     if ranks() == 1:
         yield
         return
-    with leaving.heard(_store().clone(), ranks(), dist.get_rank() == 0):
+    with leaving.heard(meeting.store().clone(), ranks(), dist.get_rank() == 0):
         yield
 
 

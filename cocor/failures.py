@@ -90,9 +90,9 @@ def _told_by_another(message: str) -> bool:
     """Whether, of ranks that torchrun or srun started, another has said the same (loads PyTorch only for those)."""
     if "RANK" not in os.environ and "SLURM_PROCID" not in os.environ:
         return False
-    from cocor import distributed
+    from cocor import meeting
 
-    return distributed.told_by_another(message)
+    return meeting.told_by_another(message)
 
 
 def first_report(folder: Path) -> dict[str, Any] | None:
@@ -108,10 +108,12 @@ def first_failure(folder: Path, error: Any) -> RanksFailed:
     """Of all failed ranks the one that failed first; the others mostly complain that it is gone."""
     first = first_report(folder)
     for rank, failure in error.failures.items():
-        hint = _SUDDEN_ENDS.get(-failure.exitcode)
-        # The launcher itself kills ranks that outlive the first failure by half a minute.
-        if hint is not None and (first is None or failure.timestamp <= first["time"] + 1):
-            return RanksFailed(f"rank {rank} was ended by {hint}", 128 - failure.exitcode)
+        # The launcher itself ends the other ranks, by SIGTERM, and by SIGKILL those that outlive that by half a minute.
+        sudden = failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM
+        if sudden and (first is None or failure.timestamp <= first["time"] + 1):
+            number = -failure.exitcode
+            how = _SUDDEN_ENDS.get(number, f"signal {number} ({signal.strsignal(number)})")
+            return RanksFailed(f"rank {rank} was ended by {how}", 128 + number)
     if first is not None:
         return RanksFailed(first["message"], first["code"])
     rank, failure = error.get_first_failure()

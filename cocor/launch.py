@@ -35,8 +35,9 @@ _RESTARTS = "COCOR_RESTARTS"  # how often it has started them again
 _MOST_WORKERS = 16
 
 
-def command(name: str, body: Callable[[], None]) -> int:
-    """Run a console command's body and return its exit code. A user's mistake becomes one line on stderr.
+def command(name: str, body: Callable[[], None], *, ranks: bool = False) -> int:
+    """Run a console command's body and return its exit code. A user's mistake becomes one line on stderr. ``ranks``:
+    where it is started several times, as ranks, these meet.
 
     A rank that has not parted from the others in order (:func:`cocor.distributed.shutdown`) ends here instead.
     """
@@ -45,7 +46,7 @@ def command(name: str, body: Callable[[], None]) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warns, with pages of C++ frames, that a rank has gone
     try:
         start.listen()
-        code = _code(name, body)
+        code = _code(name, body, ranks)
     except SystemExit as asked:  # by a signal; what it says of other endings is said already
         if isinstance(asked.code, int) and _among_others():
             leaving.tell_others(asked.code)
@@ -59,13 +60,13 @@ def command(name: str, body: Callable[[], None]) -> int:
     return code
 
 
-def _code(name: str, body: Callable[[], None]) -> int:
+def _code(name: str, body: Callable[[], None], ranks: bool) -> int:
     try:
         body()
         sys.stdout.flush()  # not later, where it could not fail in order
         return 0
     except UserError as error:
-        return fail_alone(f"{name}: error: {error}", USER_ERROR)
+        return fail_alone(f"{name}: error: {error}", USER_ERROR, ranks)
     except RanksFailed as error:
         return fail(str(error), error.code)
     except stop.Stopped as ended:
@@ -75,10 +76,10 @@ def _code(name: str, body: Callable[[], None]) -> int:
             return fail_alone("", UNREAD)
         lack = lacking(error)
         if lack:
-            return fail_alone(f"{name}: error: {lack}", USER_ERROR)
-        if LAUNCHED not in os.environ and not _among_others():
+            return fail_alone(f"{name}: error: {lack}", USER_ERROR, ranks)
+        if begins():
             raise
-        return fail_alone(traceback.format_exc(), 1)
+        return fail_alone(traceback.format_exc(), 1, ranks)
 
 
 def _among_others() -> bool:
@@ -90,9 +91,16 @@ def _among_others() -> bool:
     return distributed.ranks() > 1
 
 
-def fail_alone(message: str, code: int) -> int:
-    """Tell the user, and the other ranks, which may know nothing of it, that this one ends; returns ``code``."""
+def fail_alone(message: str, code: int, meet: bool = False) -> int:
+    """Tell the user, and the other ranks, which may know nothing of it, that this one ends; returns ``code``. ``meet``
+    them for that, if they have not met."""
     leaving.alone()
+    if meet and not begins() and LAUNCHED not in os.environ:
+        from cocor import meeting
+
+        if meeting.is_due():
+            meeting.fail_before(message, code, lambda: tell(message, code))
+            return code
     if message:
         fail(message, code)
     leaving.tell_others(code)

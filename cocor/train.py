@@ -6,6 +6,7 @@ The launcher needs none of what its ranks need, a mistake in a flag should be to
 from the first moment: so everything is imported where it is used.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -16,15 +17,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     from cocor import launch
 
     arguments = sys.argv[1:] if argv is None else list(argv)
-    return launch.command("cocor-train", lambda: _run(arguments))
+    return launch.command("cocor-train", lambda: _run(arguments), ranks=True)
 
 
 def _run(arguments: list[str]) -> None:
-    from cocor import launch, run_folder, stop
-    from cocor.configure import load
+    from cocor import checks, launch, run_folder, stop
+    from cocor.configure import read
 
-    with stop.at_once(launch.leave_at_once):
-        asked = load(arguments)
+    with stop.at_once(launch.tell):
+        asked, keys = read(arguments)
+        if _speaks():
+            for line in checks.warnings(asked, keys):
+                print(f"cocor-train: warning: {line}", file=sys.stderr)
         if launch.begins() and asked.trains:
             run_folder.check(asked)
         if launch.begins() and asked.profile:
@@ -36,6 +40,14 @@ def _run(arguments: list[str]) -> None:
             train(config, world, asked)
 
         launch.run(asked, arguments, train, "cocor.train")
+
+
+def _speaks() -> bool:
+    """Whether this process says what is worth saying once: the launcher, or the first rank that another one started."""
+    from cocor import launch
+
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    return launch.begins() or (launch.LAUNCHED not in os.environ and rank == "0")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Pairs of ranks that end in many ways: ``python -m forked_ranks CASES FOLDER``.
 
-A case is a name and the code of each rank, the body of a command once the ranks have met. Prints a line of JSON for
-each: exit codes, seconds until each had ended, and what they printed. Forked, since importing takes longer than this.
+A case is a name and the code of each rank, the body of a command once, or before, the ranks have met. Prints a line of
+JSON for each: exit codes, seconds until each had ended, and what they printed. Forked, since importing takes longer.
 """
 
 import json
@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from cocor import distributed, launch, stop
+
+BEFORE = "# before\n"  # begins code that runs before the ranks have met
 
 
 def rank(number: int, port: int, code: str, folder: Path) -> int:
@@ -29,6 +31,8 @@ def rank(number: int, port: int, code: str, folder: Path) -> int:
     os.environ |= {"MASTER_ADDR": "127.0.0.1"} | {key: str(value) for key, value in place.items()}
 
     def body() -> None:
+        if code.startswith(BEFORE):
+            exec(code, globals())
         distributed.init(use_gpu=False)
         with distributed.company():
             print("met")
@@ -36,7 +40,7 @@ def rank(number: int, port: int, code: str, folder: Path) -> int:
         distributed.shutdown()
 
     with stop.at_once(launch.leave_at_once):
-        ended = launch.command("cocor-eval", body)
+        ended = launch.command("cocor-eval", body, ranks=True)
     sys.exit(ended)
 
 

@@ -116,6 +116,12 @@ def killed(config: Config, world: World) -> None:
     distributed.barrier()
 
 
+def aborted(config: Config, world: World) -> None:
+    if world.rank == 1:
+        os.abort()
+    distributed.barrier()
+
+
 if __name__ == "__main__":
     work = {
         "collectives": collectives,
@@ -123,6 +129,7 @@ if __name__ == "__main__":
         "mistakes_of_one": mistakes_of_one,
         "bug": bug,
         "killed": killed,
+        "aborted": aborted,
     }[sys.argv[1]]
     arguments = sys.argv[2:]
     sys.exit(launch.command("test", lambda: launch.run(load(arguments), sys.argv[1:], work, "ranks_at_work")))

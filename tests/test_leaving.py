@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_ranks import BEFORE
 from test_train import environment
 
 _LISTENING = """
@@ -49,6 +50,10 @@ CASES = {
     **{f"other: {name}": [_WAIT, code] for name, (code, _, _) in SIGNALS.items()},
     "the host stops": ["import os; os.kill(os.getpid(), 19)", f"import time; time.sleep(1); {_FAIL}"],
     "the other is done": [f"import time; time.sleep(1); {_FAIL}", ""],
+    "main before": [BEFORE + _FAIL, _WAIT],
+    "other before": [_WAIT, BEFORE + _FAIL],
+    "both before": [BEFORE + _FAIL] * 2,
+    "late before": [BEFORE + "import time; time.sleep(1)", BEFORE + _FAIL],
 }
 
 
@@ -96,3 +101,12 @@ def test_a_rank_that_fails_does_not_wait_for_one_that_is_done(ended: dict[str, d
     found = ended["the other is done"]
     assert found["codes"] == [2, 0] and found["err"] == ["cocor-eval: error: no\n", ""], found
     assert found["seconds"][0] - found["seconds"][1] < 4
+
+
+@pytest.mark.parametrize("which", ["main", "other", "both", "late"])
+def test_a_mistake_before_the_ranks_have_met_is_said_once_and_ends_all(
+    ended: dict[str, dict[str, Any]], which: str
+) -> None:
+    found = ended[f"{which} before"]
+    assert found["codes"] == [2, 2] and "".join(found["err"]) == "cocor-eval: error: no\n", found
+    assert max(found["seconds"]) < 15

@@ -30,10 +30,10 @@ from test_train import (
 )
 from torch import Tensor
 
-from cocor import atomic, checkpoint, distributed, launch, run_folder, run_lock
+from cocor import atomic, checkpoint, launch, meeting, run_folder, run_lock
 from cocor.config import Config
 from cocor.configure import load
-from cocor.distributed import Place
+from cocor.meeting import Place
 from cocor.run_lock import RunLock
 from cocor.train import main
 from loaders.errors import UserError
@@ -429,7 +429,7 @@ def test_restarted_ranks_do_not_meet_the_dead_in_the_launchers_store() -> None:
         found: dict[int, str] = {}
 
         def meet(rank: int, client: dist.Store, found: dict[int, str] = found) -> None:
-            found[rank] = distributed._attempt(client, Place(rank, 3, rank, 3))
+            found[rank] = meeting.attempt(client, Place(rank, 3, rank, 3))
 
         threads = [threading.Thread(target=meet, args=pair) for pair in enumerate(clients())]
         for rank, thread in enumerate(threads):

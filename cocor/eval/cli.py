@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
     print_everything()
     given = sys.argv[1:] if arguments is None else arguments
-    return launch.command("cocor-eval", lambda: _run(_parser().parse_args(given)))
+    return launch.command("cocor-eval", lambda: _run(_parser().parse_args(given)), ranks=True)
 
 
 def _run(options: argparse.Namespace) -> None:

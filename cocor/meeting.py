@@ -1,0 +1,207 @@
+"""Where the ranks meet, and what they tell each other there: who has started, who has failed, what has been said.
+
+    met            the ranks of one start find each other; then collectives can begin (:mod:`cocor.distributed`)
+    fail_before    a rank that fails before comes as well, lest the others wait for it, and for its message to be one
+
+torchrun's environment says where; srun's tasks agree on a place (:mod:`cocor.slurm`).
+"""
+
+import hashlib
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from cocor import leaving, slurm
+from loaders.errors import UserError
+
+# Long enough for one rank to write a checkpoint to slow storage while the others wait.
+TIMEOUT = timedelta(minutes=10)
+_PAUSE = 0.02  # seconds
+_SILENT, _LONGER = timedelta(seconds=5), timedelta(seconds=40)  # that a rank which has failed waits for others to come
+_FAILED, _SEEN = "cocor/failed", "cocor/failed/seen"  # keys of the store
+_AWAY = (RuntimeError, OSError, ValueError, KeyError)  # what a store raises that is not there
+
+_has_met = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a launcher says: this process is ``rank`` of ``size``, on its machine ``local_rank`` of ``local_size``."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+def place() -> Place | None:
+    """Who this process is, by torchrun's or srun's environment; None if neither launched it."""
+    env = os.environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        local = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
+        return Place(int(env["RANK"]), int(env["WORLD_SIZE"]), *local)
+    # Of Slurm's variables only srun sets this one; a batch script or an interactive shell is no rank.
+    tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
+    if tasks > 1 and "SLURM_PROCID" in env:
+        here = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", "1"))  # such as 4(x2)
+        return Place(int(env["SLURM_PROCID"]), tasks, int(env["SLURM_LOCALID"]), int(here.group()) if here else 1)
+    return None
+
+
+@contextmanager
+def met(here: Place) -> Iterator[dist.Store]:
+    """A store of the ranks of this start alone; all of them are there.
+
+    Raises:
+        SystemExit: another rank has failed, and said why.
+    """
+    global _has_met
+    with _place_to_meet(here, TIMEOUT) as store:
+        yield dist.PrefixStore(attempt(store, here), store)
+        _has_met = True
+
+
+@contextmanager
+def _place_to_meet(here: Place, timeout: timedelta) -> Iterator[dist.Store]:
+    """The store at the address in the environment; srun's tasks, which have none, agree on one."""
+    if "MASTER_ADDR" not in os.environ:
+        with slurm.meeting(here.rank == 0, timeout) as store:
+            yield store
+        return
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosts = here.rank == 0 and not _torchrun_hosts()
+    try:
+        yield dist.TCPStore(address, port, is_master=hosts, timeout=timeout, wait_for_workers=False)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise UserError(f"MASTER_PORT {port}: another program has taken it; set it to a port that is free") from None
+
+
+def attempt(store: dist.Store, here: Place) -> str:
+    """A name that the ranks of this start, and of no earlier one, have in common.
+
+    When torchrun restarts ranks it may keep its store, with the addresses of the dead ranks in it (PyTorch issue
+    135712), and how often it has restarted is not the same on all machines. So the main rank makes a name up and the
+    others report to it; a name that a rank of the same number has answered to before is an old one.
+    """
+    leader, patience = "cocor/leader", time.monotonic() + TIMEOUT.total_seconds()
+    late = TimeoutError(f"rank {here.rank} waited {TIMEOUT} for the other ranks to start")
+    if here.rank == 0:
+        name = uuid.uuid4().hex
+        store.set(leader, name)
+        others = [f"cocor/{name}/{rank}" for rank in range(1, here.size)]
+        while time.monotonic() < patience:
+            if store.check(others):
+                store.set(f"cocor/{name}/complete", "")
+                return name
+            _leave_if_another_failed(store, here)
+            time.sleep(_PAUSE)
+        raise late
+    refused = ""
+    while time.monotonic() < patience:
+        _leave_if_another_failed(store, here)
+        name = store.get(leader).decode() if store.check([leader]) else refused
+        if name != refused and store.add(f"cocor/{name}/{here.rank}", 1) == 1:
+            while store.get(leader).decode() == name and time.monotonic() < patience:
+                if store.check([f"cocor/{name}/complete"]):
+                    return name
+                _leave_if_another_failed(store, here)
+                time.sleep(_PAUSE)
+        refused = name
+        time.sleep(_PAUSE)
+    raise late
+
+
+def fail_before(message: str, code: int, tell: Callable[[], object]) -> None:
+    """This rank fails before the ranks have met: all that come to meet end with ``code`` as well. ``tell`` says why,
+    unless another rank has said the same."""
+    here = place()
+    if here is None or here.size == 1:
+        tell()
+        return
+    told = False
+    with ExitStack() as stack:
+        for patience in (_SILENT, _LONGER):
+            store = None
+            with suppress(UserError, *_AWAY):
+                store = stack.enter_context(_place_to_meet(here, patience))
+                told |= store.add(_told(message), 1) > 1
+            if not told:
+                tell()
+            told = True
+            if store is not None:
+                with suppress(*_AWAY):
+                    store.set(_FAILED, str(code))
+                    _wait_until_all_have_seen(store, here)
+                return
+
+
+def _leave_if_another_failed(store: dist.Store, here: Place) -> None:
+    if store.check([_FAILED]):
+        code = int(store.get(_FAILED))
+        with suppress(*_AWAY):
+            _wait_until_all_have_seen(store, here)
+        raise SystemExit(code)
+
+
+def _wait_until_all_have_seen(store: dist.Store, here: Place) -> None:
+    """That a rank has failed. Those may go that neither host the store nor take it with them."""
+    deadline = time.monotonic() + _LONGER.total_seconds()
+    if store.add(_SEEN, 1) == here.size:
+        for key in (_FAILED, _SEEN):  # torchrun may keep its store for the next start
+            store.delete_key(key)
+    elif here.rank == 0 or _torchrun_hosts():
+        while store.check([_FAILED]) and time.monotonic() < deadline:
+            time.sleep(_PAUSE)
+
+
+def told_by_another(message: str) -> bool:
+    """Whether another rank has already said ``message``: all ranks make a user's mistake, and one line is enough.
+
+    Asks the store where the ranks meet; where torchrun hosts it, also before they have met.
+    """
+    here = place()
+    if here is None or here.size == 1:
+        return False
+    try:
+        return leaving.asked(lambda: store().add(_told(message), 1)) > 1
+    except TimeoutError:
+        return False
+    except (RuntimeError, ValueError, KeyError):  # nowhere to ask, or its host, the main rank, has gone
+        return here.rank > 0 and dist.is_initialized()
+
+
+def store() -> dist.Store:
+    """Where the ranks have met or, where torchrun hosts it, will meet. RuntimeError if there is none yet."""
+    if dist.is_initialized():
+        found: dist.Store = dist.distributed_c10d._get_default_store()
+        return found
+    if not _torchrun_hosts():
+        raise RuntimeError("no store before the ranks have met")
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=5))
+
+
+def _torchrun_hosts() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def is_due() -> bool:
+    """Whether other ranks wait, or will, for this one to come, and no launcher ends them all."""
+    here = place()
+    if here is None or here.size == 1 or _has_met:
+        return False
+    return not (_torchrun_hosts() and here.local_size == here.size)
+
+
+def _told(message: str) -> str:
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"cocor/told/{restart}/{hashlib.sha256(message.encode()).hexdigest()}"
