@@ -19,9 +19,9 @@ _PARTING = 10.0  # seconds in which a process ends once it has answered
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-def alone(function: Callable[..., Any], *arguments: Any, seconds: float = 600.0) -> Any:
+def alone(function: Callable[..., Any], *arguments: Any) -> Any:
     """The result of one function. UserError with what went wrong."""
-    (answer,) = in_processes([(function, arguments)], seconds)
+    (answer,) = in_processes([(function, arguments)], seconds=600.0)
     if isinstance(answer, str):
         raise UserError(answer)
     return answer

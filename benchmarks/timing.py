@@ -18,6 +18,7 @@ import cpu_time
 
 WINDOWS = 3
 _FEWEST_BATCHES = 3  # in a window
+_WARM_UP = 10  # times as many batches as come in a burst, where ranks wait for each other
 _IN_FLIGHT = 2
 _SECONDS_TO_SETTLE = 1.0
 
@@ -67,15 +68,13 @@ def time_windows(counts: Iterable[int], seconds: float, burst: int = 1, warm_up:
     return windows
 
 
-def time_together(
-    counts: Iterable[int], seconds: float, agree: Callable[[int], int], burst: int = 1, warm_up: int = 10
-) -> list[Window]:
+def time_together(counts: Iterable[int], seconds: float, agree: Callable[[int], int], burst: int = 1) -> list[Window]:
     """As :func:`time_windows`, for ranks that wait for each other in every batch and so must take equally many.
 
     ``agree`` gives all ranks the main rank's number.
     """
     stream = iter(counts)
-    for _ in range(warm_up * burst):
+    for _ in range(_WARM_UP * burst):
         next(stream)
     few = _window(stream, 0.0, burst)
     batches = agree(max(_FEWEST_BATCHES, round(seconds / WINDOWS * len(few.intervals) / few.seconds)))

@@ -109,7 +109,12 @@ def _method(config: Config, world: World, backbone: nn.Module) -> Method:
             **ranks,
         )
     if config.method == "simsiam":
-        return SimSiam(backbone, dim=config.projector_dim, predictor_dim=config.predictor_dim)
+        return SimSiam(
+            backbone,
+            dim=config.projector_dim,
+            predictor_dim=config.predictor_dim,
+            fix_predictor_lr=config.fix_predictor_lr,
+        )
     if config.method == "supcon":
         return SupCon(backbone, dim=config.embedding_dim, temperature=config.temperature, **ranks)
     if config.method == "byol":

@@ -61,17 +61,15 @@ def softplus_loss(
     target: Tensor,
     *,
     beta: float = 1.0,
-    weights: Tensor | None = None,
     mean_over_ranks: MeanOverRanks = identity,
 ) -> Consistency:
-    """Sum over lengths of ``w_l softplus(beta k_l) / beta`` with ``k_l = mean_i target - mean_i similarity``.
+    """Mean over lengths of ``softplus(beta k_l) / beta`` with ``k_l = mean_i target - mean_i similarity``.
 
-    ``similarity`` and ``target`` are (L, B); ``weights`` (L,) default to 1/L, the paper's mean over lengths. The sign
-    inside softplus is the one of the paper's text and figures (views that came out more alike than asked for are left
-    nearly alone); its eq. "consist_loss_alt" prints the opposite. ``beta`` 1 is the printed formula; a larger one
-    turns the target from a direction into a place.
+    ``similarity`` and ``target`` are (L, B). The sign inside softplus is the one of the paper's text and figures (views
+    that came out more alike than asked for are left nearly alone); its eq. "consist_loss_alt" prints the opposite.
+    ``beta`` 1 is the printed formula; a larger one turns the target from a direction into a place.
     """
-    weights = _weights(similarity, weights)
+    weights = _weights(similarity)
     local = similarity.mean(1)
     means = mean_over_ranks(torch.stack([local.detach(), target.detach().mean(1)]))
     gap = beta * (means[1] - means[0])
@@ -86,15 +84,14 @@ def abs_loss(
     target: Tensor,
     *,
     epsilon: float = 0.05,
-    weights: Tensor | None = None,
     mean_over_ranks: MeanOverRanks = identity,
 ) -> Consistency:
-    """Sum over lengths of ``w_l mean_i phi(similarity_i - target_i)``: the paper's eq. 2 with a smoothed modulus.
+    """Mean over lengths of ``mean_i phi(similarity_i - target_i)``: the paper's eq. 2 with a smoothed modulus.
 
     ``phi(r) = sqrt(r^2 + epsilon^2) - epsilon`` (pseudo-Huber of unit slope). The modulus itself, ``epsilon`` 0, has no
-    curvature, so that a bi-level step would never move the MMNN. Shapes and ``weights`` as in ``softplus_loss``.
+    curvature, so that a bi-level step would never move the MMNN. Shapes as in ``softplus_loss``.
     """
-    weights = _weights(similarity, weights)
+    weights = _weights(similarity)
     residual = similarity.detach() - target.detach()
     share = weights[:, None] / similarity.shape[1]
     root = (residual.square() + epsilon**2).sqrt()
@@ -107,9 +104,9 @@ def abs_loss(
     return Consistency(value + _carrier(slope, similarity), means[0], means[1], slope, curvature)
 
 
-def _weights(similarity: Tensor, weights: Tensor | None) -> Tensor:
+def _weights(similarity: Tensor) -> Tensor:
     lengths = similarity.shape[0]
-    return similarity.new_full((lengths,), 1.0 / lengths) if weights is None else weights.to(similarity)
+    return similarity.new_full((lengths,), 1.0 / lengths)
 
 
 def _carrier(slope: Tensor, local: Tensor) -> Tensor:

@@ -78,13 +78,13 @@ def taylor(target: Tensor, curvature: Tensor, before: Measured, after: Measured,
     return _surrogate(target, -curvature * rise * moved / fall)
 
 
-def released(target: Tensor, curvature: Tensor, before: Measured, after: Measured, floor: float = 1e-4) -> Tensor:
+def released(target: Tensor, curvature: Tensor, before: Measured, after: Measured) -> Tensor:
     """The update of the authors' published code, for comparison: eq. 12 as printed, so with the opposite sign of
     ``taylor``, and with the curvature at the weights *after* the step. Shapes as in ``exact``.
 
     What their code does besides is left out: a second moving average and a second enqueueing in the same step.
     """
-    return -taylor(target, curvature, before, after, floor)
+    return -taylor(target, curvature, before, after)
 
 
 def sample_inner_products(

@@ -21,6 +21,7 @@ from loaders.errors import UserError
 from loaders.ops import BASIC
 
 OPS = len(BASIC)
+HIDDEN = 64  # units
 LONGEST_FITTED = 10  # the paper goes up to composites of 10 augmentations
 
 # Smallest slope of g in a count, as a share of the network's whole weight. Float32 resolves 6e-8 of a value, so a step
@@ -92,17 +93,17 @@ class MMNN(nn.Module):
     construction nor the fit touches the global random number generator.
     """
 
-    def __init__(self, constants: Mapping[int, float] = CONSTANTS["moco"], hidden: int = 64, seed: int = 0) -> None:
+    def __init__(self, constants: Mapping[int, float] = CONSTANTS["moco"]) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(0)
         # Hidden units differ in their weights, so that they can come to stand for different combinations of ops, and
         # in the length at which they set in, so that the fit can bend anywhere in the range of lengths.
-        weights = torch.empty(hidden, OPS).uniform_(0.3, 0.5, generator=generator)
-        onsets = torch.linspace(0.0, 6.0, hidden)
+        weights = torch.empty(HIDDEN, OPS).uniform_(0.3, 0.5, generator=generator)
+        onsets = torch.linspace(0.0, 6.0, HIDDEN)
         self.linear = nn.Parameter(_softplus_inverse(torch.full((OPS,), 0.05)))
         self.hidden = nn.Parameter(_softplus_inverse(weights))
         self.hidden_bias = nn.Parameter(-weights.mean(1) * onsets)
-        self.output = nn.Parameter(_softplus_inverse(torch.full((hidden,), 0.05 / hidden)))
+        self.output = nn.Parameter(_softplus_inverse(torch.full((HIDDEN,), 0.05 / HIDDEN)))
         self.bias = nn.Parameter(_softplus_inverse(torch.tensor(0.15)))
         self.fit_to_constants(constants)
 

@@ -20,32 +20,23 @@ _GAP, _FONT_SIZE, _LINE = 8, 13, 16
 _INK, _PAPER = "black", "white"
 
 
-def save_view_sheet(
-    batch: Batch,
-    path: Path,
-    *,
-    images: int = 8,
-    mean: tuple[float, ...] = IMAGENET_MEAN,
-    std: tuple[float, ...] = IMAGENET_STD,
-) -> None:
-    """Draw the first ``images`` samples of ``batch`` into the PNG file ``path``; ``mean`` and ``std`` undo its
-    normalisation. Parts that the batch does not have (no originals, no composites) are left out.
+def save_view_sheet(batch: Batch, path: Path, *, images: int = 8) -> None:
+    """Draw the first ``images`` samples of ``batch`` into the PNG file ``path``. Parts that the batch does not have (no
+    originals, no composites) are left out.
 
     Raises:
         UserError: the file cannot be written.
     """
-    sheet = _draw(_columns(batch, min(images, len(batch.index)), mean, std))
+    sheet = _draw(_columns(batch, min(images, len(batch.index))))
     with atomic.replacing(path) as temporary:
         sheet.save(temporary, format="PNG")
 
 
-def _columns(
-    batch: Batch, count: int, mean: tuple[float, ...], std: tuple[float, ...]
-) -> list[tuple[str, list[tuple[Image.Image, str]]]]:
+def _columns(batch: Batch, count: int) -> list[tuple[str, list[tuple[Image.Image, str]]]]:
     """(title, [(picture, caption) of each sample]) of every column."""
 
     def pictures(views: Tensor) -> list[Image.Image]:
-        return [_picture(view, mean, std) for view in views[:count]]
+        return [_picture(view) for view in views[:count]]
 
     columns = []
     names = [_name(index, label) for index, label in zip(batch.index.tolist(), batch.label.tolist(), strict=True)]
@@ -73,8 +64,9 @@ def describe(composition: Tensor) -> str:
     return ", ".join(label if count == 1 else f"{label} x{count}" for label, count in counts.items())
 
 
-def _picture(view: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Image.Image:
-    pixels = view.detach().float().cpu() * torch.tensor(std).view(3, 1, 1) + torch.tensor(mean).view(3, 1, 1)
+def _picture(view: Tensor) -> Image.Image:
+    std, mean = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_STD, IMAGENET_MEAN))
+    pixels = view.detach().float().cpu() * std + mean
     levels = (pixels.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0)
     image = Image.fromarray(levels.contiguous().numpy())
     factor = -(-_LEAST_TILE // max(image.size))

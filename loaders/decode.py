@@ -111,11 +111,6 @@ def decode(path: str | os.PathLike[str]) -> Image.Image:
         ) from fault
 
 
-def decode_array(path: str | os.PathLike[str]) -> np.ndarray:
-    """As :func:`decode`, as uint8 (H, W, 3)."""
-    return np.asarray(decode(path))
-
-
 def decode_file(file: BinaryIO) -> Image.Image:
     """The image in ``file``, upright, mode RGB. Raises :class:`ImageFault`."""
     with _open(file) as image:

@@ -20,15 +20,18 @@ from loaders.jobs import Job
 from loaders.order import BatchOrder
 from loaders.plan import ViewPlan
 
+_CLASSES = 1000
+_HEIGHT_WIDTH = 375, 500
 
-def synthetic_dataset(count: int, classes: int = 1000, height: int = 375, width: int = 500) -> ImageDataset:
-    """``count`` images that do not exist, with labels in turn."""
+
+def synthetic_dataset(count: int) -> ImageDataset:
+    """``count`` images that do not exist, with labels in turn and ImageNet's number of classes and mean size."""
     return ImageDataset(
         Path("synthetic"),
         [f"{i:08d}" for i in range(count)],
-        np.arange(count, dtype=np.int64) % classes,
-        [f"{i:04d}" for i in range(classes)],
-        np.tile(np.array([height, width], np.int32), (count, 1)),
+        np.arange(count, dtype=np.int64) % _CLASSES,
+        [f"{i:04d}" for i in range(_CLASSES)],
+        np.tile(np.array(_HEIGHT_WIDTH, np.int32), (count, 1)),
         np.ones(count, np.bool_),
     )
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from loaders import size_index
 from loaders.dataset import ImageDataset, open_folder, read_label_split
-from loaders.decode import decode, decode_array
+from loaders.decode import decode
 from loaders.errors import UserError
 from loaders.layout import folder_above
 from loaders.names import printable
@@ -290,7 +290,7 @@ class TestSizeIndex:
     def test_sizes_are_those_of_the_decoded_images(self, photo_folder: Path) -> None:
         dataset = open_quietly(photo_folder)
         assert dataset.sizes.dtype == np.int32
-        assert [list(decode_array(path).shape[:2]) for path in dataset.paths] == dataset.sizes.tolist()
+        assert [list(np.asarray(decode(path)).shape[:2]) for path in dataset.paths] == dataset.sizes.tolist()
         assert dataset.plain.all()
 
     def test_a_second_opening_reads_no_headers(self, photo_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,13 +341,13 @@ class TestDecode:
             6: stored[::-1].transpose(1, 0, 2), 7: stored[::-1, ::-1].transpose(1, 0, 2),
             8: stored[:, ::-1].transpose(1, 0, 2),
         }[orientation]  # fmt: skip
-        np.testing.assert_array_equal(decode_array(path), turned)
+        np.testing.assert_array_equal(np.asarray(decode(path)), turned)
         assert open_quietly(tmp_path / "a").sizes.tolist() == [list(turned.shape[:2])]
 
     def test_16_bit_grey_is_scaled(self, tmp_path: Path) -> None:
         ramp = np.linspace(0, 65535, 256 * 4).astype(np.uint16).reshape(4, 256)
         Image.fromarray(ramp).save(tmp_path / "ramp.png")
-        pixels = decode_array(tmp_path / "ramp.png")[..., 0].ravel()
+        pixels = np.asarray(decode(tmp_path / "ramp.png"))[..., 0].ravel()
         assert len(np.unique(pixels)) == 256 and (np.diff(pixels.astype(int)) >= 0).all()
 
     def test_alpha_is_composited_on_white(self, tmp_path: Path, small: Image.Image) -> None:
@@ -357,7 +357,7 @@ class TestDecode:
             image.save(tmp_path / f"{name}.png")
             white = Image.new("RGB", small.size, "white")
             white.paste(image.convert("RGB"), mask=alpha)
-            difference = decode_array(tmp_path / f"{name}.png").astype(int) - np.asarray(white)
+            difference = np.asarray(decode(tmp_path / f"{name}.png")).astype(int) - np.asarray(white)
             assert np.abs(difference).max() <= 1
         palette = small.quantize(16)
         palette.save(tmp_path / "p.png", transparency=palette.getpixel((5, 5)))
@@ -365,7 +365,7 @@ class TestDecode:
 
     def test_cmyk_becomes_rgb(self, tmp_path: Path, small: Image.Image) -> None:
         small.convert("CMYK").save(tmp_path / "x.jpg", quality=95)
-        assert np.abs(decode_array(tmp_path / "x.jpg").astype(int) - np.asarray(small)).mean() < 4
+        assert np.abs(np.asarray(decode(tmp_path / "x.jpg")).astype(int) - np.asarray(small)).mean() < 4
 
     @pytest.mark.parametrize("progressive", [False, True])
     def test_truncated_files_are_errors(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cocor.eval import knn
-from cocor.eval.knn import knn_accuracy, knn_predict, leave_one_out_accuracy
+from cocor.eval.knn import KnnResult, knn_accuracy, knn_predict
 
 
 def literal(queries: Tensor, bank: Tensor, labels: Tensor, k: int, temperature: float, skip_self: bool) -> list[int]:
@@ -47,6 +47,10 @@ def test_it_equals_a_literal_transcription(k: int, leave_one_out: bool) -> None:
     assert found.tolist() == expected
 
 
+def by_all_others(bank: Tensor, labels: Tensor, k: int = 200) -> KnnResult:
+    return knn.knn_curve(bank, labels, bank, labels, [k], leave_one_out=True)[0]
+
+
 def test_one_search_serves_every_k() -> None:
     bank, labels = features(120)
     bank = torch.cat([bank, bank[:60]])  # equal neighbours
@@ -56,14 +60,14 @@ def test_one_search_serves_every_k() -> None:
     found = knn.knn_curve(queries, query_labels, bank, labels, ks)
     assert found == [knn_accuracy(queries, query_labels, bank, labels, k=k) for k in ks]
     alone = knn.knn_curve(bank, labels, bank, labels, ks, leave_one_out=True)
-    assert alone == [leave_one_out_accuracy(bank, labels, k=k) for k in ks]
+    assert alone == [by_all_others(bank, labels, k=k) for k in ks]
 
 
 def test_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     bank, labels = features(200)
-    whole = leave_one_out_accuracy(bank, labels, k=20)
+    whole = by_all_others(bank, labels, k=20)
     monkeypatch.setattr(knn, "_CHUNK_BYTES", 4 * 200 * 7)
-    assert leave_one_out_accuracy(bank, labels, k=20) == whole
+    assert by_all_others(bank, labels, k=20) == whole
 
 
 def test_of_equally_near_neighbours_the_first_in_the_bank_count() -> None:
@@ -86,7 +90,7 @@ def test_k_is_clipped_to_the_bank_with_a_note() -> None:
     bank, labels = features(30)
     result = knn_accuracy(*features(10, seed=1), bank, labels, k=200)
     assert (result.k, result.note) == (30, "k = 200 is more than the bank holds; used 30")
-    assert leave_one_out_accuracy(bank, labels, k=200).k == 29
+    assert by_all_others(bank, labels, k=200).k == 29
     assert knn_accuracy(*features(10, seed=1), bank, labels, k=30).note == ""
 
 
@@ -118,7 +122,7 @@ def test_features_that_are_not_finite_are_refused() -> None:
     bank, labels = features(20)
     bank[3, 1] = float("nan")
     with pytest.raises(ValueError, match="not finite"):
-        leave_one_out_accuracy(bank, labels)
+        by_all_others(bank, labels)
 
 
 _RANK = """

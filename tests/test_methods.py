@@ -431,10 +431,11 @@ def test_simsiam_has_its_authors_layers_and_groups() -> None:
     assert linear == [(2048, feature_size(method.backbone)), (2048, 2048), (2048, 2048), (512, 2048), (2048, 512)]
     assert not method.projector[-1].affine
     assert [bool(m.bias is not None) for m in method.predictor if isinstance(m, nn.Linear)] == [False, True]
-    encoder, predictor = method.parameter_groups(1e-4, fix_predictor_lr=True)
+    assert not any(group["fixed_lr"] for group in method.parameter_groups(1e-4))
+    method = SimSiam(backbone(), fix_predictor_lr=True)
+    encoder, predictor = method.parameter_groups(1e-4)
     assert not encoder["fixed_lr"] and predictor["fixed_lr"]
     assert {id(p) for p in predictor["params"]} == {id(p) for p in method.predictor.parameters()}
-    assert not any(group["fixed_lr"] for group in method.parameter_groups(1e-4))
 
 
 def test_simsiam_embeds_composites_through_the_predictor_and_originals_without() -> None:

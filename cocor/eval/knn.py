@@ -55,15 +55,6 @@ def knn_accuracy(
     return _result(predicted, query_labels, k, len(bank), len(bank))
 
 
-def leave_one_out_accuracy(features: Tensor, labels: Tensor, *, k: int = 200, temperature: float = 0.07) -> KnnResult:
-    """Classify every feature (N, D) by all others; else as :func:`knn_accuracy`."""
-    features, labels = features[labels >= 0], labels[labels >= 0]
-    if len(features) < 2:
-        raise ValueError("leave-one-out k-NN needs two labelled features")
-    predicted = knn_predict(features, features, labels, k=k, temperature=temperature, leave_one_out=True)
-    return _result(predicted, labels, k, len(features), len(features) - 1)
-
-
 def knn_curve(
     queries: Tensor,
     query_labels: Tensor,

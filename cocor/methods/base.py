@@ -75,7 +75,7 @@ class Method(nn.Module):
         """What follows the optimiser's step, once a step: moving averages, queues."""
         raise NotImplementedError
 
-    def parameter_groups(self, weight_decay: float, fix_predictor_lr: bool = False) -> list[dict[str, Any]]:
+    def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Groups for the optimiser. ``fixed_lr`` tells which of them stay at the base learning rate."""
         raise NotImplementedError
 

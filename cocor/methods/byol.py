@@ -55,7 +55,7 @@ class BYOL(Predicting):
         torch._foreach_add_(targets, torch._foreach_mul(torch._foreach_sub(online, targets), share))
         self.step += 1
 
-    def parameter_groups(self, weight_decay: float, fix_predictor_lr: bool = False) -> list[dict[str, Any]]:
+    def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """One group of the online network; its predictor's learning rate decays with the others'."""
         online = [*self.backbone.parameters(), *self.projector.parameters(), *self.predictor.parameters()]
         return [{"params": online, "weight_decay": weight_decay, "fixed_lr": False}]

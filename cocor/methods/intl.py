@@ -72,7 +72,7 @@ class INTL(Encoding):
     def after_step(self) -> None:
         """Nothing: INTL keeps no state besides its weights."""
 
-    def parameter_groups(self, weight_decay: float, fix_predictor_lr: bool = False) -> list[dict[str, Any]]:
+    def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """One group of backbone and projector. There is no predictor."""
         parameters = [*self.backbone.parameters(), *self.projector.parameters()]
         return [{"params": parameters, "weight_decay": weight_decay, "fixed_lr": False}]

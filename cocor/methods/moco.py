@@ -106,7 +106,7 @@ class MoCo(Encoding):
         queries: list[Tensor] = [*self.backbone.parameters(), *self.head.parameters()]
         torch._foreach_lerp_(keys, queries, 1.0 - self.momentum)
 
-    def parameter_groups(self, weight_decay: float, fix_predictor_lr: bool = False) -> list[dict[str, Any]]:
+    def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """One group of backbone and head; as in the authors' code weight decay spares nothing. No predictor here."""
         parameters = [*self.backbone.parameters(), *self.head.parameters()]
         return [{"params": parameters, "weight_decay": weight_decay, "fixed_lr": False}]

@@ -18,11 +18,15 @@ class SimSiam(Predicting):
     """SimSiam on ``backbone``: a three-layer projector to ``dim`` and a predictor with ``predictor_dim`` hidden units.
 
     The projector's hidden layers are ``dim`` wide, as the SimSiam paper says. The authors' code makes them as wide as
-    the backbone's features, which is the same for ResNet-50.
+    the backbone's features, which is the same for ResNet-50. With ``fix_predictor_lr`` the predictor's learning rate
+    does not decay.
     """
 
-    def __init__(self, backbone: nn.Module, *, dim: int = 2048, predictor_dim: int = 512) -> None:
+    def __init__(
+        self, backbone: nn.Module, *, dim: int = 2048, predictor_dim: int = 512, fix_predictor_lr: bool = False
+    ) -> None:
         super().__init__()
+        self._fix_predictor_lr = fix_predictor_lr
         self.backbone = backbone
         # No linear layer before a BatchNorm has a bias, which BatchNorm would only subtract again.
         self.projector = nn.Sequential(
@@ -46,13 +50,13 @@ class SimSiam(Predicting):
     def after_step(self) -> None:
         """Nothing: SimSiam keeps no state besides its weights."""
 
-    def parameter_groups(self, weight_decay: float, fix_predictor_lr: bool = False) -> list[dict[str, Any]]:
-        """Encoder and predictor; with ``fix_predictor_lr`` the predictor's learning rate does not decay."""
+    def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        """Encoder and predictor."""
         encoder = [*self.backbone.parameters(), *self.projector.parameters()]
         predictor = list(self.predictor.parameters())
         return [
             {"params": encoder, "weight_decay": weight_decay, "fixed_lr": False},
-            {"params": predictor, "weight_decay": weight_decay, "fixed_lr": fix_predictor_lr},
+            {"params": predictor, "weight_decay": weight_decay, "fixed_lr": self._fix_predictor_lr},
         ]
 
     def loss_of(self, views: Tensor) -> tuple[Tensor, Tensor]:

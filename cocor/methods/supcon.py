@@ -55,7 +55,7 @@ class SupCon(Encoding):
     def after_step(self) -> None:
         """Nothing: SupCon keeps no state besides its weights."""
 
-    def parameter_groups(self, weight_decay: float, fix_predictor_lr: bool = False) -> list[dict[str, Any]]:
+    def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """One group of backbone and head. There is no predictor."""
         parameters = [*self.backbone.parameters(), *self.head.parameters()]
         return [{"params": parameters, "weight_decay": weight_decay, "fixed_lr": False}]
