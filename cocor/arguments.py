@@ -23,6 +23,21 @@ def two_or_more(text: str) -> int:
     return _at_least(2, text)
 
 
+def seed(text: str) -> int:
+    """A whole number that random generators take."""
+    return _at_least(0, text, 2**63 - 1)
+
+
+def workers(text: str) -> int:
+    """Processes or threads; 0 leaves the number to the machine."""
+    return _at_least(0, text, 1024)
+
+
+def image_size(text: str) -> int:
+    """Pixels a side; those of larger images would fill all memory."""
+    return _at_least(1, text, 4096)
+
+
 def above_zero(text: str) -> float:
     """A finite number above 0."""
     try:
@@ -54,7 +69,9 @@ def writable(text: str) -> Path:
     return Path(text)
 
 
-def _at_least(low: int, text: str) -> int:
-    if not text.isdecimal() or int(text) < low:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of {low} or more")
+def _at_least(low: int, text: str, high: int = 2**31 - 1) -> int:
+    if not text.isdecimal() or (len(text) < 100 and int(text) < low):
+        raise argparse.ArgumentTypeError(f"{text[:100]} is not a whole number of {low} or more")
+    if len(text) >= 100 or int(text) > high:
+        raise argparse.ArgumentTypeError(f"{text[:100]} is too large; the most is {high}")
     return int(text)

@@ -130,6 +130,15 @@ def test_datasets_are_chosen_by_name() -> None:
         ("linear", ["--data", "DATA/pets", "--probe", "moco", "--against-sklearn"], "--against-sklearn: not for"),
         ("knn", ["--data", "DATA/pets", "--workers", "-1"], "--workers: -1 is not a whole number"),
         ("linear", ["--data", "DATA/pets", "--gpu", "maybe"], "invalid choice"),
+        ("retrieval", ["--data", "DATA/pets", "--seed", str(2**63)], "--seed: 9223372036854775808 is too large"),
+        ("consistency", ["--data", "DATA/pets", "--seed", "-1"], "--seed: -1 is not a whole number of 0 or more"),
+        (
+            "knn",
+            ["--data", "DATA/pets", "--image-size", "100000"],
+            "--image-size: 100000 is too large; the most is 4096",
+        ),
+        ("knn", ["--data", "DATA/pets", "--workers", "100000"], "--workers: 100000 is too large; the most is 1024"),
+        ("fewshot", ["--data", "DATA/pets", "--seeds", "9" * 5000], "9 is too large; the most is 2147483647"),
     ],
 )
 def test_mistakes_are_one_line(

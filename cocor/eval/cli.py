@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cocor import launch
-from cocor.arguments import above_zero, positive, two_or_more, whole
+from cocor.arguments import above_zero, image_size, positive, seed, two_or_more, whole, workers
 from cocor.cli import Parser
 from cocor.eval.protocols import (
     KNN_K,
@@ -98,13 +98,13 @@ def _parser() -> argparse.ArgumentParser:
     _data(retrieval)
     retrieval.add_argument("--queries", type=positive, default=8, help="rows of the sheet (default 8)")
     retrieval.add_argument("--neighbours", type=positive, default=8, help="columns of the sheet (default 8)")
-    retrieval.add_argument("--seed", type=int, default=0, help="another seed shows other queries (default 0)")
+    retrieval.add_argument("--seed", type=seed, default=0, help="another seed shows other queries (default 0)")
 
     several = "for several encoders side by side"
     consistency = _command(add, "consistency", f"similarity of composites by length and augmentation, {several}", True)
     _data(consistency)
     consistency.add_argument("--images", type=positive, default=2000, help="images to look at (default 2000)")
-    consistency.add_argument("--seed", type=int, default=0, help="of the views (default 0)")
+    consistency.add_argument("--seed", type=seed, default=0, help="of the views (default 0)")
 
     spectrum = _command(add, "spectrum", f"singular values and effective rank of the features, {several}", True)
     _data(spectrum)
@@ -135,12 +135,12 @@ def _command(add, name: str, text: str, several: bool = False) -> argparse.Argum
         "--crop", choices=["full", "central", "ten"], help="default: the protocol's; ten: for training images only"
     )
     how.add_argument("--filter", choices=["bicubic", "bilinear"], help="of the resize (default: the protocol's)")
-    how.add_argument("--image-size", type=positive, help="side in pixels (default: as in training, else 224)")
+    how.add_argument("--image-size", type=image_size, help="side in pixels (default: as in training, else 224)")
     how.add_argument("--loader", choices=["dali", "torch"], help="default: dali on a GPU, torch without")
     how.add_argument("--gpu", choices=["yes", "no"], help="default: if there is one")
     how.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of the encoder (default fp32)")
     how.add_argument("--batch-size", type=positive, default=256, help="default 256")
-    how.add_argument("--workers", type=whole, help="CPU threads or processes of the loader (default: one a core)")
+    how.add_argument("--workers", type=workers, help="CPU threads or processes of the loader (default: one a core)")
     how.add_argument("--cache", type=Path, default=_default_cache(), help="of features (default ~/.cache/cocor/eval)")
     return parser
 
