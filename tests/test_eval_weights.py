@@ -225,8 +225,14 @@ def test_unsafe_missing_and_foreign_files_are_refused(
         load_encoder(tmp_path / "bad.pth")
     assert "code ran" not in capsys.readouterr().out
     (tmp_path / "text.pth").write_text("hello")
+    (tmp_path / "page.pth").write_text("<!DOCTYPE html>")
+    (tmp_path / "file.yaml").write_text("# made by hand\nlr: 0.1\n")
+    for suffix in ("pth", "safetensors"):
+        (tmp_path / f"lfs.{suffix}").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\n")
     torch.save({"head.weight": NOISE}, tmp_path / "head.pth")
-    for name, message in [("text.pth", "damaged"), ("none.pth", "no such file"), ("head.pth", "no encoder")]:
+    for name, message in [("text.pth", "damaged"), ("none.pth", "no such file"), ("head.pth", "no encoder"),
+                          ("page.pth", "torch.save did not write it$"), ("file.yaml", "torch.save did not write it$"),
+                          ("lfs.pth", "run git lfs pull"), ("lfs.safetensors", "run git lfs pull")]:  # fmt: skip
         with pytest.raises(UserError, match=message) as caught:
             load_encoder(tmp_path / name)
         assert "\n" not in str(caught.value)

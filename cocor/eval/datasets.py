@@ -141,7 +141,9 @@ def _hold_out(train: ImageDataset, share: float, seed: int) -> tuple[ImageDatase
     counts = np.bincount(train.labels[train.labels >= 0])
     chosen = chosen[counts[train.labels[chosen]] > 1]
     if not len(chosen):
-        raise UserError(f"{train.root}: one image a class; there is nothing to validate on")
+        raise UserError(
+            f"{train.root}: one image a class, so none to validate on; add images, or a val folder beside it"
+        )
     return train.subset(np.setdiff1d(np.arange(len(train)), chosen)), train.subset(chosen)
 
 

@@ -27,6 +27,7 @@ _ONLINE = ("state_dict", "model", "model_state_dict", "model_state", "network", 
 _EMA = ("state_dict_ema", "model_ema", "ema", "ema_state_dict")
 _HINTS = ("architecture", "stem", "image_size")
 _WRAPPERS = ("_orig_mod.", "module.")
+_LFS = b"version https://git-lfs.github.com/"
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ def read_weights(path: Path, which: Which = "online") -> WeightFile:
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file of weights")
+    if _beginning(path, len(_LFS)) == _LFS:
+        raise UserError(f"{path}: is not the weights but Git LFS's pointer to them; run git lfs pull")
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     content = _read_pickle(path)
@@ -59,6 +62,14 @@ def read_weights(path: Path, which: Which = "online") -> WeightFile:
     if not tensors:
         raise UserError(f"{path}: holds no weights; its keys are {', '.join(map(str, list(content)[:8])) or 'none'}")
     return WeightFile(path, {_unwrapped(name): value for name, value in tensors.items()}, _hints(content), averaged)
+
+
+def _beginning(path: Path, count: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(count)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def _read_safetensors(path: Path) -> WeightFile:
@@ -83,6 +94,8 @@ def _read_pickle(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a broken file can fail anywhere in zip, pickle or torch
         text = str(error)
+        if "Unsupported operand" in text and _beginning(path, 1) != b"\x80":  # a text, a picture, a website's page
+            raise UserError(f"{path}: damaged, or no file of weights: torch.save did not write it") from None
         if "Unsupported global" in text or "weights_only" in text:
             culprit = text.partition("GLOBAL ")[2].split(" ")[0] or "code"
             raise UserError(
