@@ -54,7 +54,8 @@ def choose(config: Config, world: World, steps: int) -> str:
         return "eager"
     # As in cocor.checks.check: forward derivatives cannot be compiled, LARS cannot be recorded. Communication within
     # the network would cut what is compiled into pieces, two a layer.
-    compiles, records = config.consistency != "abs" and not _synchronises(config, world), config.optimiser == "sgd"
+    synchronises = config.sync_bn and world.size > 1
+    compiles, records = config.consistency != "abs" and not synchronises, config.optimiser == "sgd"
     if compiles and steps >= LONG_RUN:
         if missing is None:
             return "fused" if records else "compiled"
@@ -71,10 +72,6 @@ def missing_to_compile(device: torch.device) -> str | None:
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         return "torch.compile needs Python's header files, and there is no Python.h here (Debian: python3-dev)"
     return None
-
-
-def _synchronises(config: Config, world: World) -> bool:
-    return config.sync_bn and world.size > 1
 
 
 def executable(step: TrainingStep, execution: str, parallel: bool | None = None) -> Step:

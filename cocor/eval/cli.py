@@ -141,7 +141,9 @@ def _command(add, name: str, text: str, several: bool = False) -> argparse.Argum
     how.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of the encoder (default fp32)")
     how.add_argument("--batch-size", type=positive, default=256, help="default 256")
     how.add_argument("--workers", type=workers, help="CPU threads or processes of the loader (default: one a core)")
-    how.add_argument("--cache", type=Path, default=_default_cache(), help="of features (default ~/.cache/cocor/eval)")
+    how.add_argument(
+        "--cache", type=Path, default=user_cache() / "eval", help="of features (default ~/.cache/cocor/eval)"
+    )
     return parser
 
 
@@ -158,10 +160,6 @@ def _data(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--dataset", metavar="NAME", help=_names())
     group.add_argument("--root", type=Path, metavar="DIR", help="the folder that --dataset lies in")
-
-
-def _default_cache() -> Path:
-    return user_cache() / "eval"
 
 
 def _list(numbers: Sequence[int]) -> str:

@@ -130,12 +130,10 @@ def episodes(
     shots: int,
     *,
     ways: int = WAYS,
-    queries: int = WAY_QUERIES,
     tasks: int = TASKS,
-    seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> TaskResult:
-    """Classify ``queries`` images a class from ``shots``, in ``tasks`` drawn tasks of ``ways`` classes.
+    """Classify ``WAY_QUERIES`` images a class from ``shots``, in ``tasks`` drawn tasks of ``ways`` classes.
 
     A class with too few images for all queries repeats some, one with ``shots`` or fewer is left out, as in the source.
     UserError if fewer than ``ways`` classes remain.
@@ -146,25 +144,25 @@ def episodes(
     check_ways(features.labels, shots, ways)
     values = features.values if features.values.ndim == 2 else features.values[:, 4]
     values = values.to(device, torch.float64)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     accuracies = []
     for start in range(0, tasks, _TASKS_AT_ONCE):
         count = min(_TASKS_AT_ONCE, tasks - start)
-        drawn = torch.stack([_task(members, ways, shots, queries, generator) for _ in range(count)]).to(device)
+        drawn = torch.stack([_task(members, ways, shots, generator) for _ in range(count)]).to(device)
         accuracies.append(_solve(values, drawn[..., :shots], drawn[..., shots:]).cpu())
     found = torch.cat(accuracies)
     interval = 1.96 * found.std(correction=0).item() / len(found) ** 0.5
-    return TaskResult(ways, shots, queries, tasks, found.mean().item(), interval)
+    return TaskResult(ways, shots, WAY_QUERIES, tasks, found.mean().item(), interval)
 
 
-def _task(members: list[Tensor], ways: int, shots: int, queries: int, generator: torch.Generator) -> Tensor:
+def _task(members: list[Tensor], ways: int, shots: int, generator: torch.Generator) -> Tensor:
     """Places (ways, shots + queries)."""
     rows = []
     for label in torch.randperm(len(members), generator=generator)[:ways].tolist():
         places = members[label][torch.randperm(len(members[label]), generator=generator)]
-        rest = places[shots : shots + queries]
-        if len(rest) < queries:
-            rest = places[shots:][torch.randint(len(places) - shots, (queries,), generator=generator)]
+        rest = places[shots : shots + WAY_QUERIES]
+        if len(rest) < WAY_QUERIES:
+            rest = places[shots:][torch.randint(len(places) - shots, (WAY_QUERIES,), generator=generator)]
         rows.append(torch.cat([places[:shots], rest]))
     return torch.stack(rows)
 

@@ -12,6 +12,8 @@ from loaders.errors import UserError
 
 Result = TypeVar("Result")
 
+_ITERATIONS = 5000  # at most
+
 
 def check_peer(classes: int) -> None:
     """UserError if there is nothing to compare with: no scikit-learn, or a problem that it writes down otherwise."""
@@ -23,7 +25,7 @@ def check_peer(classes: int) -> None:
         raise UserError("--against-sklearn needs three classes or more")
 
 
-def against_sklearn(data: Features, penalty: float, device: torch.device | str, iterations: int = 5000) -> dict:
+def against_sklearn(data: Features, penalty: float, device: torch.device | str) -> dict:
     """Both solve the same objective on ``data`` from zero, in float64: objectives, their difference for each image, and
     seconds. scikit-learn works on the CPU.
 
@@ -38,9 +40,9 @@ def against_sklearn(data: Features, penalty: float, device: torch.device | str, 
     values = values / values.square().mean().sqrt().clamp(min=1e-30)
     classes, labels = data.labels.unique(return_inverse=True)
     values = values.to(device)
-    fit, seconds = _timed(lambda: SoftmaxRegression(values, labels, len(classes)).fit(penalty, iterations=iterations))
+    fit, seconds = _timed(lambda: SoftmaxRegression(values, labels, len(classes)).fit(penalty, iterations=_ITERATIONS))
     here = SoftmaxRegression(values, labels, len(classes))
-    there = LogisticRegression(C=1 / (2 * penalty), fit_intercept=False, max_iter=iterations, tol=1e-8)
+    there = LogisticRegression(C=1 / (2 * penalty), fit_intercept=False, max_iter=_ITERATIONS, tol=1e-8)
     inputs = torch.cat([values, torch.ones_like(values[:, :1])], dim=1).cpu().numpy()
     _, their_seconds = _timed(lambda: there.fit(inputs, labels.numpy()))
     weights = torch.from_numpy(there.coef_.T.copy()).to(device)

@@ -32,6 +32,8 @@ from loaders.order import BatchOrder
 from loaders.plan import ViewPlan
 from loaders.progress import track
 
+_SEED = 0  # of order, crops and first weights
+
 
 @dataclass(frozen=True)
 class SgdResult:
@@ -73,12 +75,12 @@ class FixedViews:
 
     said = "features without augmentation"
 
-    def __init__(self, features: Features, settings: SgdSettings, seed: int, device: torch.device | str) -> None:
+    def __init__(self, features: Features, settings: SgdSettings, device: torch.device | str) -> None:
         features = features.labelled().flat()
         self.labels, self._device = features.labels, device
         self._values = features.values.to(device)
         self.batch = min(settings.batch_size, len(features))
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(_SEED)
 
     def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
         order = torch.randperm(len(self.labels), generator=self._generator)
@@ -92,18 +94,15 @@ class RandomCrops:
 
     said = "random resized crops and flips"
 
-    def __init__(
-        self, encoder: Encoder, dataset: ImageDataset, settings: SgdSettings, how: Extraction, seed: int
-    ) -> None:
+    def __init__(self, encoder: Encoder, dataset: ImageDataset, settings: SgdSettings, how: Extraction) -> None:
         dataset = dataset.subset((dataset.labels >= 0).nonzero()[0])
         self.labels = torch.from_numpy(dataset.labels.copy())
         world, together = how.world, shared_batch(len(dataset), how)
         self.batch = min(settings.batch_size, len(dataset)) // together * together
         self._encoder, self._how = encoder, how
-        plan = ViewPlan(how.size, seed, (), "shared", original_scale=RANDOM_CROP_SCALE, lengths=(), filter=how.filter)
-        order = BatchOrder(len(dataset), together, rank=world.rank, world_size=world.size, seed=seed)
-        options = {"device": world.device, "workers": how.workers}
-        self._loader = open_loader(how.loader, dataset, plan, order, **options)  # type: ignore[arg-type]
+        plan = ViewPlan(how.size, _SEED, (), "shared", original_scale=RANDOM_CROP_SCALE, lengths=(), filter=how.filter)
+        order = BatchOrder(len(dataset), together, rank=world.rank, world_size=world.size, seed=_SEED)
+        self._loader = open_loader(how.loader, dataset, plan, order, device=world.device, workers=how.workers)
         self._together = together
 
     def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -124,22 +123,22 @@ class RandomCrops:
 
 
 def sgd_probe(
-    train: Features, test: Features, settings: SgdSettings, *, seed: int = 0, device: torch.device | str = "cpu"
+    train: Features, test: Features, settings: SgdSettings, *, device: torch.device | str = "cpu"
 ) -> SgdResult:
     """Train a linear layer on all of ``train`` and test it once. A batch larger than the data becomes all of it, with
     the learning rate scaled down in proportion. UserError for splits that no probe can use."""
     check_splits(train.labels, train.labels, test.labels)
-    return _probe(FixedViews(train, settings, seed, device), test, settings, seed, device)
+    return _probe(FixedViews(train, settings, device), test, settings, device)
 
 
 def sgd_probe_on_crops(
-    encoder: Encoder, train: ImageDataset, test: Features, settings: SgdSettings, how: Extraction, *, seed: int = 0
+    encoder: Encoder, train: ImageDataset, test: Features, settings: SgdSettings, how: Extraction
 ) -> SgdResult:
     """As :func:`sgd_probe`, on random crops of the images ``train``; all ranks call it and get the same result."""
     labels = torch.from_numpy(train.labels.copy())
     check_splits(labels, labels, test.labels)
-    with closing(RandomCrops(encoder, train, settings, how, seed)) as views:
-        return _probe(views, test, settings, seed, how.world.device)
+    with closing(RandomCrops(encoder, train, settings, how)) as views:
+        return _probe(views, test, settings, how.world.device)
 
 
 def shared_batch(count: int, how: Extraction) -> int:
@@ -158,12 +157,12 @@ def shortened(settings: SgdSettings, epochs: int | None) -> SgdSettings:
     return replace(settings, epochs=epochs, steps_at=steps)
 
 
-def _probe(views: Views, test: Features, settings: SgdSettings, seed: int, device: torch.device | str) -> SgdResult:
+def _probe(views: Views, test: Features, settings: SgdSettings, device: torch.device | str) -> SgdResult:
     began = time.perf_counter()
     test = test.labelled()
     classes = int(views.labels.max()) + 1
     values = test.values if test.values.ndim == 2 else test.values[:, 4]
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(_SEED)
     weight = torch.empty(classes, values.shape[1]).normal_(0, 0.01, generator=generator).to(device).requires_grad_()
     bias = torch.zeros(classes, device=device, requires_grad=True)
     peak = settings.lr * views.batch / settings.batch_size
