@@ -24,7 +24,7 @@ def _run(arguments: list[str]) -> None:
     from cocor import checks, launch, run_folder, stop
     from cocor.configure import read
 
-    with stop.at_once(launch.tell):
+    with stop.at_once(launch.leave_at_once):
         asked, keys = read(arguments)
         if _speaks():
             for line in checks.warnings(asked, keys):

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -12,9 +13,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from test_stop import HANGS, OPTIONS, lines, stands_still, wait_for
 from test_train import STEPS, environment, flags, metrics
 
-from cocor import distributed, slurm
+from cocor import checkpoint, distributed, slurm
 from cocor.train import main as train
 from loaders.errors import UserError
 
@@ -150,3 +152,25 @@ def test_two_nodes_make_one_run(photo_folder: Path, tmp_path: Path, start: type[
     assert [row["step"] for row in rows] == list(range(1, 2 * STEPS + 1))
     seen = [index for row in metrics(tmp_path / "run", "samples")[:STEPS] for index in row["index"]]
     assert sorted(seen) == list(range(8 * STEPS))  # each image once an epoch, over both nodes
+
+
+def test_a_disk_that_does_not_answer_the_main_rank_delays_the_end_of_all_by_seconds(
+    photo_folder: Path, tmp_path: Path
+) -> None:
+    folder, gate, port, nodes = tmp_path / "run", tmp_path / "gate", free_port(), []
+    arguments = flags(data=photo_folder, output=folder, **OPTIONS | {"epochs": 2000})
+    for node in range(2):
+        _, variables = srun(node, port, [])
+        hangs = str(gate if node == 0 else tmp_path / "never")
+        command = [sys.executable, "-c", HANGS, hangs, *arguments]
+        nodes.append(subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True))
+    wait_for(lambda: lines(folder) > 2, nodes[0])
+    gate.touch()
+    wait_for(lambda: stands_still(folder), nodes[0])
+    for process in nodes:
+        process.send_signal(signal.SIGTERM)
+    errors = [process.communicate(timeout=60)[1] for process in nodes]
+    assert [process.returncode for process in nodes] == [75, 75], errors
+    assert "no data for 1 s, while reading" in errors[0].splitlines()[-1] and errors[1] == ""
+    found = checkpoint.newest(folder / "checkpoints")
+    assert found is not None and found[1]["step"] == lines(folder)

@@ -277,7 +277,7 @@ def test_a_data_worker_that_dies_is_named(photo_folder: Path, number: signal.Sig
             list(batches)
 
 
-_HANGS = """
+HANGS = """
 import os, sys, time
 from cocor import stop, train
 from loaders import decode
@@ -297,7 +297,7 @@ sys.exit(train.main(arguments))
 def test_a_disk_that_does_not_answer_delays_the_end_by_seconds(photo_folder: Path, tmp_path: Path) -> None:
     folder, gate = tmp_path / "run", tmp_path / "gate"
     options = OPTIONS | {"epochs": 2000, "workers": 2}
-    command = [sys.executable, "-c", _HANGS, str(gate), *flags(data=photo_folder, output=folder, **options)]
+    command = [sys.executable, "-c", HANGS, str(gate), *flags(data=photo_folder, output=folder, **options)]
     with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as process:
         wait_for(lambda: lines(folder) > 2, process)
         gate.touch()
