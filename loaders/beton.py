@@ -111,7 +111,7 @@ class Beton:
 
 def is_beton(path: str | os.PathLike[str]) -> bool:
     """Whether a path names a ``.beton`` file (by its suffix: a broken one is still meant as one)."""
-    return Path(path).suffix == ".beton"
+    return Path(path).suffix.lower() == ".beton"
 
 
 def open_beton(path: str | os.PathLike[str]) -> Beton:

@@ -163,6 +163,23 @@ class TestOutputs:
             assert "lies inside its source" in line or "would replace its own source" in line
         assert (beton.read_bytes(), sorted(images.rglob("[!.]*"))) == before
 
+    def test_the_folder_that_one_is_in(
+        self, images: Path, tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        assert (
+            refused("convert", images, ".")
+            == "cocor-prep: . exists; name another output or pass --force to replace it\n"
+        )
+        assert "would replace its own source" in refused("convert", images, "..")
+        monkeypatch.chdir(images)
+        assert "would replace its own source" in refused("convert", images, ".")
+
+    def test_a_suffix_in_capitals_is_a_file_as_well(self, images: Path, tmp_path: Path) -> None:
+        assert main(["convert", str(images), str(tmp_path / "X.BETON"), "--workers", "1"]) == 0
+        assert (tmp_path / "X.BETON").is_file() and main(["verify", str(tmp_path / "X.BETON"), "--workers", "1"]) == 0
+
     def test_never_the_list_they_were_made_with(
         self, images: Path, tmp_path: Path, refused: Callable[..., str]
     ) -> None:

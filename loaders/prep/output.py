@@ -93,7 +93,8 @@ def refuse_overlap(output: Path, *sources: Path | None) -> None:
 
     An output inside a folder of images would become one of them.
     """
-    inner = output.absolute().parent.resolve() / output.name
+    itself = output.name in ("", "..")  # such as "."
+    inner = output.resolve() if itself else output.absolute().parent.resolve() / output.name
     for source in sources:
         if source is None:
             continue
