@@ -62,11 +62,9 @@ class SoftmaxRegression:
         entropy = torch.nn.functional.cross_entropy(logits, self.labels, reduction="none").double().sum()
         return (entropy + penalty * (turned.double().square().sum() + outside.clamp(min=0))).item()
 
-    def fit(
-        self, penalty: float, start: Tensor | None = None, *, iterations: int = 1000, tolerance: float = 1e-6
-    ) -> Fit:
-        """Minimise from ``start`` (default: zero) until the gradient is below ``tolerance`` times that at zero."""
-        return self.fit_all([penalty], start, iterations=iterations, tolerance=tolerance)[0]
+    def fit(self, penalty: float, start: Tensor | None = None, *, iterations: int = 1000) -> Fit:
+        """As :func:`fit_all`, for one penalty."""
+        return self.fit_all([penalty], start, iterations=iterations)[0]
 
     @torch.no_grad()
     def fit_all(
@@ -77,8 +75,9 @@ class SoftmaxRegression:
         iterations: int = 1000,
         tolerance: float = 1e-6,
     ) -> list[Fit]:
-        """A fit for every penalty, in their order. Several are solved at once, the strongest first; the next ones start
-        from the last solution, that of the weakest so far."""
+        """A fit for every penalty, in their order: from ``start`` (default: zero) until the gradient is below
+        ``tolerance`` times that at zero. Several are solved at once, the strongest first; the next ones start from the
+        last solution, that of the weakest so far."""
         strongest_first = sorted(range(len(penalties)), key=lambda place: -penalties[place])
         turned = self._inputs.new_zeros(self._inputs.shape[1], self.classes) if start is None else self._axes.T @ start
         together, found, pulse = self._together(), {}, Pulse()

@@ -130,7 +130,8 @@ def _output_arguments(parser: argparse.ArgumentParser, workers: bool) -> None:
 
 
 def _open(options: argparse.Namespace) -> Source:
-    source = open_source(options.source, options.labels, allow_empty=options.allow_empty)
+    workers = getattr(options, "workers", None)
+    source = open_source(options.source, options.labels, workers=workers, allow_empty=options.allow_empty)
     if getattr(options, "classes", None):
         from loaders.prep.classes import read_classes
 
