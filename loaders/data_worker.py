@@ -16,6 +16,7 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 _LOOK_SECONDS = 1.0
+_IGNORED = (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Reading:
@@ -40,12 +41,24 @@ class Reading:
         return [index for index in self._index.tolist() if index >= 0]
 
 
+@contextmanager
+def starting() -> Iterator[None]:
+    """Workers that are forked within take no signal before they :func:`obey_the_parent_only`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*_IGNORED, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def obey_the_parent_only(number: int) -> None:
     """For a worker at its start."""
-    for ignored in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+    for ignored in _IGNORED:
         signal.signal(ignored, signal.SIG_IGN)
-    if hasattr(signal, "sigtimedwait"):  # who sent a signal; elsewhere any SIGTERM ends the worker
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+    tells_senders = hasattr(signal, "sigtimedwait")  # elsewhere any SIGTERM ends the worker
+    signal.pthread_sigmask(signal.SIG_BLOCK if tells_senders else signal.SIG_UNBLOCK, [signal.SIGTERM])
+    if tells_senders:
         threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from loaders.batch import Batch
-from loaders.data_worker import Reading, obey_the_parent_only
+from loaders.data_worker import Reading, obey_the_parent_only, starting
 from loaders.dataset import ImageDataset
 from loaders.decode import EncodedImage
 from loaders.delivery import Delivery, DeliveryOptions
@@ -114,7 +114,7 @@ class TorchLoader:
 def _begun(loader: DataLoader) -> Iterator[_Collated]:
     """``iter(loader)``, whose forked workers leave their parent's garbage alone: a dead DALI pipeline, for one, would
     wait for threads that they do not have."""
-    with _forking:
+    with _forking, starting():
         gc.freeze()
         try:
             return iter(loader)

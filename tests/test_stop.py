@@ -263,6 +263,20 @@ def test_a_signal_to_the_whole_group_does_not_take_the_data_away(photo_folder: P
         assert len(list(batches)) == 11
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_nor_does_one_while_data_workers_start(photo_folder: Path, number: signal.Signals) -> None:
+    dataset = open_folder(photo_folder)
+    plan, order = ViewPlan(16, 0, (), "shared", lengths=()), BatchOrder(len(dataset), 2)
+    received = [number]
+    os.register_at_fork(after_in_child=lambda: [os.kill(os.getpid(), number) for number in received])
+    try:
+        with closing(TorchLoader(dataset, plan, order=order, workers=1)) as loader:
+            assert len(list(loader.epoch(0))) == 12
+    finally:
+        received.clear()
+    assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_data_worker_that_dies_is_named(photo_folder: Path, number: signal.Signals) -> None:
     """By SIGTERM as well, if it comes from the parent, whose last means it is to be rid of one."""
