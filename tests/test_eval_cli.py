@@ -268,10 +268,10 @@ def test_results_that_cannot_be_kept_are_noticed_before_the_work(
 
 
 def test_too_little_memory_is_one_line(data: Path, tmp_path: Path) -> None:
-    """One image of 40,000 x 40,000 pixels needs 19 GB; the limit is set for a process of its own."""
-    code = "import resource; resource.setrlimit(resource.RLIMIT_AS, (9 * 10**9, 9 * 10**9))\n"
+    """A batch of 16 images of 4,096 x 4,096 pixels needs more; the limit is set for a process of its own."""
+    code = "import resource; resource.setrlimit(resource.RLIMIT_AS, (6 * 10**9, 6 * 10**9))\n"
     code += f"import sys; from cocor.eval.cli import main; sys.exit(main({['knn', WEIGHTS]} + sys.argv[1:]))"
-    flags = ["--data", str(data / "pets"), "--gpu", "no", "--workers", "0", "--image-size", "40000"]
+    flags = ["--data", str(data / "pets"), "--gpu", "no", "--workers", "0", "--image-size", "4096"]
     flags += ["--cache", str(tmp_path / "c"), "--output", str(tmp_path)]
     place = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
     found = subprocess.run([sys.executable, "-c", code, *flags], env=place, capture_output=True, text=True, timeout=100)
