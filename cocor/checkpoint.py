@@ -72,6 +72,10 @@ def load(path: Path) -> dict[str, Any]:
     Raises:
         UserError: the file is missing, damaged, no checkpoint, or would have to run code to load.
     """
+    if path.is_dir():
+        raise UserError(
+            f"{path}: is a folder; name a file, such as one of a run's {FOLDER} or its backbone.safetensors"
+        )
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint")
     try:

@@ -15,7 +15,9 @@ from typing import Any
 def main(argv: Sequence[str] | None = None) -> int:
     """The console command; returns the exit code (2 for a user's mistake)."""
     from cocor import launch
+    from loaders.names import print_everything
 
+    print_everything()
     arguments = sys.argv[1:] if argv is None else list(argv)
     return launch.command("cocor-train", lambda: _run(arguments), ranks=True)
 

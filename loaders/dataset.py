@@ -192,7 +192,10 @@ def number_classes(
     present = {label for label in found if label is not None}
     empty = [folder for folder in folders if folder not in present]
     if empty and not allow_empty:
-        raise UserError(f"{printable(root / empty[0])}: a class folder without images; remove it or allow empty ones")
+        raise UserError(
+            f"{printable(root / empty[0])}: a class folder without images; remove it (cocor-prep convert --allow-empty "
+            "keeps it as a class)"
+        )
     known = list(classes) if classes is not None else sorted(present.union(folders))
     places = {name: i for i, name in enumerate(known)}
     strange = sorted(present - places.keys())

@@ -207,6 +207,8 @@ def test_resume_finds_what_it_is_asked_for(tmp_path: Path) -> None:
         checkpoint.find(str(tmp_path / "x.pt"), run)
     with pytest.raises(UserError, match="no checkpoints there"):
         checkpoint.find(str(tmp_path), run)
+    with pytest.raises(UserError, match=r"run: is a folder; name a file, such as one of a run's checkpoints or its "):
+        checkpoint.load(run)
 
 
 def test_differences_that_matter_are_listed_with_both_values() -> None:

@@ -1,6 +1,7 @@
 """A user's mistake: one line on stderr that names it and its remedy, exit code 2, nothing written."""
 
 import errno
+import io
 import subprocess
 import sys
 from collections.abc import Callable
@@ -215,6 +216,15 @@ class TestMachine:
         assert result.returncode == 2 and line.startswith("cocor-train: error: --loader dali needs NVIDIA DALI")
         assert "pip install nvidia-dali-cuda130, or choose another --loader" in line
         assert not (tmp_path / "run").exists()
+
+    def test_a_terminal_that_lacks_a_character(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        terminal, errors = (io.TextIOWrapper(io.BytesIO(), "ascii") for _ in range(2))
+        monkeypatch.setattr(sys, "stdout", terminal)
+        monkeypatch.setattr(sys, "stderr", errors)
+        assert main(["--data", str(tmp_path / "日\udcff"), "--gpus", "0"]) == 2
+        print("日", file=terminal)  # as --profile does with the name of its trace
+        errors.flush()
+        assert rb"\u65e5" in errors.buffer.getvalue()
 
     def test_the_command_itself(self, tmp_path: Path) -> None:
         result = run("--data", str(tmp_path / "gone"), "--output", str(tmp_path / "run"), "--gpus", "0")
