@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cocor import stop
+from cocor import start, stop
 from loaders.names import printable
 
 USER_ERROR = 2  # exit code
@@ -82,8 +82,12 @@ def tell(message: str, code: int) -> None:
         with suppress(OSError):
             Path(report).write_text(json.dumps(content))
             return
-    with suppress(OSError, RuntimeError):  # a closed terminal; a signal while something is printed
+    try:
         print(message, file=sys.stderr)
+    except OSError:  # a closed terminal
+        start.drop_unwritten(sys.stderr)
+    except RuntimeError:  # a signal while something is printed
+        pass
 
 
 def _told_by_another(message: str) -> bool:

@@ -26,6 +26,7 @@ from tqdm import tqdm
 from cocor import atomic
 from cocor.clock import Clock
 from cocor.distributed import World, mean_over_ranks
+from cocor.start import drop_unwritten
 
 Item = TypeVar("Item")
 
@@ -65,8 +66,10 @@ class _Console(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if not (getattr(record, "in_bar", False) and sys.stderr.isatty()):
             text = self.format(record).encode("utf-8", "backslashreplace").decode()  # odd file names
-            with suppress(OSError):  # a file on a full disk, a closed terminal
+            try:
                 tqdm.write(text, file=sys.stderr)
+            except OSError:  # a file on a full disk, a closed terminal
+                drop_unwritten(sys.stderr)
 
 
 class _File(logging.FileHandler):

@@ -14,6 +14,8 @@ import select
 import signal
 import sys
 import threading
+from contextlib import suppress
+from typing import TextIO
 
 
 def train() -> int:
@@ -69,6 +71,20 @@ def open_streams() -> None:
             os.set_inheritable(nowhere, True)  # by ranks and data workers
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
+def drop_unwritten(stream: TextIO) -> None:
+    """Forget what a full disk or a pipe without a reader did not take of ``stream``: it would be tried again, and fail,
+    when data workers are forked and at the end."""
+    with suppress(OSError, ValueError):
+        number, nowhere = stream.fileno(), os.open(os.devnull, os.O_RDWR)
+        kept = os.dup(number)
+        os.dup2(nowhere, number)
+        with suppress(OSError, ValueError):
+            stream.flush()
+        os.dup2(kept, number)
+        for handle in (kept, nowhere):
+            os.close(handle)
 
 
 def give_up_output() -> bool:
