@@ -139,15 +139,32 @@ _SCALARS: dict[type, Callable[[Any], Any]] = {
 }
 
 
+class _AsWritten(str):
+    """What YAML takes for a number or a date, as it is written in the file."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 class _StrictLoader(yaml.SafeLoader):
-    """YAML's safe subset, without the silent victory of the last of two equal keys."""
+    """YAML's safe subset, without the silent victory of the last of two equal keys, and with numbers as they are
+    written: :func:`convert` knows what a key wants. To YAML 010 is eight, 1:30 is ninety, and a folder called
+    2024_01_02 would become 20240102."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        if any(key.tag.endswith(":merge") for key, _ in node.value):
+            raise yaml.constructor.ConstructorError(
+                None, None, "<< is not known; name a file to build on with defaults:"
+            )
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
                 raise yaml.constructor.ConstructorError(None, None, f"{key} is given twice", node.start_mark)
         return super().construct_mapping(node, deep)
+
+
+for _kind in ("int", "float", "timestamp"):
+    _StrictLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", lambda loader, node: _AsWritten(node.value))
 
 
 def read_yaml(options: type, path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:

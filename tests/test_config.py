@@ -63,6 +63,18 @@ def test_whole_numbers_may_be_written_with_an_exponent_but_not_with_a_fraction()
     assert complaint("--epochs", "1.5").startswith("--epochs: '1.5' is not a whole number")
 
 
+@pytest.mark.parametrize("name", ["2024_01_02", "2024-01-02", "010", "1.10", "12:30", "0x1F", "1e3", "1_000", "7"])
+def test_names_made_of_digits_stay_as_they_are_written(tmp_path: Path, name: str) -> None:
+    config = load(["--config", str(written(tmp_path, f"data: {name}\noutput: {name}\n"))])
+    assert (str(config.data), str(config.output)) == (name, name)
+
+
+def test_numbers_are_decimal(tmp_path: Path) -> None:
+    assert load(["--config", str(written(tmp_path, "epochs: 010\n"))]).epochs == 10
+    for text in ("0x10", "1:30", "0b11"):
+        assert f"epochs: {text} is not a whole number" in complaint("--config", written(tmp_path, f"epochs: {text}\n"))
+
+
 @pytest.mark.parametrize(
     ("argv", "value"),
     [
@@ -138,6 +150,7 @@ def test_a_mistake_on_the_command_line_is_named_with_its_remedy(argv: list[str],
         ("lengths: [1, [2]]\n", ["lengths", "[2]", "a whole number"]),
         ("- 3\n", ["key: value"]),
         ("lr: [1\n", ["not YAML", "line 2"]),
+        ("<<: {lr: 1}\n", ["<< is not known; name a file to build on with defaults:"]),
         ("lr: !!python/object/apply:os.system ['true']\n", ["not YAML", "python/object/apply"]),
         ("defaults: nowhere.yaml\n", ["nowhere.yaml", "No such file"]),
     ],
