@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cocor import launch
 from cocor.cli import Parser
+from cocor.versions import check_pair
 from loaders.errors import UserError
 from loaders.names import print_everything
 from loaders.writable import check_folder
@@ -39,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _export(options: argparse.Namespace) -> None:
+    check_pair()
     from cocor.eval.weights import load_encoder
     from cocor.export_formats import SUFFIXES, check_possible, export
 

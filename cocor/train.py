@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> None:
-    from cocor import checks, launch, run_folder, stop
+    from cocor import checks, launch, run_folder, stop, versions
     from cocor.configure import read
 
     with stop.at_once(launch.leave_at_once):
@@ -37,6 +37,7 @@ def _run(arguments: list[str]) -> None:
             run_folder.check_trace(asked)
 
         def train(config: Any, world: Any) -> None:
+            versions.check_pair()
             from cocor.loop import train
 
             train(config, world, asked)

@@ -217,6 +217,21 @@ class TestMachine:
         assert "pip install nvidia-dali-cuda130, or choose another --loader" in line
         assert not (tmp_path / "run").exists()
 
+    @pytest.mark.parametrize("command", ["cocor.train", "cocor.eval.cli", "cocor.export_cli"])
+    def test_a_torchvision_for_another_pytorch(self, command: str, photo_folder: Path, tmp_path: Path) -> None:
+        (tmp_path / "torchvision").mkdir()
+        (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('operator nms does not exist')")
+        argv = flags(data=photo_folder, output=tmp_path / "run") if "train" in command else ["knn", "random:resnet18"]
+        argv = ["random:resnet18"] if "export" in command else argv
+        place = {**environment(), "PYTHONPATH": f"{tmp_path}:{Path(launch.__file__).parents[1]}"}
+        words = [sys.executable, "-m", command, *argv]
+        result = subprocess.run(words, capture_output=True, text=True, env=place, cwd=tmp_path, timeout=60)
+        assert result.returncode == 2 and "Traceback" not in result.stderr
+        line = result.stderr.splitlines()[-1]
+        assert f"does not work with torch {torch.__version__.partition('+')[0]}" in line
+        assert "(operator nms does not exist); install the pair: pip install torch==" in line
+        assert f" torchvision==0.{15 + int(torch.__version__.split('.')[1])}." in line
+
     def test_a_terminal_that_lacks_a_character(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         terminal, errors = (io.TextIOWrapper(io.BytesIO(), "ascii") for _ in range(2))
         monkeypatch.setattr(sys, "stdout", terminal)

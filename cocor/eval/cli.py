@@ -26,6 +26,7 @@ from cocor.eval.protocols import (
     TASKS,
     WAYS,
 )
+from cocor.versions import check_pair
 from loaders.cache import user_cache
 from loaders.names import print_everything
 
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
+    check_pair()
     from cocor.eval import commands
 
     run: Callable[[argparse.Namespace], None] = getattr(commands, options.command)
