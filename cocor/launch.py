@@ -55,6 +55,7 @@ def command(name: str, body: Callable[[], None], *, ranks: bool = False) -> int:
     except KeyboardInterrupt:
         code = stop.INTERRUPTED
         leaving.tell_others(code)
+    start.drop_unwritten(sys.stderr)  # Python would end with exit code 120
     if _among_others():
         leaving.end(code)
     return code

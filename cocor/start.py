@@ -74,17 +74,24 @@ def open_streams() -> None:
 
 
 def drop_unwritten(stream: TextIO) -> None:
-    """Forget what a full disk or a pipe without a reader did not take of ``stream``: it would be tried again, and fail,
-    when data workers are forked and at the end."""
+    """Forget what a full disk or a pipe without a reader does not take of ``stream``: it would be tried again, and
+    fail, when data workers are forked and at the end."""
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        with suppress(OSError, ValueError):  # no file at all
+            _flush_to_nowhere(stream)
+
+
+def _flush_to_nowhere(stream: TextIO) -> None:
+    number, nowhere = stream.fileno(), os.open(os.devnull, os.O_RDWR)
+    kept = os.dup(number)
+    os.dup2(nowhere, number)
     with suppress(OSError, ValueError):
-        number, nowhere = stream.fileno(), os.open(os.devnull, os.O_RDWR)
-        kept = os.dup(number)
-        os.dup2(nowhere, number)
-        with suppress(OSError, ValueError):
-            stream.flush()
-        os.dup2(kept, number)
-        for handle in (kept, nowhere):
-            os.close(handle)
+        stream.flush()
+    os.dup2(kept, number)
+    for handle in (kept, nowhere):
+        os.close(handle)
 
 
 def give_up_output() -> bool:

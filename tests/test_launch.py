@@ -76,6 +76,17 @@ def test_output_that_nobody_reads_ends_a_command_in_silence(lines: int) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_a_closed_terminal_does_not_change_the_exit_code() -> None:
+    done = run(
+        "reading, writing = os.pipe()\n"
+        "os.close(reading); os.dup2(writing, 2)\n"
+        "try: print('a line', file=sys.stderr)\n"
+        "except OSError: return\n"
+        "raise AssertionError\n"
+    )
+    assert done.returncode == 0
+
+
 @pytest.mark.parametrize("lines", [1, 100_000])
 def test_output_onto_a_full_disk_is_one_line(lines: int) -> None:
     with Path("/dev/full").open("w") as full:
