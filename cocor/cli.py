@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import difflib
 import math
+import os
 import re
 import reprlib
 import types
@@ -186,6 +187,9 @@ def read_yaml(options: type, path: Path, chain: tuple[Path, ...] = ()) -> dict[s
     for key in values:
         if key not in hints:
             raise UserError(f"{path}: unknown key {key}{nearest(str(key), hints)}")
+    for key, value in values.items():
+        if isinstance(value, str) and Path in (hints[key], *get_args(hints[key])):
+            values[key] = os.path.expandvars(value)  # as a shell does with flags
     return inherited | {key: convert(f"{path}: {key}", value, hints[key]) for key, value in values.items()}
 
 

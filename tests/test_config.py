@@ -217,3 +217,13 @@ def test_batches_are_shared_out_among_the_ranks() -> None:
 def test_every_shipped_recipe_loads(path: Path) -> None:
     assert load(["--config", str(path)]).output == Path("runs") / path.stem
     assert path.read_text().startswith("# ")
+
+
+def test_a_file_names_folders_by_variables_as_a_shell_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCRATCH", "/mnt/fast")
+    monkeypatch.delenv("ELSEWHERE", raising=False)
+    text = "data: $SCRATCH/images\noutput: ${SCRATCH}/run\nval_data: $ELSEWHERE/images\nbackbone: resnet18\n"
+    config = load(["--config", written(tmp_path, text)])
+    assert (config.data, config.output) == (Path("/mnt/fast/images"), Path("/mnt/fast/run"))
+    assert config.val_data == Path("$ELSEWHERE/images")
+    assert load(["--data", "$SCRATCH/images"]).data == Path("$SCRATCH/images")  # quoted, as one of that name must be
