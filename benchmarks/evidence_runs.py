@@ -109,7 +109,7 @@ class Training:
 
     def _training(self) -> list[str]:
         values = self.flags | {"output": self.folder, "resume": "auto"}
-        return [sys.executable, "-m", "cocor.train", *(f"{flag(key)}={value}" for key, value in values.items())]
+        return [sys.executable, "-P", "-m", "cocor.train", *(f"{flag(key)}={value}" for key, value in values.items())]
 
     def _evaluation(self) -> list[str]:
         """Architecture, stem and size of the images are told by the weights."""
@@ -121,7 +121,7 @@ class Training:
             "workers": self.flags["workers"],
         }
         flags = (f"{flag(key)}={value}" for key, value in values.items())
-        return [sys.executable, "-m", "cocor.eval.cli", "linear", str(self.folder), *flags]
+        return [sys.executable, "-P", "-m", "cocor.eval.cli", "linear", str(self.folder), *flags]
 
     @property
     def _features(self) -> Path:

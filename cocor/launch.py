@@ -246,7 +246,7 @@ def _start(ranks: int, module_and_arguments: list[str]) -> None:
             )
             forwarded = [number.name for number in stop.SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
             settings.signals_to_handle = ",".join(forwarded)
-            elastic_launch(settings, sys.executable)("-m", *module_and_arguments)
+            elastic_launch(settings, sys.executable)(*_where_modules_are(), "-m", *module_and_arguments)
         except ChildFailedError as error:
             raise first_failure(Path(folder), error) from None
         except SignalException as error:
@@ -255,3 +255,10 @@ def _start(ranks: int, module_and_arguments: list[str]) -> None:
                 raise RanksFailed(report["message"], report["code"]) from None
             name = error.sigval.name
             raise RanksFailed(f"stopped by {name} before the step's end", 128 + error.sigval) from None
+
+
+def _where_modules_are() -> list[str]:
+    """Python's flags with which ``-m`` finds what this process finds: by itself it looks into the current folder first,
+    which may hold a ``loaders/`` or ``random.py`` of the user's."""
+    here = Path.cwd()
+    return [] if any(Path(place).absolute() == here for place in sys.path) else ["-P"]

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_train import environment
+from test_train import environment, flags
 
 from cocor import launch
 
@@ -106,3 +106,14 @@ def test_no_frames_of_c_plus_plus_are_shown_where_the_host_of_a_store_has_gone()
         "raise AssertionError\n"
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_ranks_load_no_modules_of_the_folder_they_are_started_in(photo_folder: Path, tmp_path: Path) -> None:
+    for name in ("random.py", "loaders.py"):
+        (tmp_path / name).write_text("raise SystemExit('a program of the user')\n")
+    installed = [sys.executable, "-P", "-c", "from cocor.start import train; raise SystemExit(train())"]
+    found = subprocess.run(
+        [*installed, *flags(data=photo_folder, loader="torch", cpu_ranks=2), "--dry-run"],
+        env=environment(), cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr

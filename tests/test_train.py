@@ -32,7 +32,7 @@ def flags(config: Any = SMALL, **options: Any) -> list[str]:
 def environment() -> dict[str, str]:
     """One thread a rank, and no trace of a launcher."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "RANK", "WORLD_SIZE"))}
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # an empty one is the folder here
     return clean | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
 
 
