@@ -24,10 +24,13 @@ sys.exit(2)
 _BUSY = """
 import atexit, threading
 from torch.distributed import TCPStore
+from cocor import leaving
 from loaders.errors import UserError
 own = TCPStore("127.0.0.1", 0, is_master=True)
 threading.Thread(target=lambda: [own.check(["nothing"]) for _ in iter(int, 1)], daemon=True).start()
 atexit.register(print, "cleared up")
+leaving.alone()  # each ends by itself, however long the other takes to
+distributed.barrier()
 """
 _WAIT = "distributed.barrier()"  # for the other
 _FAIL = "from loaders.errors import UserError; raise UserError('no')"
@@ -44,12 +47,15 @@ SIGNALS = {
     "asked": ("import sys; sys.exit(143)", 143, ""),
     "Ctrl-C": ("raise KeyboardInterrupt", 130, ""),
 }
-CASES = {
+CASES = {  # where one ends alone both have met by then: "before" is for what comes earlier
     **{f"both: {name}": [_BUSY + code] * 2 for name, (code, _) in ENDINGS.items()},
-    **{f"main: {name}": [code, _WAIT] for name, (code, _, _) in SIGNALS.items()},
-    **{f"other: {name}": [_WAIT, code] for name, (code, _, _) in SIGNALS.items()},
-    "the host stops": ["import os; os.kill(os.getpid(), 19)", f"import time; time.sleep(1); {_FAIL}"],
-    "the other is done": [f"import time; time.sleep(1); {_FAIL}", ""],
+    **{f"main: {name}": [f"{_WAIT}\n{code}", f"{_WAIT}\n{_WAIT}"] for name, (code, _, _) in SIGNALS.items()},
+    **{f"other: {name}": [f"{_WAIT}\n{_WAIT}", f"{_WAIT}\n{code}"] for name, (code, _, _) in SIGNALS.items()},
+    "the host stops": [
+        f"import os, time; {_WAIT}; time.sleep(0.5); os.kill(os.getpid(), 19)",
+        f"import time; {_WAIT}; time.sleep(1.5); {_FAIL}",
+    ],
+    "the other is done": [f"import time; {_WAIT}; time.sleep(1); {_FAIL}", _WAIT],
     "main before": [BEFORE + _FAIL, _WAIT],
     "other before": [_WAIT, BEFORE + _FAIL],
     "both before": [BEFORE + _FAIL] * 2,
