@@ -84,23 +84,19 @@ NEEDS = (
 )
 
 
-def idle(config: Config, keys: Iterable[str]) -> dict[str, str]:
-    """Those of ``keys`` whose value changes nothing in ``config``, each with where it would.
+def warnings(config: Config, keys: Iterable[str]) -> list[str]:
+    """A line for each of the flags (``keys``) that led to ``config`` and whose value changes nothing in it.
 
     What is 0, false or none asks for nothing and so is never idle. A look at a run (``--dry-run``, ``--profile``) takes
     the flags of the run.
     """
     unmet = [need for need in NEEDS if not need.met(config)]
-    return {
+    idle = {
         key: reasons[0]
         for key in keys
         if getattr(config, key) and (reasons := [need.where for need in unmet if key in need.keys])
     }
-
-
-def warnings(config: Config, keys: Iterable[str]) -> list[str]:
-    """A line for each of the flags (``keys``) that led to ``config`` and cannot act in it."""
-    return [f"{cli.flag(key)} has no effect: it acts only {where}" for key, where in idle(config, keys).items()]
+    return [f"{cli.flag(key)} has no effect: it acts only {where}" for key, where in idle.items()]
 
 
 def check(config: Config) -> None:

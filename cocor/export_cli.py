@@ -12,13 +12,11 @@ from cocor import launch
 from cocor.cli import Parser
 from cocor.versions import check_pair
 from loaders.errors import UserError
-from loaders.names import print_everything
 from loaders.writable import check_folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
-    print_everything()
     given = sys.argv[1:] if arguments is None else arguments
     return launch.command("cocor-export", lambda: _export(_parser().parse_args(given)))
 

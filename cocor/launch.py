@@ -29,6 +29,7 @@ from cocor.config import Config
 from cocor.failures import LAUNCHED, UNREAD, USER_ERROR, RanksFailed, fail, first_failure, first_report, lacking, tell
 from loaders import queues
 from loaders.errors import UserError
+from loaders.names import print_everything
 
 _STARTED = "COCOR_STARTED"  # when it began
 _RESTARTS = "COCOR_RESTARTS"  # how often it has started them again
@@ -43,6 +44,7 @@ def command(name: str, body: Callable[[], None], *, ranks: bool = False) -> int:
     """
     queues.use_all()
     start.open_streams()
+    print_everything()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warns, with pages of C++ frames, that a rank has gone
     try:
         start.listen()
@@ -120,6 +122,12 @@ def leave_at_once(message: str, code: int) -> None:
 def begins() -> bool:
     """Whether this process is the first of a run: not one of the ranks that a launcher starts, perhaps again."""
     return not {"RANK", LAUNCHED, "SLURM_STEP_NUM_TASKS"} & os.environ.keys()
+
+
+def speaks() -> bool:
+    """Whether this process says what is worth saying once: the launcher, or the first rank that another one started."""
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    return begins() or (LAUNCHED not in os.environ and rank == "0")
 
 
 def run(config: Config, argv: Sequence[str], work: Callable[[Config, Any], None], module: str) -> None:

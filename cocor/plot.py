@@ -20,7 +20,6 @@ from cocor.cli import Parser
 from cocor.log import METRICS
 from cocor.panels import check_picture, legend, panels, shown
 from loaders.errors import UserError
-from loaders.names import print_everything
 from loaders.writable import check_file
 
 if TYPE_CHECKING:
@@ -44,7 +43,6 @@ _COLUMNS = 3
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
-    print_everything()
     given = sys.argv[1:] if arguments is None else arguments
     return launch.command("cocor-plot", lambda: _plot(_parser().parse_args(given)))
 

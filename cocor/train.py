@@ -6,7 +6,6 @@ The launcher needs none of what its ranks need, a mistake in a flag should be to
 from the first moment: so everything is imported where it is used.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +14,7 @@ from typing import Any
 def main(argv: Sequence[str] | None = None) -> int:
     """The console command; returns the exit code (2 for a user's mistake)."""
     from cocor import launch
-    from loaders.names import print_everything
 
-    print_everything()
     arguments = sys.argv[1:] if argv is None else list(argv)
     return launch.command("cocor-train", lambda: _run(arguments), ranks=True)
 
@@ -28,7 +25,7 @@ def _run(arguments: list[str]) -> None:
 
     with stop.at_once(launch.leave_at_once):
         asked, keys = read(arguments)
-        if _speaks():
+        if launch.speaks():
             for line in checks.warnings(asked, keys):
                 print(f"cocor-train: warning: {line}", file=sys.stderr)
         if launch.begins() and asked.trains:
@@ -43,14 +40,6 @@ def _run(arguments: list[str]) -> None:
             train(config, world, asked)
 
         launch.run(asked, arguments, train, "cocor.train")
-
-
-def _speaks() -> bool:
-    """Whether this process says what is worth saying once: the launcher, or the first rank that another one started."""
-    from cocor import launch
-
-    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
-    return launch.begins() or (launch.LAUNCHED not in os.environ and rank == "0")
 
 
 if __name__ == "__main__":

@@ -28,14 +28,12 @@ from cocor.eval.protocols import (
 )
 from cocor.versions import check_pair
 from loaders.cache import user_cache
-from loaders.names import print_everything
 
 _WEIGHTS = "a run's folder, a file of weights of any origin, timm:NAME or random:NAME"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
-    print_everything()
     given = sys.argv[1:] if arguments is None else arguments
     return launch.command("cocor-eval", lambda: _run(_parser().parse_args(given)), ranks=True)
 
