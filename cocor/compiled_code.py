@@ -1,7 +1,8 @@
 """Where torch.compile keeps its work from one run to the next, and how much of it.
 
     $XDG_CACHE_HOME/cocor/compiled (else ~/.cache/...)
-        torch-2.14.1-NVIDIA-H100-resnet50-224px-256/    whatever runs of this kind have compiled, several at a time
+        torch-2.14.1-NVIDIA-H100-resnet50-224px-256/    whatever runs of this kind have compiled, several at a time;
+                                                        the last number is of images a rank
             used                                        locked by each of them; its time is when the last one began
         .removed/                                       on its way out
 
@@ -25,6 +26,7 @@ from pathlib import Path
 import torch
 
 from cocor.config import Config
+from cocor.distributed import ranks
 from loaders.cache import user_cache
 from loaders.names import printable
 
@@ -143,9 +145,11 @@ def _is_at(mark: int, place: Path) -> bool:
 
 
 def _name(config: Config) -> str:
-    """Of what runs with like programs share. Those that differ in other things can share it too."""
+    """Of what runs with like programs share, on however many ranks. Those that differ in other things can share it
+    too."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    name = f"torch-{torch.__version__}-{device}-{config.backbone}-{config.image_size}px-{config.batch_size}"
+    images = config.batch_size // ranks()
+    name = f"torch-{torch.__version__}-{device}-{config.backbone}-{config.image_size}px-{images}"
     return re.sub(r"[^\w.+-]+", "-", name)
 
 

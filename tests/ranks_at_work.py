@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from cocor import agreement, distributed, launch
+from cocor import agreement, compiled_code, distributed, launch
 from cocor.config import Config
 from cocor.configure import load
 from cocor.distributed import World
@@ -78,6 +78,12 @@ def same_gradient(world: World) -> None:
         torch.testing.assert_close(one, reference, rtol=1e-5, atol=1e-6)
 
 
+def compiled_programs(config: Config, world: World) -> None:
+    """They depend on a rank's images, not on how many ranks there are."""
+    compiled_code.keep(config)
+    assert os.environ[compiled_code.VARIABLE].endswith(f"px-{config.batch_size // world.size}")
+
+
 def mistake(config: Config, world: World) -> None:
     if world.rank == 1:
         raise UserError("no images in nowhere")
@@ -125,6 +131,7 @@ def aborted(config: Config, world: World) -> None:
 if __name__ == "__main__":
     work = {
         "collectives": collectives,
+        "compiled_programs": compiled_programs,
         "mistake": mistake,
         "mistakes_of_one": mistakes_of_one,
         "bug": bug,

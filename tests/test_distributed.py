@@ -42,6 +42,14 @@ def test_collectives_give_what_one_process_computes(ranks: int) -> None:
     assert (run.returncode, run.stderr) == (0, "")
 
 
+def test_several_ranks_use_what_one_has_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    run = run_ranks("compiled_programs", "--gpus", "0", "--cpu-ranks", "2")
+    assert (run.returncode, run.stderr) == (0, "")
+    assert len(list((tmp_path / "cocor" / "compiled").iterdir())) == 1
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 def test_collectives_between_gpus() -> None:
