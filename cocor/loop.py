@@ -207,4 +207,5 @@ def measure_knn(run: Run, log: RunLog) -> None:
             log.event("knn", run.done, epoch, values)
             note = f" ({result.note})" if result.note else ""
             _log.info(f"k-NN accuracy after {epoch} epochs: {result.accuracy:.1%}{note}")
+            run.watch.see_knn(result.accuracy, result.queries, epoch)
     (run.knn_is_due,) = map(bool, run.votes.now(not finished))

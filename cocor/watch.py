@@ -1,4 +1,5 @@
-"""Looks after a run's health: losses that are no numbers, collapsed features, an MMNN that cannot learn.
+"""Looks after a run's health: losses that are no numbers, collapsed features, an MMNN that cannot learn, a k-NN
+accuracy that falls.
 
 A few scalars of every step, and which samples it saw, stay on the device; they are read together, every
 ``EVERY`` steps and before every checkpoint, so watching never makes the GPU wait. What is found is logged, and a step
@@ -29,6 +30,7 @@ EVERY = 50  # steps
 MOST_SKIPPED = 50  # steps in succession
 FLAT_STD = 0.02  # of features whose standard deviation would be 1 if they were spread over the sphere
 NEAR_CHANCE = 0.005  # relative distance of the loss from that of guessing
+FALLEN = 0.75  # of the best k-NN accuracy, and five standard deviations of what the queries' number lets expect
 DEAD_GRADIENT = 1e-8  # norm of the MMNN's gradient per learning rate; learning ones have 1e-3
 _LOSSES = ("loss", "contrastive_loss", "consistency_loss", "labelled_loss")
 _COLUMNS = (*_LOSSES, "contrastive_feature_std", "hypergradient_norm", "skipped")  # a step need not have all
@@ -52,6 +54,7 @@ class Watch:
         self._skipped_on_end = 0
         self._recent: deque[dict[str, float]] = deque(maxlen=EVERY)
         self._warned: set[str] = set()
+        self._best_knn = (0.0, 0)  # accuracy, and after how many epochs
 
     def __call__(self, step: int, metrics: Metrics, batch: Batch, labelled: Batch | None, learning_rate: float) -> None:
         """Note finished step number ``step`` and look at the last ones now and then.
@@ -90,6 +93,16 @@ class Watch:
                 self._skipped_on_end = 0
                 self._recent.append(mean)
         self._warn_of_collapse(learning_rate)
+
+    def see_knn(self, accuracy: float, queries: int, epoch: int) -> None:
+        """Features can lose what they had learnt with outputs as spread and losses as low as ever; SimSiam's do at high
+        learning rates. ``accuracy`` of ``queries`` images after ``epoch`` epochs; since the start, or a resumption."""
+        best, when = self._best_knn
+        if accuracy > best:
+            self._best_knn = accuracy, epoch
+        elif accuracy < FALLEN * best and best - accuracy > 5 * math.sqrt(best * (1 - best) / queries):
+            told = f"k-NN accuracy has fallen from {best:.1%} after {when} epochs to {accuracy:.1%} after {epoch}"
+            self._warn("k-NN", f"{told}: the features get worse; try a lower --lr")
 
     def _not_finite(self, at: int, step: int, losses: list[dict[str, float]], labelled: bool) -> None:
         """``losses`` of each rank in step ``step``; ``labelled``: whether it had a labelled batch."""

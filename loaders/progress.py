@@ -1,8 +1,10 @@
 """Progress of long loops: a bar on a terminal, now and then a plain line elsewhere (log files, batch jobs)."""
 
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from tqdm import tqdm
@@ -56,3 +58,21 @@ class Pulse:
             tqdm.write(text, file=sys.stderr)  # above a bar, if there is one
             sys.stderr.flush()
             self._due = now + _LINE_EVERY_S
+
+
+@contextmanager
+def patience(text: str) -> Iterator[None]:
+    """Say ``text`` and the seconds gone by, every half minute from a thread, while a library works within."""
+    began, over = time.monotonic(), threading.Event()
+
+    def say() -> None:
+        while not over.wait(_LINE_EVERY_S):
+            print(f"{text}: {time.monotonic() - began:.0f} s so far", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

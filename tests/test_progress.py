@@ -1,5 +1,6 @@
 """Progress of long loops where nobody sits at a terminal."""
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -62,3 +63,15 @@ def test_a_solver_that_takes_long_tells_how_far_it_is(
     torch.manual_seed(0)
     SoftmaxRegression(torch.rand(40, 4), torch.arange(40) % 3, 3).fit_all([1.0, 0.1, 0.01])
     assert "solving: penalties 1 to 3 of 3, 2 iterations" in capsys.readouterr().err.splitlines()
+
+
+def test_a_library_that_works_for_long_is_waited_for_aloud(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "_LINE_EVERY_S", 0.01)
+    with progress.patience("scikit-learn fits"):
+        time.sleep(0.2)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 1 and set(lines) == {"scikit-learn fits: 0 s so far"}
+    time.sleep(0.05)
+    assert capsys.readouterr().err == ""

@@ -154,6 +154,22 @@ class TestCollapse:
             watched.show_unlabelled(4)
         assert "the MMNN does not learn" in caplog.text
 
+    def test_a_falling_knn_accuracy_is_warned_of_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        """As plain SimSiam's on CIFAR-10 at a learning rate of 0.25, whose losses and spread look healthy."""
+        watch = Watched(tmp_path).watch
+        for epoch, accuracy in enumerate([0.299, 0.507, 0.463, 0.421, 0.347, 0.333]):
+            watch.see_knn(accuracy, 5000, 10 * epoch)
+        assert caplog.messages == [
+            "k-NN accuracy has fallen from 50.7% after 10 epochs to 34.7% after 40: the features get worse; "
+            "try a lower --lr"
+        ]
+
+    def test_an_accuracy_of_few_images_may_vary(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        watch = Watched(tmp_path).watch
+        for accuracy in (0.5, 0.25, 0.75, 0.5):
+            watch.see_knn(accuracy, 8, 1)
+        assert not caplog.records
+
     def test_a_real_collapse_is_seen(self, tmp_path: Path) -> None:
         """Images without anything to see: all features are the same, and MoCo can only guess."""
         for number in range(64):

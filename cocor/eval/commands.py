@@ -77,15 +77,7 @@ def linear(options: argparse.Namespace) -> None:
     device, report = options.world.device, _report(encoder, splits, train=train, test=test)
     metric = options.metric or splits.protocol.metric
     found = linear_probe(train, val, test, metric=metric, iterations=options.iterations or 1000, device=device)
-    lines = found.lines()
     report["result"] = found.plain()
-    if options.against_sklearn:
-        peer = against_sklearn(joined(train.flat(), val), found.penalty, device)
-        report["against_sklearn"] = peer
-        lines.append(
-            f"the same fit from zero: {peer['seconds']:.2f} s here, {peer['seconds_sklearn']:.2f} s scikit-learn; "
-            f"objective {peer['objective']:.6f} here, {peer['objective_sklearn']:.6f} there"
-        )
     picture = figures.drawn(
         _output(options, encoder) / "linear.png",
         figures.draw_grid,
@@ -93,7 +85,15 @@ def linear(options: argparse.Namespace) -> None:
         found.trials,
         found.penalty,
     )
-    return _finish(options, encoder, "linear", [*lines, picture], report)
+    path = _finish(options, encoder, "linear", [*found.lines(), picture], report)
+    if options.against_sklearn:  # which may take minutes: what was found is kept and printed by now
+        peer = against_sklearn(joined(train.flat(), val), found.penalty, device)
+        _keep(path, report | {"against_sklearn": peer})
+        print(
+            f"the same fit from zero: {peer['seconds']:.2f} s here, {peer['seconds_sklearn']:.2f} s scikit-learn; "
+            f"objective {peer['objective']:.6f} here, {peer['objective_sklearn']:.6f} there"
+        )
+    return None
 
 
 def _linear_by_sgd(options: argparse.Namespace, encoder: Encoder, splits: Splits) -> None:
@@ -276,10 +276,10 @@ def _output(options: argparse.Namespace, encoder: Encoder) -> Path:
 
 def _finish(
     options: argparse.Namespace, encoder: Encoder, name: str, lines: Sequence[str], report: dict[str, Any]
-) -> None:
-    """Keep what was found as JSON, and print it."""
+) -> Path:
+    """Keep what was found as JSON, whose place is returned, and print it."""
     path = _output(options, encoder) / f"{name}.json"
-    atomic.write_text(path, json.dumps(report, indent=1, default=str) + "\n")
+    _keep(path, report)
     for note in report.get("notes", ()):
         print(f"note: {note}")
     about = report.get("features", {}).get("test")
@@ -288,4 +288,9 @@ def _finish(
         print(f"features: {about['dimensions']} dimensions, mean norm {norm:.3g}, spread {spread:.3g}")
     for line in lines:
         print(line)
-    print(f"numbers: {path}")
+    print(f"numbers: {path}", flush=True)
+    return path
+
+
+def _keep(path: Path, report: dict[str, Any]) -> None:
+    atomic.write_text(path, json.dumps(report, indent=1, default=str) + "\n")

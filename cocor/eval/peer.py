@@ -9,6 +9,7 @@ import torch
 from cocor.eval.features import Features
 from cocor.eval.softmax import SoftmaxRegression
 from loaders.errors import UserError
+from loaders.progress import patience
 
 Result = TypeVar("Result")
 
@@ -44,7 +45,8 @@ def against_sklearn(data: Features, penalty: float, device: torch.device | str) 
     here = SoftmaxRegression(values, labels, len(classes))
     there = LogisticRegression(C=1 / (2 * penalty), fit_intercept=False, max_iter=_ITERATIONS, tol=1e-8)
     inputs = torch.cat([values, torch.ones_like(values[:, :1])], dim=1).cpu().numpy()
-    _, their_seconds = _timed(lambda: there.fit(inputs, labels.numpy()))
+    with patience("scikit-learn fits on the CPU"):
+        _, their_seconds = _timed(lambda: there.fit(inputs, labels.numpy()))
     weights = torch.from_numpy(there.coef_.T.copy()).to(device)
     theirs = here.objective(weights, penalty)
     return {
