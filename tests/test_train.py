@@ -22,6 +22,9 @@ from cocor.train import main
 
 ROOT = Path(__file__).parent.parent
 STEPS = 3  # an epoch: 24 photographs in batches of 8
+# With BatchNorm over 8 images differences in rounding grow tenfold a step at the usual rate, a hundredth of it keeps
+# them below 1e-4 while a step still changes losses by 1e-2.
+GENTLE = 3e-4
 SMALL = Path(__file__).parent / "small.yaml"
 
 
@@ -50,6 +53,16 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
 def metrics(folder: Path, kind: str) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["kind"] == kind]
+
+
+def assert_same_losses(one: Path, other: Path) -> None:
+    """Of all steps of two runs at the learning rate :data:`GENTLE`."""
+    names = ["step", "loss", "labelled_loss", "similarity_3"]
+    left, right = metrics(one, "train"), metrics(other, "train")
+    assert len(left) == len(right) == 2 * STEPS
+    for first, second in zip(left, right, strict=True):
+        expected = pytest.approx([first[name] for name in names], rel=1e-3, abs=1e-3)
+        assert [second[name] for name in names] == expected
 
 
 def final_state(folder: Path) -> dict[str, Any]:
@@ -333,6 +346,13 @@ class TestRanks:
         log = (tmp_path / "two" / "log.txt").read_text()
         assert "2 x cpu, fp32, eager, 4 images a step and rank" in log and "k-NN accuracy after 2 epochs" in log
 
+    def test_two_ranks_with_batchnorm_over_both_make_the_run_of_one(self, photo_folder: Path, tmp_path: Path) -> None:
+        options = {"data": photo_folder, "loader": "torch", "method": "simsiam", "sync_bn": True, "lr": GENTLE}
+        for ranks in (1, 2):
+            done = run(*flags(**options, output=tmp_path / str(ranks), cpu_ranks=ranks))
+            assert done.returncode == 0, done.stderr
+        assert_same_losses(tmp_path / "1", tmp_path / "2")
+
     @pytest.mark.gpu
     @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
     @pytest.mark.parametrize("execution", ["eager", "graph"])
@@ -346,10 +366,7 @@ class TestRanks:
         depends on the batch that a GPU gets."""
         common = {"data": photo_folder, "loader": "torch", "precision": "fp32", "execution": execution, **options}
         for gpus in (1, 2):
-            done = run(*flags(**common, output=tmp_path / str(gpus), gpus=gpus), NVIDIA_TF32_OVERRIDE="0")
+            chosen = flags(**common, lr=GENTLE, output=tmp_path / str(gpus), gpus=gpus)
+            done = run(*chosen, NVIDIA_TF32_OVERRIDE="0")
             assert done.returncode == 0, done.stderr
-        names = ["step", "loss", "labelled_loss", "similarity_3"]
-        one, two = metrics(tmp_path / "1", "train"), metrics(tmp_path / "2", "train")
-        assert len(one) == 2 * STEPS
-        for single, double in zip(one, two, strict=True):
-            assert [double[name] for name in names] == pytest.approx([single[name] for name in names], rel=0.02)
+        assert_same_losses(tmp_path / "1", tmp_path / "2")
