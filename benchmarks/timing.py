@@ -78,6 +78,8 @@ def time_together(counts: Iterable[int], seconds: float, agree: Callable[[int], 
         next(stream)
     few = _window(stream, 0.0, burst)
     batches = agree(max(_FEWEST_BATCHES, round(seconds / WINDOWS * len(few.intervals) / few.seconds)))
+    for _ in range(-(-(_IN_FLIGHT + 1) // burst) * burst):  # those in flight were finished while the ranks agreed
+        next(stream)
     return [_window(stream, 0.0, burst, fewest=batches) for _ in range(WINDOWS)]
 
 

@@ -32,7 +32,7 @@ from processes import alone, in_processes  # noqa: E402
 from sources import STAGES_OF, Contender  # noqa: E402
 from stages import Stage  # noqa: E402
 from throughput import arguments, settings_of  # noqa: E402
-from timing import Window, milliseconds, time_windows  # noqa: E402
+from timing import Window, milliseconds, time_together, time_windows  # noqa: E402
 
 LOADERS: tuple[Contender, ...] = ("dali", "torch", "torchvision")
 STAGES: tuple[Stage, ...] = ("decode", "composites", "step")
@@ -263,6 +263,29 @@ def test_windows_count_samples_time_and_whole_bursts() -> None:
         assert window.samples == 10 * len(window.intervals)
         assert 0.3 < window.rate / 1000 <= 1.01  # a sleep may take longer, never shorter
     assert milliseconds(windows, 99) >= 30 > milliseconds(windows, 50)
+
+
+def test_batches_that_finish_while_ranks_agree_are_in_no_window() -> None:
+    """A GPU goes on with the two in flight: a window that counted them would be too fast."""
+    finished = 0
+
+    def device() -> Iterator[int]:
+        nonlocal finished
+        while True:
+            if finished:
+                finished -= 1
+            else:
+                time.sleep(0.03)
+            yield 10
+
+    def agree(number: int) -> int:
+        nonlocal finished
+        finished = 2
+        return number
+
+    windows = time_together(device(), 0.3, agree)
+    assert len(windows) == 3 and not finished
+    assert all(window.rate / 1000 <= 10 / 30 * 1.01 for window in windows)  # a sleep may take longer, never shorter
 
 
 def test_a_slow_stream_gets_one_window() -> None:
