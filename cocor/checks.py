@@ -82,15 +82,21 @@ NEEDS = (
     ),
     Need(("profile",), "without --dry-run", lambda c: not c.dry_run),
 )
+_WHERE_OTHERS_LAUNCH = Need(
+    ("max_restarts",),
+    "where cocor-train starts the ranks itself, not torchrun (which has a flag of this name) or srun",
+    lambda c: False,
+)
 
 
-def warnings(config: Config, keys: Iterable[str]) -> list[str]:
+def warnings(config: Config, keys: Iterable[str], launched: bool = False) -> list[str]:
     """A line for each of the flags (``keys``) that led to ``config`` and whose value changes nothing in it.
 
     What is 0, false or none asks for nothing and so is never idle. A look at a run (``--dry-run``, ``--profile``) takes
-    the flags of the run.
+    the flags of the run. ``launched``: torchrun or srun has started the ranks.
     """
-    unmet = [need for need in NEEDS if not need.met(config)]
+    needs = (_WHERE_OTHERS_LAUNCH, *NEEDS) if launched else NEEDS
+    unmet = [need for need in needs if not need.met(config)]
     idle = {
         key: reasons[0]
         for key in keys

@@ -182,15 +182,21 @@ def read_yaml(options: type, path: Path, chain: tuple[Path, ...] = ()) -> dict[s
     base = values.pop("defaults", None)
     inherited = {}
     if base is not None:
-        inherited = read_yaml(options, path.parent / convert(f"{path}: defaults", base, Path), (*chain, resolved))
+        base = convert(f"{path}: defaults", _as_in_a_shell(base), Path)
+        inherited = read_yaml(options, path.parent / base, (*chain, resolved))
     hints = get_type_hints(options)
     for key in values:
         if key not in hints:
             raise UserError(f"{path}: unknown key {key}{nearest(str(key), hints)}")
     for key, value in values.items():
-        if isinstance(value, str) and Path in (hints[key], *get_args(hints[key])):
-            values[key] = os.path.expandvars(value)  # as a shell does with flags
+        if Path in (hints[key], *get_args(hints[key])):
+            values[key] = _as_in_a_shell(value)
     return inherited | {key: convert(f"{path}: {key}", value, hints[key]) for key, value in values.items()}
+
+
+def _as_in_a_shell(value: Any) -> Any:
+    """A path with its ``$VARIABLES`` filled in, as flags have them."""
+    return os.path.expandvars(value) if isinstance(value, str) else value
 
 
 def _mapping(path: Path) -> dict[Any, Any]:

@@ -130,6 +130,15 @@ def speaks() -> bool:
     return begins() or (LAUNCHED not in os.environ and rank == "0")
 
 
+def launched_elsewhere() -> bool:
+    """Whether torchrun or srun has started this process as one of the ranks, and so sees to them."""
+    if begins() or LAUNCHED in os.environ:
+        return False
+    from cocor.meeting import place
+
+    return place() is not None
+
+
 def run(config: Config, argv: Sequence[str], work: Callable[[Config, Any], None], module: str) -> None:
     """Do ``work(config, world)`` on every rank that ``config`` asks for.
 

@@ -26,7 +26,7 @@ def _run(arguments: list[str]) -> None:
     with stop.at_once(launch.leave_at_once):
         asked, keys = read(arguments)
         if launch.speaks():
-            for line in checks.warnings(asked, keys):
+            for line in checks.warnings(asked, keys, launch.launched_elsewhere()):
                 print(f"cocor-train: warning: {line}", file=sys.stderr)
         if launch.begins() and asked.trains:
             run_folder.check(asked)

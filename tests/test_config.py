@@ -227,3 +227,7 @@ def test_a_file_names_folders_by_variables_as_a_shell_does(tmp_path: Path, monke
     assert (config.data, config.output) == (Path("/mnt/fast/images"), Path("/mnt/fast/run"))
     assert config.val_data == Path("$ELSEWHERE/images")
     assert load(["--data", "$SCRATCH/images"]).data == Path("$SCRATCH/images")  # quoted, as one of that name must be
+    written(tmp_path, "seed: 3\n", "base.yaml")
+    monkeypatch.setenv("SCRATCH", str(tmp_path))
+    (tmp_path / "sub").mkdir()
+    assert load(["--config", written(tmp_path / "sub", "defaults: $SCRATCH/base.yaml\n")]).seed == 3

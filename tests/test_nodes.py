@@ -138,8 +138,9 @@ def test_an_image_that_one_rank_cannot_read_while_training_ends_all_ranks(photo_
 @pytest.mark.parametrize("start", [torchrun, srun])
 def test_two_nodes_make_one_run(photo_folder: Path, tmp_path: Path, start: type[object]) -> None:
     options = {"data": photo_folder, "loader": "torch", "backbone": "test_nfnet", "knn_every": 0, "log_samples": True}
+    options["max_restarts"] = 1  # which these launchers do not know of
     arguments, port = flags(**options, output=tmp_path / "run"), free_port()
-    nodes = []
+    nodes, said = [], ""
     for node in range(2):
         command, variables = start(node, port, arguments)  # type: ignore[call-arg, misc]
         nodes.append(
@@ -148,6 +149,8 @@ def test_two_nodes_make_one_run(photo_folder: Path, tmp_path: Path, start: type[
     for process in nodes:
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
+        said += errors
+    assert said.count("warning: --max-restarts has no effect") == 1
     rows = metrics(tmp_path / "run", "train")
     assert [row["step"] for row in rows] == list(range(1, 2 * STEPS + 1))
     seen = [index for row in metrics(tmp_path / "run", "samples")[:STEPS] for index in row["index"]]
