@@ -41,7 +41,7 @@ from torch import Tensor
 
 from cocor.arguments import above_zero, positive, writable
 from cocor.build import build_method, build_target
-from cocor.cli import convert, flag, nearest
+from cocor.cli import flag
 from cocor.config import Config, Execution, labelled_batch_size
 from cocor.configure import resolve
 from cocor.distributed import World
@@ -51,6 +51,7 @@ from cocor.methods.base import Method, batch_statistics_only
 from cocor.profile import CONTRASTIVE_COST, costs
 from cocor.recording import WARM_UP
 from cocor.step import TrainingStep
+from cocor.values import convert, nearest
 from common import RESULTS, Column, describe_machine, device_slug, header, machine_line, row, write_json
 from loaders.batch import Batch
 from loaders.errors import UserError

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
-from cocor import cli
-from cocor.cli import shown
+from cocor.cli import flag
 from cocor.config import Config, key_bn_groups
+from cocor.values import check_bounds, shown
 from loaders.errors import UserError
 
 
@@ -102,12 +102,12 @@ def warnings(config: Config, keys: Iterable[str], launched: bool = False) -> lis
         for key in keys
         if getattr(config, key) and (reasons := [need.where for need in unmet if key in need.keys])
     }
-    return [f"{cli.flag(key)} has no effect: it acts only {where}" for key, where in idle.items()]
+    return [f"{flag(key)} has no effect: it acts only {where}" for key, where in idle.items()]
 
 
 def check(config: Config) -> None:
     """Raise a UserError for values out of bounds or at odds with each other."""
-    cli.check_bounds(config)
+    check_bounds(config)
     mistakes = {
         "label_fraction: 0 shows no label; use --mmnn constants for that": config.label_fraction <= 0,
         f"lengths: {config.lengths} names a length twice": len(set(config.lengths)) < len(config.lengths),

@@ -1,216 +1,15 @@
-"""Flat options from YAML files and flags, for any flat dataclass: defaults < YAML < flags.
-
-A field's annotation says what a value must be, its metadata (see :func:`option`) what it means. Values from both
-sources go through one strict :func:`convert`, so ``1e-3`` is a number, ``"False"`` is never true and every error names
-the key, the value and what is allowed. An unknown key or flag is an error that names the nearest known one.
-"""
+"""Flags for the fields of a flat dataclass (:mod:`cocor.values`); an unknown one is an error that names the nearest."""
 
 import argparse
 import dataclasses
-import difflib
-import math
-import os
 import re
-import reprlib
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-import yaml
-
+from cocor.values import convert, nearest, shown
 from loaders.errors import UserError
-
-_shortened = reprlib.Repr()  # a few lines of YAML can make a list that would fill all memory when written out
-_shortened.maxlevel, _shortened.maxlist, _shortened.maxdict, _shortened.maxstring, _shortened.maxother = (
-    2,
-    9,
-    9,
-    200,
-    200,
-)
-
-_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-
-
-def option(
-    default: Any, help: str, *, low: float | None = None, high: float | None = None, bare: str | None = None
-) -> Any:
-    """A dataclass field. ``low`` and ``high`` bound a number, both included; ``bare`` is the value of a bare flag."""
-    return dataclasses.field(default=default, metadata={"help": help, "low": low, "high": high, "bare": bare})
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """``"; did you mean X?"`` for the nearest known word, else nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def convert(key: str, value: Any, kind: Any) -> Any:
-    """``value`` (text of a flag, or what YAML made of it) as ``kind``: int, float, bool, str, Path, a Literal, a tuple
-    of these, or any of them or None.
-
-    Raises:
-        UserError: names key, value and what is allowed.
-    """
-    if get_origin(kind) in (Union, types.UnionType):
-        (kind,) = (part for part in get_args(kind) if part is not type(None))
-        if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
-            return None
-    try:
-        if get_origin(kind) is Literal:
-            return _choice(value, get_args(kind))
-        if get_origin(kind) is tuple:
-            return _sequence(key, value, get_args(kind))
-        return _SCALARS[kind](value)
-    except ValueError as error:
-        raise UserError(f"{key}: {_shortened.repr(value)} is not {error}") from None
-
-
-def _boolean(value: Any) -> bool:
-    word = str(value).lower() if isinstance(value, str | int) else ""
-    if word not in _WORDS:
-        raise ValueError("true or false")
-    return _WORDS[word]
-
-
-def _integer(value: Any) -> int:
-    number = _number(value, "a whole number")  # also takes 1e3
-    if number != int(number):
-        raise ValueError("a whole number")
-    try:
-        return int(value)
-    except ValueError:
-        return int(number)
-
-
-def _number(value: Any, wanted: str = "a number") -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(wanted)
-    try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        raise ValueError(wanted) from None
-    if not math.isfinite(number):
-        raise ValueError(f"{wanted} that is finite")
-    return number
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str | int | float | Path) or isinstance(value, bool) or value == "":
-        raise ValueError("a text")
-    return str(value)
-
-
-def _path(value: Any) -> Path:
-    text = _text(value)
-    try:
-        path = Path(text).expanduser()
-    except RuntimeError:
-        raise ValueError("a path: there is no such user") from None
-    if "\0" in text:
-        raise ValueError("a path")
-    return path
-
-
-def _choice(value: Any, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
-        hint = nearest(value, allowed) if isinstance(value, str) else ""
-        raise ValueError(f"one of {', '.join(allowed)}{hint}")
-    return str(value)
-
-
-def _sequence(key: str, value: Any, kinds: tuple[Any, ...]) -> tuple[Any, ...]:
-    if isinstance(value, str):
-        value = [part.strip() for part in value.split(",")]
-    parts = list(value) if isinstance(value, list | tuple) else [value]
-    if kinds[-1] is Ellipsis:
-        kinds = (kinds[0],) * len(parts)
-    if len(parts) != len(kinds) or not parts:
-        raise ValueError(f"{len(kinds) or 'some'} values such as {','.join('123'[: len(kinds)] or '1')}")
-    return tuple(convert(key, part, kind) for part, kind in zip(parts, kinds, strict=True))
-
-
-_SCALARS: dict[type, Callable[[Any], Any]] = {
-    bool: _boolean,
-    int: _integer,
-    float: _number,
-    str: _text,
-    Path: _path,
-}
-
-
-class _AsWritten(str):
-    """What YAML takes for a number or a date, as it is written in the file."""
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """YAML's safe subset, without the silent victory of the last of two equal keys, and with numbers as they are
-    written: :func:`convert` knows what a key wants. To YAML 010 is eight, 1:30 is ninety, and a folder called
-    2024_01_02 would become 20240102."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        if any(key.tag.endswith(":merge") for key, _ in node.value):
-            raise yaml.constructor.ConstructorError(
-                None, None, "<< is not known; name a file to build on with defaults:"
-            )
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"{key} is given twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-for _kind in ("int", "float", "timestamp"):
-    _StrictLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", lambda loader, node: _AsWritten(node.value))
-
-
-def read_yaml(options: type, path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The values of a YAML file over those of the file that its ``defaults:`` names (relative to it), converted.
-
-    Raises:
-        UserError: missing, malformed or circular files, unknown or repeated keys, values of the wrong type.
-    """
-    resolved = path.resolve()
-    if resolved in chain:
-        loop = " -> ".join(link.name for link in (*chain, resolved))
-        raise UserError(f"{path}: `defaults` goes round in a circle: {loop}")
-    values = _mapping(path)
-    base = values.pop("defaults", None)
-    inherited = {}
-    if base is not None:
-        base = convert(f"{path}: defaults", _as_in_a_shell(base), Path)
-        inherited = read_yaml(options, path.parent / base, (*chain, resolved))
-    hints = get_type_hints(options)
-    for key in values:
-        if key not in hints:
-            raise UserError(f"{path}: unknown key {key}{nearest(str(key), hints)}")
-    for key, value in values.items():
-        if Path in (hints[key], *get_args(hints[key])):
-            values[key] = _as_in_a_shell(value)
-    return inherited | {key: convert(f"{path}: {key}", value, hints[key]) for key, value in values.items()}
-
-
-def _as_in_a_shell(value: Any) -> Any:
-    """A path with its ``$VARIABLES`` filled in, as flags have them."""
-    return os.path.expandvars(value) if isinstance(value, str) else value
-
-
-def _mapping(path: Path) -> dict[Any, Any]:
-    try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
-    except OSError as error:
-        raise UserError(f"--config {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: expected lines of `key: value`")
-    return values
 
 
 class Parser(argparse.ArgumentParser):
@@ -291,18 +90,6 @@ def _with_negative_values(argv: Sequence[str]) -> list[str]:
     return words
 
 
-def check_bounds(values: Any) -> None:
-    """Raise a UserError if a number lies outside its field's ``low`` and ``high``."""
-    for field in dataclasses.fields(values):
-        low, high = field.metadata["low"], field.metadata["high"]
-        value = getattr(values, field.name)
-        for number in value if isinstance(value, tuple) else (value,):
-            if number is not None and low is not None and number < low:
-                raise UserError(f"{field.name}: {number} is too small; the least is {low}")
-            if number is not None and high is not None and number > high:
-                raise UserError(f"{field.name}: {number} is too large; the most is {high}")
-
-
 class _Help(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34, width=118)
@@ -316,12 +103,3 @@ def _metavar(kind: Any) -> str:
     if get_origin(kind) is tuple:
         return f"{_metavar(get_args(kind)[0])},..."
     return {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", bool: "BOOL"}[kind]
-
-
-def shown(value: Any) -> str:
-    """A value as one would write it behind a flag."""
-    if isinstance(value, tuple):
-        return ",".join(shown(part) for part in value)
-    if isinstance(value, bool) or value is None:
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import yaml
 
 from cocor import atomic
-from cocor.cli import option
+from cocor.values import option
 from loaders.ops import Magnitudes, Order, Pool
 
 Method = Literal["moco", "simsiam", "supcon", "byol", "intl"]

@@ -13,6 +13,8 @@ from typing import Any
 from cocor import cli
 from cocor.checks import check
 from cocor.config import Config, Method
+from cocor.values import shown
+from cocor.yaml_file import read_yaml
 
 GROUPS = {  # the first field of each group
     "data": "data and output",
@@ -77,7 +79,7 @@ def read(argv: Sequence[str] | None = None) -> tuple[Config, list[str]]:
     """As :func:`load`, and the keys of the flags on the command line."""
     parser = cli.parser(Config, "cocor-train", _DESCRIPTION, GROUPS, _NOTES | _method_notes())
     flags, file = cli.read_flags(Config, parser, sys.argv[1:] if argv is None else argv)
-    values = flags if file is None else cli.read_yaml(Config, file) | flags
+    values = flags if file is None else read_yaml(Config, file) | flags
     return resolve(values, name=None if file is None else file.stem), list(flags)
 
 
@@ -86,9 +88,9 @@ def _method_notes() -> dict[str, str]:
     plain, keys = Config(), dict.fromkeys(key for values in METHOD_DEFAULTS.values() for key in values)
     return {
         key: "; ".join(
-            [f"default: {cli.shown(getattr(plain, key))}"]
+            [f"default: {shown(getattr(plain, key))}"]
             + [
-                f"{method}: {cli.shown(values[key])}"
+                f"{method}: {shown(values[key])}"
                 for method, values in METHOD_DEFAULTS.items()
                 if values.get(key, getattr(plain, key)) != getattr(plain, key)
             ]
