@@ -4,6 +4,9 @@ matplotlib is an extra (``pip install matplotlib``) and loads only when somethin
 """
 
 import importlib.util
+import logging
+import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +18,15 @@ from loaders.names import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 WIDTH, _HEIGHT, _DPI = 4.8, 3.8, 110
+_LEGEND, _TITLE = 36, 9  # characters in a line of a legend, and of a title for every inch of its panel
+# Fonts for what matplotlib's own lacks, above all Chinese, Japanese and Korean: those that are installed are asked.
+_FONTS = ("Noto Sans CJK JP", "Noto Sans CJK SC", "Source Han Sans", "WenQuanYi Zen Hei", "Droid Sans Fallback",
+          "IPAexGothic", "Hiragino Sans", "PingFang SC", "Yu Gothic", "Microsoft YaHei", "Malgun Gothic",
+          "Arial Unicode MS", "Unifont")  # fmt: skip
+_log = logging.getLogger(__name__)
 
 
 def check_picture(path: Path) -> None:
@@ -41,6 +51,7 @@ def panels(path: Path, count: int, columns: int | None = None, width: float = WI
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    matplotlib.rcParams["font.family"] = ["DejaVu Sans", *_installed()]
     columns = min(columns or count, count)
     rows = -(-count // columns)
     figure, axes = plt.subplots(
@@ -54,10 +65,36 @@ def panels(path: Path, count: int, columns: int | None = None, width: float = WI
             place.grid(alpha=0.3)
             place.spines[["top", "right"]].set_visible(False)
         yield flat[:count]
+        for place in flat[:count]:
+            place.set_title(wrapped(place.get_title(), round(_TITLE * width)))
         with atomic.replacing(path) as temporary:
-            figure.savefig(temporary, dpi=_DPI, format=path.suffix[1:])
+            _save(figure, temporary, path)
     finally:
         plt.close(figure)
+
+
+def _installed() -> list[str]:
+    from matplotlib.font_manager import fontManager
+
+    names = set(fontManager.get_font_names())
+    return [font for font in _FONTS if font in names]
+
+
+def _save(figure: "Figure", temporary: Path, path: Path) -> None:
+    """One warning for all characters that no font has, where matplotlib gives one for each and for each drawing."""
+    with warnings.catch_warnings(record=True) as told:
+        figure.savefig(temporary, dpi=_DPI, format=path.suffix[1:])
+    lacking: dict[str, None] = {}
+    for one in told:
+        glyph = re.match(r"Glyph (\d+)", str(one.message))
+        if glyph:
+            lacking[chr(int(glyph[1]))] = None
+        else:
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+    if lacking:
+        some = printable("".join(lacking)[:20])
+        _log.warning(f"{path}: boxes stand for {len(lacking)} characters of its names ({some}) that no font here has; "
+                     "install one that has them, such as Noto Sans CJK")  # fmt: skip
 
 
 def shown(name: str) -> str:
@@ -67,7 +104,21 @@ def shown(name: str) -> str:
     return f" {text}" if text.startswith("_") else text
 
 
+def wrapped(text: str, most: int) -> str:
+    """``text`` in lines of at most ``most`` characters, broken after a mark between words where there is one."""
+    lines, rest = [], text
+    while len(rest) > most:
+        cut = 1 + max(rest.rfind(mark, 1, most) for mark in " -_/,.")
+        cut = cut if cut > most // 3 else most
+        cut -= rest[cut - 1] == "\\"  # what it makes no formula stays behind it
+        lines.append(rest[:cut].rstrip())
+        rest = rest[cut:]
+    return "\n".join([*lines, rest])
+
+
 def legend(axes: "Axes", **options: Any) -> None:
-    """A small legend, where something has a name."""
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8, framealpha=0.8, edgecolor="none", **options)
+    """A small legend, where something has a name; long names take several lines."""
+    handles, names = axes.get_legend_handles_labels()
+    if handles:
+        lines = [wrapped(name, _LEGEND) for name in names]
+        axes.legend(handles, lines, fontsize=8, framealpha=0.8, edgecolor="none", **options)

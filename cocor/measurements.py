@@ -1,0 +1,85 @@
+"""What a training run measured, read back from its metrics.jsonl.
+
+    metrics.jsonl -> one record a line, checked -> epochs of its steps, lengths of its composites
+
+A line is believed only if what is drawn of it are numbers: text in their place would give an axis of words. JSON's null
+stands for a number that was not finite; infinities and NaN that another program wrote become None as well.
+"""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from cocor.log import METRICS
+from loaders.errors import UserError
+
+Record = dict[str, Any]
+
+_NEEDED = {"train": "images_per_s", "knn": "accuracy"}  # beside step and epoch
+_SIMILARITY = re.compile(r"similarity_(\d{1,3})$", re.ASCII)
+_NUMBER = re.compile(r"(loss|\w+_loss|lr|images_per_s|accuracy|data_wait_share|(similarity|target)_\d{1,3})$", re.ASCII)
+_MOST = 2**53
+
+
+def read_run(path: Path) -> list[Record]:
+    """The records of a run's metrics.jsonl; a last line that a running process has half written is left out.
+
+    Raises:
+        UserError: there are none, or one is damaged.
+    """
+    file = path if path.name == METRICS else path / METRICS
+    try:
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}; name the folder of a run") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{file}: not a text file; name the folder of a run") from None
+    told = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    records = []
+    for number, line in told:
+        try:
+            records.append(_record(line))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            if number != told[-1][0]:
+                raise UserError(f"{file}:{number}: not a measurement in JSON") from None
+    if not any(record["kind"] in _NEEDED for record in records):
+        raise UserError(f"{file}: has no measurements yet")
+    return records
+
+
+def _record(line: str) -> Record:
+    record = json.loads(line)
+    kind = record["kind"]
+    if not isinstance(kind, str):
+        raise TypeError("kind")
+    if kind not in _NEEDED:
+        return record
+    for key in ("step", "epoch"):
+        if type(record[key]) is not int or not 0 <= record[key] <= _MOST:
+            raise ValueError(key)
+    found = {key: _number(value) if _NUMBER.match(key) else value for key, value in record.items()}
+    if found[_NEEDED[kind]] is None and kind == "knn":
+        raise ValueError("no measurement")
+    return found
+
+
+def _number(value: object) -> float | None:
+    if value is not None and type(value) not in (int, float):
+        raise TypeError("no number")
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def epochs_of(records: list[Record]) -> list[float]:
+    """Fractional epochs of training records, from their steps and the steps of an epoch."""
+    counts = [r["step"] / r["epoch"] for r in records if r["kind"] == "knn" and r["epoch"] and r["step"]]
+    train = [r for r in records if r["kind"] == "train"]
+    per_epoch = counts[-1] if counts else train[-1]["step"] / (train[-1]["epoch"] + 1) if train else 1
+    return [r["step"] / (per_epoch or 1) for r in train]
+
+
+def lengths_of(records: list[Record]) -> list[int]:
+    """The composite lengths that a run measured; none for a plain method."""
+    keys = {key for record in records if record["kind"] == "train" for key in record}
+    return sorted(int(found[1]) for found in map(_SIMILARITY.match, keys) if found)
