@@ -31,8 +31,6 @@ from typing import Any, get_args
 import torch
 
 from cocor import atomic, config, configure, launch, panels
-from cocor.arguments import positive, whole
-from cocor.cli import Parser
 from cocor.data import held_out_images
 from cocor.eval.datasets import open_splits
 from common import machine_line, write_json
@@ -40,6 +38,7 @@ from evidence_flags import shared_flags
 from evidence_report import Row, draw, measured, table
 from evidence_runs import Crew, Training
 from evidence_studies import STUDIES, Flags, Variant
+from loaders.arguments import Parser, not_negative, positive
 from loaders.errors import UserError
 from loaders.names import available_cores
 from loaders.prep.demo import DEMO, or_demo
@@ -52,10 +51,10 @@ _CURVE = 20  # points of an accuracy curve
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    return launch.command("evidence.py", lambda: _study(_parser().parse_args(given), given))
+    return launch.command("evidence.py", lambda: _study(_parser().parse_all(given), given))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser("evidence.py", description="Run a study of CoCor and report it.", allow_abbrev=False)
     parser.add_argument("--study", required=True, choices=[*STUDIES, "methods"], help="what is compared")
     parser.add_argument("--data", type=Path, required=True, help="training images: class folders or a .beton file")
@@ -63,14 +62,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--linear", type=Path, metavar="DIR", help="also linear probes on DIR: train and test images")
     methods = get_args(config.Method)
     parser.add_argument("--methods", nargs="+", choices=methods, help="default: moco simsiam; for `methods` all five")
-    parser.add_argument("--seeds", type=whole, nargs="+", default=[0, 1], help="default: 0 1")
+    parser.add_argument("--seeds", type=not_negative, nargs="+", default=[0, 1], help="default: 0 1")
     parser.add_argument("--epochs", type=positive, default=100, help="default: 100")
     parser.add_argument("--jobs", type=positive, default=1, help="runs at a time; they share the GPUs (default: 1)")
     parser.add_argument("--output", type=Path, default=Path("runs/evidence"), help="default: runs/evidence")
     parser.add_argument("--configs", default=_CONFIGS, metavar="FILE", help="default: configs/cifar10_{method}.yaml")
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="only variants with one of these")
     parser.add_argument("--minutes", type=float, help="stop after so long; the same command goes on from there")
-    parser.add_argument("--gpus", type=whole, help="GPUs to spread the runs over (default: all; 0: the CPU)")
+    parser.add_argument("--gpus", type=not_negative, help="GPUs to spread the runs over (default: all; 0: the CPU)")
     parser.add_argument(
         "--report-only", action="store_true", help="train nothing, report what has been measured so far"
     )

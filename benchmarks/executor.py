@@ -15,6 +15,7 @@ the repeats of both sides alternate. Per core means with a single thread, in PyT
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,8 +27,9 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
-from cocor.arguments import positive, whole, writable
+from cocor.launch import command
 from common import Column, describe_machine, header, machine_line, row, write_json
+from loaders.arguments import Parser, not_negative, positive, writable
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
 from loaders.kernels import pillow
 from loaders.kernels.cpu import CpuExecutor
@@ -131,13 +133,13 @@ def measure(work: Work, repeats: int) -> dict[str, Any]:
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line (default: this process's), parsed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=positive, default=64, help="photographs (default 64)")
     parser.add_argument("--size", type=positive, default=224, help="pixels a side of a crop (default 224)")
     parser.add_argument("--repeats", type=positive, default=5, help="runs of each side (default 5)")
-    parser.add_argument("--seed", type=whole, default=0, help="of the plan (default 0)")
+    parser.add_argument("--seed", type=not_negative, default=0, help="of the plan (default 0)")
     parser.add_argument("--json", type=writable, help="write the figures here too")
-    return parser.parse_args(argv)
+    return parser.parse_all(argv)
 
 
 def main() -> None:
@@ -169,4 +171,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command("executor.py", main))

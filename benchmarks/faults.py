@@ -10,7 +10,6 @@ if a sample was lost or repeated or a weight differs, and at once if something h
 should.
 """
 
-import argparse
 import importlib.util
 import multiprocessing
 import os
@@ -29,10 +28,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import fault_runs as runs
-from cocor.arguments import positive, whole
+from cocor.launch import command
 from common import describe_machine, machine_line
 from fault_acts import FAULTS, Fault, expect, kill, kill_everything, kill_rank
 from fault_runs import Broken, Lane, Start, wait_until
+from loaders.arguments import Parser, not_negative, positive
 from loaders.prep.convert import convert
 from loaders.prep.encode import Settings
 from loaders.prep.sources import open_source
@@ -217,14 +217,14 @@ def make_lanes(place: Path, disk: Path | None, wanted: Sequence[str]) -> list[La
     return [lane for lane in lanes if lane.name in wanted]
 
 
-def main() -> int:
+def main() -> None:
     """Run the rounds; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = Parser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--rounds", type=positive, default=100)
     names = list(FAULTS)
     parser.add_argument("--lanes", nargs="+", choices=names, default=names, metavar="LANE", help=", ".join(names))
-    parser.add_argument("--seed", type=whole, default=0)
-    options = parser.parse_args()
+    parser.add_argument("--seed", type=not_negative, default=0)
+    options = parser.parse_all()
     print(machine_line(describe_machine()), flush=True)
     begin, total = time.monotonic(), Account()
     with ExitStack() as stack:
@@ -240,8 +240,9 @@ def main() -> int:
         pool = stack.enter_context(ProcessPoolExecutor(len(jobs), multiprocessing.get_context("fork")))
         for account in pool.map(work, jobs, counts, range(options.seed, options.seed + len(jobs))):
             total.add(account)
-    return 0 if total.report(time.monotonic() - begin) else 1
+    if not total.report(time.monotonic() - begin):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command("faults.py", main))

@@ -13,6 +13,7 @@ is threads a block x threads resident on a multiprocessor (more leave fewer regi
 import argparse
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cocor.arguments import positive, writable
+from cocor.launch import command
 from common import Column, describe_machine, header, machine_line, row, write_json
+from loaders.arguments import Parser, positive, writable
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
 from loaders.kernels import cuda
 from loaders.kernels.cpu import CpuExecutor
@@ -230,7 +232,7 @@ def cases(options: argparse.Namespace) -> list[Case]:
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line (default: this process's), parsed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=lambda text: [positive(n) for n in text.split(",")], default=[64, 256])
     parser.add_argument("--size", type=positive, default=224)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
@@ -241,7 +243,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--once", action="store_true", help="launch every case once, for a profiler")
     parser.add_argument("--json", type=writable)
-    return parser.parse_args(argv)
+    return parser.parse_all(argv)
 
 
 def main() -> None:
@@ -275,4 +277,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command("kernel.py", main))

@@ -9,7 +9,6 @@ same boxes, flips and programs) by what programs make of that; both are in grey 
 original differs by more than the bounds below.
 """
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Generator
@@ -20,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cocor.arguments import positive
+from cocor.launch import command
+from loaders.arguments import Parser, positive
 from loaders.batch import IMAGENET_STD, Batch
 from loaders.dataset import ImageDataset, open_folder
 from loaders.open import LoaderName, open_loader
@@ -35,13 +35,13 @@ _BOUNDS: dict[LoaderName, float] = {"torch": 0.0, "dali": 0.5, "ffcv": 0.5}  # m
 _EPOCH, _SEED = 2, 1
 
 
-def main() -> int:
+def main() -> None:
     """Print a line for every loader and number of ranks; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = Parser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--data", type=Path, required=True, help="class folders of images")
     parser.add_argument("--batch-size", type=positive, default=64)
     parser.add_argument("--image-size", type=positive, default=224)
-    options = parser.parse_args()
+    options = parser.parse_all()
     plan = ViewPlan(options.image_size, _SEED)
     with tempfile.TemporaryDirectory() as place:
         path = Path(place, "x.beton")
@@ -59,7 +59,6 @@ def main() -> int:
                 raise SystemExit(f"{world} ranks: an epoch does not show every image once")
             for name, found in differences.items():
                 report(world, name, torch.cat(found).numpy())
-    return 0
 
 
 def compare(
@@ -112,4 +111,4 @@ def report(world: int, name: LoaderName, differences: np.ndarray) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command("prep_agreement.py", main))

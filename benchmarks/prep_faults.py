@@ -8,7 +8,6 @@ appeared unless the conversion had finished, that a torn file is refused, and, n
 succeeds. Exits with 1 at the first violation.
 """
 
-import argparse
 import os
 import random
 import signal
@@ -23,7 +22,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from cocor.arguments import positive, whole
+from cocor.launch import command
+from loaders.arguments import Parser, not_negative, positive
 from loaders.beton import open_beton
 from loaders.errors import UserError
 
@@ -31,13 +31,13 @@ _PATIENCE = 20.0  # seconds until a process counts as hanging
 _TIDY_EVERY = 10  # rounds between two complete runs
 
 
-def main() -> int:
+def main() -> None:
     """Run the rounds; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = Parser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--rounds", type=positive, default=200)
     parser.add_argument("--images", type=positive, default=200)
-    parser.add_argument("--seed", type=whole, default=0)
-    options = parser.parse_args()
+    parser.add_argument("--seed", type=not_negative, default=0)
+    options = parser.parse_all()
     rng = random.Random(options.seed)
     outcomes: Counter[str] = Counter()
     slowest = 0.0
@@ -64,7 +64,6 @@ def main() -> int:
     print(f"{left} new names in /dev/shm, from anything on this machine")
     for outcome, count in sorted(outcomes.items()):
         print(f"  {count:4d} {outcome}")
-    return 0
 
 
 def make_images(folder: Path, count: int) -> None:
@@ -76,7 +75,7 @@ def make_images(folder: Path, count: int) -> None:
         Image.fromarray(np.roll(noise, number, 1)).save(place / f"{number}.jpg", quality=95)
 
 
-def command(source: Path, output: Path, *more: str) -> list[str]:
+def conversion(source: Path, output: Path, *more: str) -> list[str]:
     """The conversion under test: every image is decoded, resized and encoded by two workers."""
     options = ["--workers", "2", "--shorter-side", "280", *more]
     return [sys.executable, "-m", "loaders.prep.cli", "convert", str(source), str(output), *options]
@@ -84,13 +83,13 @@ def command(source: Path, output: Path, *more: str) -> list[str]:
 
 def complete(source: Path, output: Path, *more: str) -> None:
     """A conversion that nobody disturbs."""
-    subprocess.run(command(source, output, *more), check=True, stdout=subprocess.DEVNULL, timeout=60 + _PATIENCE)
+    subprocess.run(conversion(source, output, *more), check=True, stdout=subprocess.DEVNULL, timeout=60 + _PATIENCE)
 
 
 def kill_one(rng: random.Random, source: Path, output: Path, victim: str, delay: float) -> tuple[int, float]:
     """Start a conversion and kill ``victim`` after ``delay`` seconds; exit code, and seconds until all had ended."""
     process = subprocess.Popen(
-        command(source, output), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+        conversion(source, output), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
     )
     time.sleep(delay)
     start = time.monotonic()
@@ -153,4 +152,4 @@ def workers_of(parent: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command("prep_faults.py", main))

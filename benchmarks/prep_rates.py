@@ -9,9 +9,9 @@ a second of CPU time, of all processes together, relative to the loop: it says w
 the cores.
 """
 
-import argparse
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,7 +20,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from cocor.arguments import positive
+from cocor.launch import command
+from loaders.arguments import Parser, positive
 from loaders.errors import UserError
 from loaders.names import available_cores
 from loaders.prep.convert import Target, convert
@@ -32,12 +33,12 @@ from loaders.writable import check_folder
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = Parser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--data", type=Path, required=True, help="class folders of images")
     parser.add_argument("--shorter-side", type=positive, default=256)
     parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--work", type=Path, help="where to write (default: beside the data)")
-    options = parser.parse_args()
+    options = parser.parse_all()
     work = options.work or options.data.parent
     try:
         check_folder("--work", work)
@@ -101,4 +102,4 @@ def pillow_loop(source: Source, root: Path, side: int | None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command("prep_rates.py", main))

@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 
 from cocor import atomic
-from cocor.arguments import above_zero, positive, writable
 from cocor.eval.features import Features
 from cocor.eval.linear import PENALTIES, linear_probe
 from cocor.eval.peer import against_sklearn
 from cocor.eval.softmax import SoftmaxRegression
 from cocor.launch import command
+from loaders.arguments import Parser, above_zero, positive, writable
 from loaders.errors import UserError
 
 
@@ -40,14 +40,14 @@ def draw(images: int, dimensions: int, classes: int, seed: int) -> Features:
 
 
 def run(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=positive, default=50_000)
     parser.add_argument("--dimensions", type=positive, default=2048)
     parser.add_argument("--classes", type=positive, default=100)
     parser.add_argument("--penalty", type=above_zero, default=1.0, help="of the single fit")
     parser.add_argument("--no-sklearn", action="store_true")
     parser.add_argument("--json", type=writable, help="also write the numbers here")
-    options = parser.parse_args(argv)
+    options = parser.parse_all(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = options.images, options.dimensions, options.classes
     print(f"{size[0]:,} x {size[1]:,} features, {size[2]} classes, {_machine(device)}")

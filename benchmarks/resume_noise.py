@@ -25,8 +25,10 @@ from torch import Tensor
 
 import fault_runs as runs
 from cocor.config import Execution
+from cocor.launch import command
 from common import describe_machine, machine_line
 from fault_runs import Broken, Lane, Start, wait_until
+from loaders.arguments import Parser
 from loaders.prep.convert import convert
 from loaders.prep.encode import Settings
 from loaders.prep.sources import open_source
@@ -36,9 +38,9 @@ _SIGNAL_AFTER = runs.IMAGES // runs.BATCH + 2  # steps
 _LOADERS = ("dali", "ffcv", "torch", "synthetic")
 
 
-def main() -> int:
+def main() -> None:
     """Make the runs; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = Parser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--loaders", nargs="+", choices=_LOADERS, default=["dali", "ffcv"])
     parser.add_argument(
@@ -47,7 +49,7 @@ def main() -> int:
         default="eager",
         help="as of cocor-train; compiling takes longer than the runs",
     )
-    options = parser.parse_args()
+    options = parser.parse_all()
     print(machine_line(describe_machine()), flush=True)
     fine = True
     with tempfile.TemporaryDirectory(prefix="cocor-noise-", ignore_cleanup_errors=True) as folder:
@@ -59,7 +61,8 @@ def main() -> int:
                 good, line = False, str(error)
             fine &= good
             print(f"{lane.name:<10} {line}  ({time.monotonic() - begin:.0f} s)", flush=True)
-    return 0 if fine else 1
+    if not fine:
+        raise SystemExit(1)
 
 
 def _lanes(place: Path, options: argparse.Namespace) -> list[Lane]:
@@ -141,4 +144,4 @@ def _distance(left: dict[str, Any], right: dict[str, Any]) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command("resume_noise.py", main))

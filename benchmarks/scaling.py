@@ -24,10 +24,10 @@ from typing import Any
 import images
 import throughput
 from cells import Absent, Measured, Settings, measure
-from cocor.arguments import above_zero, positive, writable
 from cocor.launch import command
 from common import RESULTS, Column, describe_machine, device_slug, header, machine_line, row, write_json
 from images import open_images
+from loaders.arguments import Parser, above_zero, positive, writable
 from loaders.errors import UserError
 from loaders.writable import check_file
 from photographs import make_photographs
@@ -102,7 +102,7 @@ def _describe(cell: Measured, settings: Settings, single: dict[tuple[str, int], 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line (default: this process's), parsed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder of images (default: JPEG files made for the purpose)")
     parser.add_argument("--gpus", type=positive, nargs="+", help="numbers of GPUs (default: 1, 2, 4, 8 if there are)")
     parser.add_argument("--batch-sizes", type=positive, nargs="+", default=[256, 64], help="images a GPU")
@@ -114,7 +114,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--json", type=writable, metavar="FILE", help="default: benchmarks/results/scaling-<device>.json"
     )
-    return parser.parse_args(argv)
+    return parser.parse_all(argv)
 
 
 if __name__ == "__main__":

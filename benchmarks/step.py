@@ -39,7 +39,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cocor.arguments import above_zero, positive, writable
 from cocor.build import build_method, build_target
 from cocor.cli import flag
 from cocor.config import Config, Execution, labelled_batch_size
@@ -53,6 +52,7 @@ from cocor.recording import WARM_UP
 from cocor.step import TrainingStep
 from cocor.values import convert, nearest
 from common import RESULTS, Column, describe_machine, device_slug, header, machine_line, row, write_json
+from loaders.arguments import Parser, above_zero, positive, writable
 from loaders.batch import Batch
 from loaders.errors import UserError
 from loaders.writable import check_file
@@ -200,7 +200,7 @@ def _wait(device: torch.device) -> None:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description="Time the training step.")
+    parser = Parser(description="Time the training step.")
     parser.add_argument("--backbone", default="resnet50" if on_gpu else "test_resnet")
     parser.add_argument("--size", type=positive, default=224 if on_gpu else 64, help="side of the images in pixels")
     parser.add_argument("--batch-sizes", type=positive, nargs="+", default=[256, 64] if on_gpu else [16])
@@ -218,7 +218,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--json", type=writable, help="write the figures here (default on a GPU: results/step-CARD.json)"
     )
-    return parser.parse_args(argv)
+    return parser.parse_all(argv)
 
 
 def _overrides(option: str) -> dict[str, int]:

@@ -55,10 +55,10 @@ import torch
 import images
 from cells import Absent, Measured, Settings, measure
 from cocor import panels
-from cocor.arguments import above_zero, positive, share, whole, writable
 from cocor.launch import command
 from common import RESULTS, Column, describe_machine, device_slug, header, machine_line, markdown, row, write_json
 from images import open_images
+from loaders.arguments import Parser, above_zero, not_negative, positive, share, writable
 from loaders.errors import UserError
 from loaders.writable import check_file
 from photographs import make_photographs
@@ -156,12 +156,12 @@ def main() -> None:
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line (default: this process's), parsed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder of images (default: JPEG files made for the purpose)")
     parser.add_argument("--images", type=positive, help="most images to use (default: 512)")
     parser.add_argument("--loader", action="append", choices=CONTENDERS, help="only this one; may be repeated")
     parser.add_argument("--stage", action="append", choices=STAGES, help="only this one; may be repeated")
-    parser.add_argument("--gpus", type=whole, help="GPUs to use; 0 for none (default: 1 if there is one)")
+    parser.add_argument("--gpus", type=not_negative, help="GPUs to use; 0 for none (default: 1 if there is one)")
     parser.add_argument(
         "--batch-size", type=positive, help="images a batch, over all GPUs (default: 256 a GPU, 64 on CPUs)"
     )
@@ -179,7 +179,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=writable, metavar="FILE", help="write all figures to FILE, after every row")
     parser.add_argument("--save", action="store_true", help="write them to benchmarks/results/throughput-<device>.json")
     parser.add_argument("--plot", type=writable, metavar="FILE.png", help="draw samples/s (needs matplotlib)")
-    return parser.parse_args(argv)
+    return parser.parse_all(argv)
 
 
 def settings_of(options: argparse.Namespace, machine: dict[str, Any]) -> Settings:

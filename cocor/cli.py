@@ -6,15 +6,11 @@ import re
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from cocor.values import convert, nearest, shown
+from cocor.values import convert, shown
+from loaders.arguments import Parser, nearest
 from loaders.errors import UserError
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message.replace("argument ", "", 1))
 
 
 def flag(key: str) -> str:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cocor import launch
-from cocor.cli import Parser
 from cocor.versions import check_pair
+from loaders.arguments import Parser
 from loaders.errors import UserError
 from loaders.writable import check_folder
 
@@ -18,10 +18,10 @@ from loaders.writable import check_folder
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
-    return launch.command("cocor-export", lambda: _export(_parser().parse_args(given)))
+    return launch.command("cocor-export", lambda: _export(_parser().parse_all(given)))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser("cocor-export", description="Write a trained encoder for other programs.", allow_abbrev=False)
     parser.add_argument("weights", metavar="WEIGHTS", help="a run's folder, or a file of weights of any origin")
     formats = ["timm", "torchvision", "safetensors", "detectron2"]

@@ -6,14 +6,14 @@ and what is allowed.
 """
 
 import dataclasses
-import difflib
 import math
 import reprlib
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
+from loaders.arguments import nearest
 from loaders.errors import UserError
 
 _shortened = reprlib.Repr()  # a few lines of YAML can make a list that would fill all memory when written out
@@ -40,12 +40,6 @@ def check_bounds(values: Any) -> None:
                 raise UserError(f"{field.name}: {number} is too small; the least is {low}")
             if number is not None and high is not None and number > high:
                 raise UserError(f"{field.name}: {number} is too large; the most is {high}")
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """``"; did you mean X?"`` for the nearest known word, else nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def convert(key: str, value: Any, kind: Any) -> Any:

@@ -6,7 +6,8 @@ from typing import Any, get_args, get_type_hints
 
 import yaml
 
-from cocor.values import convert, nearest
+from cocor.values import convert
+from loaders.arguments import nearest
 from loaders.errors import UserError
 
 

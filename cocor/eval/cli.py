@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cocor import launch
-from cocor.arguments import above_zero, image_size, positive, seed, two_or_more, whole, workers
-from cocor.cli import Parser
 from cocor.eval.protocols import (
     KNN_K,
     KNN_TEMPERATURE,
@@ -27,6 +25,7 @@ from cocor.eval.protocols import (
     WAYS,
 )
 from cocor.versions import check_pair
+from loaders.arguments import Parser, above_zero, image_size, not_negative, positive, seed, two_or_more, workers
 from loaders.cache import user_cache
 
 _WEIGHTS = "a run's folder, a file of weights of any origin, timm:NAME or random:NAME"
@@ -35,7 +34,7 @@ _WEIGHTS = "a run's folder, a file of weights of any origin, timm:NAME or random
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
-    return launch.command("cocor-eval", lambda: _run(_parser().parse_args(given)), ranks=True)
+    return launch.command("cocor-eval", lambda: _run(_parser().parse_all(given)), ranks=True)
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -55,7 +54,7 @@ def _leave(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser("cocor-eval", description="Evaluate the frozen features of an encoder.", allow_abbrev=False)
     add = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
 
@@ -88,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         "--shots", type=positive, nargs="+", default=list(SHOTS), help=f"images a class (default {_list(SHOTS)})"
     )
     fewshot.add_argument("--seeds", type=positive, default=SHOT_SEEDS, help="draws of the shots (default 5)")
-    fewshot.add_argument("--tasks", type=whole, default=TASKS, help="N-way tasks; 0: none (default 2000)")
+    fewshot.add_argument("--tasks", type=not_negative, default=TASKS, help="N-way tasks; 0: none (default 2000)")
     fewshot.add_argument("--ways", type=two_or_more, default=WAYS, help="classes of a task (default 5)")
     fewshot.add_argument(
         "--metric", choices=["top1", "class-mean"], help="chooses the penalty (default: the protocol's)"

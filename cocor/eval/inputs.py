@@ -11,7 +11,7 @@ from cocor.eval.datasets import Splits, open_named, open_splits
 from cocor.eval.features import Extraction, Features, features_of, features_of_two
 from cocor.eval.protocols import PROTOCOLS, TRANSFER, VIEWS
 from cocor.eval.weights import Encoder, load_encoder
-from cocor.values import nearest
+from loaders.arguments import nearest
 from loaders.beton import is_beton
 from loaders.dataset import ImageDataset
 from loaders.errors import UserError

@@ -12,11 +12,11 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+from loaders.arguments import Parser, fraction, seed, whole
 from loaders.beton import LARGEST_SIDE, is_beton
 from loaders.decode import MAX_PIXELS
 from loaders.errors import UserError
 from loaders.names import print_everything, printable
-from loaders.prep.arguments import Parser, fraction, whole
 from loaders.prep.output import refuse_existing, refuse_overlap
 from loaders.prep.source import Source
 from loaders.prep.sources import open_source
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_everything()
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary files are removed
     try:
-        options = _parser().parse_all(sys.argv[1:] if arguments is None else arguments)
+        options = _parser().parse_all(arguments)
         return int(options.run(options))
     except UserError as mistake:
         print(f"cocor-prep: {mistake}", file=sys.stderr)
@@ -85,9 +85,7 @@ def _parser() -> Parser:
     labels.add_argument(
         "--fraction", type=fraction, default=0.01, help="of every class, at least one image (default 0.01)"
     )
-    labels.add_argument(
-        "--seed", type=whole(0, (1 << 63) - 1), default=0, help="another seed chooses other images (default 0)"
-    )
+    labels.add_argument("--seed", type=seed, default=0, help="another seed chooses other images (default 0)")
     labels.add_argument("--output", type=Path, metavar="FILE", help="the text file to write")
     labels.add_argument("--check", type=Path, metavar="FILE", help="hold an existing list against the data instead")
     _output_arguments(labels, workers=False)

@@ -1,0 +1,116 @@
+"""Arguments of commands, whose every mistake is one line: an unknown flag names the nearest, a number its bounds."""
+
+import argparse
+import difflib
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from loaders.errors import UserError
+from loaders.names import printable
+from loaders.writable import check_file
+
+_MOST = 2**31 - 1
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises :class:`UserError` where argparse would print its usage and leave."""
+
+    def error(self, message: str) -> NoReturn:
+        message = message.removeprefix("argument ")
+        choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message, re.DOTALL)
+        if choice:
+            known = re.findall(r"[\w-]+", choice[2])
+            message = (
+                f"{message[: choice.start()]}{choice[1]} is not one of {', '.join(known)}{nearest(choice[1], known)}"
+            )
+        raise UserError(f"{printable(message)} ({self.prog} --help shows all)")
+
+    def parse_all(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+        """Parse ``arguments`` (default: this process's), the first of which names the command where there are several.
+        A misspelt flag is told before what is missing."""
+        arguments = sys.argv[1:] if arguments is None else arguments
+        choices = next((a.choices for a in self._actions if isinstance(a, argparse._SubParsersAction)), None)
+        command = self if choices is None else choices.get(arguments[0]) if arguments else None
+        if command is None:
+            return self.parse_args(arguments)
+        known = [flag for action in command._actions for flag in action.option_strings]
+        for word in arguments:
+            flag = word.partition("=")[0]
+            if word == "--":
+                break
+            if word.startswith("--") and flag not in known:
+                command.error(f"unknown flag {flag}{nearest(flag, known)}")
+        options, rest = self.parse_known_args(arguments)
+        if rest:
+            command.error(f"unexpected argument {rest[0]}{nearest(rest[0], known)}")
+        return options
+
+
+def nearest(word: str, known: Iterable[Any]) -> str:
+    """``"; did you mean X?"`` for the nearest known word, else nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def whole(low: int, high: int = _MOST) -> Callable[[str], int]:
+    """The type of a flag: a whole number from ``low`` to ``high``."""
+    bounds = f"at least {low:,}" if high == _MOST else f"{low:,} to {high:,}"
+
+    def convert(text: str) -> int:
+        if not re.fullmatch(r"\s*[+-]?[0-9]{1,30}\s*", text):
+            raise argparse.ArgumentTypeError(f"{text[:100]} is not a whole number, {bounds}")
+        value = int(text)
+        if value > high:
+            raise argparse.ArgumentTypeError(f"{text} must be at most {high:,}")
+        if value < low:
+            raise argparse.ArgumentTypeError(f"{text} must be {bounds}")
+        return value
+
+    return convert
+
+
+not_negative, positive, two_or_more = whole(0), whole(1), whole(2)
+seed = whole(0, 2**63 - 1)  # what random generators take
+workers = whole(0, 1024)  # processes or threads; 0 leaves the number to the machine
+image_size = whole(1, 4096)  # pixels a side; those of larger images would fill all memory
+
+
+def fraction(text: str) -> float:
+    """The type of a flag: a number above 0 and at most 1."""
+    return _between(text, 0 < (value := _number(text)) <= 1, value, "above 0 and at most 1, such as 0.01")
+
+
+def share(text: str) -> float:
+    """The type of a flag: a number from 0 to 1."""
+    return _between(text, 0 <= (value := _number(text)) <= 1, value, "from 0 to 1")
+
+
+def above_zero(text: str) -> float:
+    """The type of a flag: a finite number above 0."""
+    return _between(text, 0 < (value := _number(text)) < math.inf, value, "above 0")
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _between(text: str, fits: bool, value: float, bounds: str) -> float:
+    if not fits:
+        raise argparse.ArgumentTypeError(f"{text[:100]} must be a number {bounds}")
+    return value
+
+
+def writable(text: str) -> Path:
+    """The type of a flag: a file that can be written; it is written much later."""
+    try:
+        check_file("", Path(text))
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error).strip()) from None
+    return Path(text)
