@@ -1,8 +1,11 @@
 """Weights of every origin give the same features; half-fitting or unsafe files are refused in one line."""
 
 import argparse
+import sys
+import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import timm
@@ -74,6 +77,25 @@ LAYOUTS = {
     "lightly": lambda s: {"state_dict": prefixed(numbered(s), "backbone.") | {"projection_head.0.weight": NOISE}},
     "augself": lambda s: {"backbone": s, "projector": {"0.weight": NOISE}},
     "compiled": lambda s: prefixed(s, "_orig_mod.module."),
+    "sharded": lambda s: {
+        k.replace("layer1.0.", "layer1.0._checkpoint_wrapped_module."): v
+        for k, v in prefixed(s, "_fsdp_wrapped_module.").items()
+    },
+    "submodule": lambda s: prefixed(s, "my_submodule."),
+    "numpy": lambda s: {k: v.numpy() for k, v in s.items()},
+    "moco-in-a-module": lambda s: {
+        "state_dict": prefixed(s, "model.encoder_q.") | prefixed(other(s), "model.encoder_k.") | {"loss.weight": NOISE}
+    },
+    "solo-learn-in-a-module": lambda s: prefixed(s, "learner.backbone.")
+    | prefixed(other(s), "learner.momentum_backbone."),
+    "byol-in-a-module": lambda s: prefixed(s, "learner.net.") | prefixed(s, "learner.online_encoder.net.")
+    | prefixed(other(s), "learner.target_encoder.net."),
+    "byol-of-two-dicts": lambda s: {
+        "online_network_state_dict": prefixed(numbered(s), "encoder.") | {"projetion.net.0.weight": NOISE},
+        "target_network_state_dict": prefixed(other(numbered(s)), "encoder."), "optimizer_state_dict": {"state": {}},
+    },
+    "openselfsup-moco": lambda s: prefixed(s, "encoder_q.0.") | prefixed(other(s), "encoder_k.0."),
+    "openselfsup-byol": lambda s: prefixed(s, "online_net.0.") | prefixed(other(s), "target_net.module.0."),
 }  # fmt: skip
 
 
@@ -86,7 +108,9 @@ def test_every_layout_gives_the_same_encoder(layout: str, reference: nn.Module, 
     assert not any(part.training for part in encoder.backbone.modules())
 
 
-@pytest.mark.parametrize("layout", ["moco", "byol", "solo-learn"])
+@pytest.mark.parametrize("layout", ["moco", "byol", "solo-learn", "moco-in-a-module", "solo-learn-in-a-module",
+                                    "byol-in-a-module", "byol-of-two-dicts", "openselfsup-moco",
+                                    "openselfsup-byol"])  # fmt: skip
 def test_the_moving_average_is_another_encoder(layout: str, reference: nn.Module, tmp_path: Path) -> None:
     torch.save(LAYOUTS[layout](dict(reference.state_dict())), tmp_path / "weights.pth")
     average = load_encoder(tmp_path / "weights.pth", which="ema")
@@ -145,6 +169,10 @@ def test_of_two_encoders_below_unknown_prefixes_none_is_guessed(reference: nn.Mo
     state, file = dict(reference.state_dict()), tmp_path / "w.pth"
     torch.save(prefixed(state, "student.net.") | prefixed(other(state), "teacher.net."), file)
     with pytest.raises(UserError, match=r"below 'student.net.' and 'teacher.net.'; save one of them to a file"):
+        load_encoder(file)
+    three = prefixed(state, "a.encoder_q.") | prefixed(other(state), "a.encoder_k.") | prefixed(HEAD, "a.x.")
+    torch.save(three | prefixed(other(other(state)), "a.third."), file)  # a known pair, and another
+    with pytest.raises(UserError, match=r"lie below 'a.third.' and 'a.encoder_k.' and 'a.encoder_q.'"):
         load_encoder(file)
     torch.save(prefixed(state, "trunk.") | prefixed(state, "whole.trunk."), file)  # one encoder under two names
     assert load_encoder(file).digest == digest(reference)
@@ -212,6 +240,29 @@ def test_weights_of_another_shape_or_without_value_are_named(reference: nn.Modul
 class Harmful:
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return print, ("code ran",)
+
+
+def test_what_lies_beside_the_weights_is_not_needed(reference: nn.Module, tmp_path: Path) -> None:
+    """numpy's random state, paths, and objects of a package that is not installed."""
+    package = types.ModuleType("mmengine")
+
+    class HistoryBuffer:
+        pass
+
+    HistoryBuffer.__module__, HistoryBuffer.__qualname__ = "mmengine", "HistoryBuffer"
+    package.HistoryBuffer = HistoryBuffer  # type: ignore[attr-defined]
+    beside = {
+        "rng": np.random.get_state(),
+        "path": tmp_path,
+        "seen": {1},
+        "history": np.zeros(3),
+        "best": np.float64(3),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "mmengine", package)
+        torch.save({"state_dict": dict(reference.state_dict()), "hub": HistoryBuffer(), **beside}, tmp_path / "w.pth")
+    assert load_encoder(tmp_path / "w.pth").digest == digest(reference)
+    assert "mmengine" not in sys.modules
 
 
 def test_unsafe_missing_and_foreign_files_are_refused(

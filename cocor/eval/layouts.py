@@ -8,7 +8,8 @@ does that leads to one, if it is the only one: nothing is guessed between a stud
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +21,15 @@ from loaders.errors import UserError
 # (prefix, origin) of the trained encoder, and of its moving average. Names come without "module." and "_orig_mod.".
 _ONLINE = (
     ("encoder_q.", "MoCo"),
+    ("encoder_q.0.", "OpenSelfSup"),
     ("online_encoder.net.", "BYOL"),
     ("online_encoder.encoder.", "BYOL"),
     ("online_encoder.", "BYOL"),
     ("online_network.encoder.", "BYOL"),
     ("online_network.", "BYOL"),
+    ("online_network_state_dict.encoder.", "BYOL"),
+    ("online_net.0.", "OpenSelfSup"),
+    ("online_net.", "BYOL"),
     ("student_backbone.", "lightly"),
     ("student.backbone.", "DINO"),
     ("backbone.", "cocor, solo-learn, lightly, INTL or AugSelf"),
@@ -37,11 +42,15 @@ _ONLINE = (
 )
 _EMA = (
     ("encoder_k.", "MoCo"),
+    ("encoder_k.0.", "OpenSelfSup"),
     ("key_backbone.", "cocor"),
     ("target_encoder.net.", "BYOL"),
     ("target_encoder.", "BYOL"),
     ("target_network.encoder.", "BYOL"),
     ("target_network.", "BYOL"),
+    ("target_network_state_dict.encoder.", "BYOL"),
+    ("target_net.0.", "OpenSelfSup"),
+    ("target_net.", "BYOL"),
     ("momentum_backbone.", "solo-learn"),
     ("momentum_encoder.", "solo-learn or MoCo v3"),
     ("backbone_momentum.", "lightly"),
@@ -127,8 +136,13 @@ def recognise(file: WeightFile, which: Which, named: Named, models: Models) -> L
     known = next(_known(file, which, named), None)
     if known is not None and _matches(known, named, models).whole:
         return known
-    others = _elsewhere(file, named) if which == "online" or file.averaged else []
+    others = _elsewhere(file, named)
     whole = _distinct(layout for layout in others if _matches(layout, named, models).whole)
+    inside = _within(whole, which)
+    if known is None and inside is not None:
+        return inside
+    if which == "ema" and not file.averaged:
+        others = whole = []
     averages = [layout for layout in whole if layout.prefix in dict(_EMA)]
     if len(whole) == 1 and not averages:
         return whole[0]
@@ -144,6 +158,21 @@ def recognise(file: WeightFile, which: Which, named: Named, models: Models) -> L
     if known is None:
         raise _no_encoder(file, which)
     return known
+
+
+def _within(whole: list[Layout], which: Which) -> Layout | None:
+    """Of several encoders, the wanted one of a known program that lies within a wrapper, as in ``model.encoder_q.`` and
+    ``model.encoder_k.``: one is trained, and all others are averages."""
+    parts = [layout.prefix.split(".") for layout in whole]
+    shared = takewhile(lambda names: len(set(names)) == 1, zip(*parts, strict=False))
+    common = "".join(f"{names[0]}." for names in shared)
+    inner = {layout.prefix.removeprefix(common): layout for layout in whole}
+    online, averages = (sorted(inner.keys() & dict(table)) for table in (_ONLINE, _EMA))
+    if len(online) != 1 or not averages or len(whole) != 1 + len(averages):
+        return None
+    wanted = online if which == "online" else averages
+    origin = dict(_ONLINE if which == "online" else _EMA)[wanted[0]]
+    return replace(inner[wanted[0]], origin=origin) if len(wanted) == 1 else None
 
 
 def _no_encoder(file: WeightFile, which: Which) -> UserError:

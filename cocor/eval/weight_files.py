@@ -1,11 +1,14 @@
 """Tensors out of a weight file of any origin, without running code that the file may hold.
 
 ``.safetensors`` files and everything that ``torch.load(weights_only=True)`` opens: tensors, numbers, text, containers,
-and ``argparse.Namespace`` and numpy scalars, which SupCon's and Lightning's checkpoints hold and which are harmless.
+and what SupCon's, Lightning's and other checkpoints hold and is harmless: ``argparse.Namespace``, numpy's numbers and
+arrays. Objects that do nothing take the places of paths and of what some packages keep beside the weights, such as
+configurations, so these packages need not be installed.
 Nested dicts (``state_dict``, ``model``, ``training.method``, AugSelf's ``backbone``) become one flat dict of names.
 """
 
 import argparse
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +29,11 @@ Which = Literal["online", "ema"]
 _ONLINE = ("state_dict", "model", "model_state_dict", "model_state", "network", "net")
 _EMA = ("state_dict_ema", "model_ema", "ema", "ema_state_dict")
 _HINTS = ("architecture", "stem", "image_size")
-_WRAPPERS = ("_orig_mod.", "module.")
+_WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+# Packages whose objects lie beside weights; nothing of them is imported, called or needed.
+_BESIDE = re.compile(r"(pathlib|collections|datetime|enum|omegaconf|mmengine|mmcv|yacs|addict|easydict|lightning"
+                     r"|pytorch_lightning|lightning_fabric|classy_vision|vissl|solo|lightly)\.")  # fmt: skip
+_NUMPY_KINDS = "?bBhHiIlLqQefd"
 _LFS = b"version https://git-lfs.github.com/"
 
 
@@ -58,7 +65,7 @@ def read_weights(path: Path, which: Which = "online") -> WeightFile:
     if not isinstance(content, Mapping):
         raise UserError(f"{path}: holds a {type(content).__name__}, not weights by name; save model.state_dict()")
     part, averaged = _weights_of(content, which)
-    tensors = _flat(part)
+    tensors = _flat(part) or _flat(_from_numpy(part))
     if not tensors:
         raise UserError(f"{path}: holds no weights; its keys are {', '.join(map(str, list(content)[:8])) or 'none'}")
     return WeightFile(path, {_unwrapped(name): value for name, value in tensors.items()}, _hints(content), averaged)
@@ -85,12 +92,14 @@ def _read_safetensors(path: Path) -> WeightFile:
 
 
 def _read_pickle(path: Path) -> Any:
-    harmless: list[Any] = [argparse.Namespace, np.dtype, *{type(np.dtype(kind)) for kind in "fdilq?"}]
-    harmless += [(np.float64(0).__reduce__()[0], f"numpy.{part}.multiarray.scalar") for part in ("core", "_core")]
+    harmless: list[Any] = [argparse.Namespace, np.ndarray, np.dtype, *{type(np.dtype(kind)) for kind in _NUMPY_KINDS}]
+    for part in ("core", "_core"):
+        harmless.append((np.float64(0).__reduce__()[0], f"numpy.{part}.multiarray.scalar"))
+        harmless.append((np.zeros(1).__reduce__()[0], f"numpy.{part}.multiarray._reconstruct"))
     try:
         if is_compressed(path):
             raise ValueError("it is compressed, which torch's files never are")
-        with torch.serialization.safe_globals(harmless):
+        with torch.serialization.safe_globals(harmless + _stand_ins(path, harmless)):
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a broken file can fail anywhere in zip, pickle or torch
         text = str(error)
@@ -104,6 +113,25 @@ def _read_pickle(path: Path) -> Any:
             ) from None
         reason = f"{type(error).__name__}: {text.splitlines()[0][:160]}" if text else type(error).__name__
         raise UserError(f"{path}: damaged, or no file of weights ({reason})") from None
+
+
+class _StandIn:
+    """Takes whatever a pickle gives to the object in whose place it is."""
+
+    def __init__(self, *arguments: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
+def _stand_ins(path: Path, harmless: list[Any]) -> list[Any]:
+    try:
+        with torch.serialization.safe_globals(harmless):
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception:  # a broken file, or one of the oldest format: loading it will tell
+        return []
+    return [(_StandIn, name) for name in names if _BESIDE.match(name)]
 
 
 def _tensors_of(culprit: str) -> str:
@@ -139,10 +167,13 @@ def _flat(part: Mapping[Any, Any], prefix: str = "") -> dict[str, Tensor]:
     return found
 
 
+def _from_numpy(part: Mapping[Any, Any]) -> dict[Any, Tensor]:
+    numbers = {key: value for key, value in part.items() if isinstance(value, np.ndarray) and value.dtype.kind in "fi"}
+    return {key: torch.from_numpy(value.copy()) for key, value in numbers.items()}
+
+
 def _unwrapped(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _hints(content: Mapping[Any, Any]) -> dict[str, str]:
