@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from cocor.panels import WIDTH, panels
-from cocor.plot import epochs_of, main, read_run
+from cocor.measurements import epochs_of, read_run
+from cocor.panels import WIDTH, panels, wrapped
+from cocor.plot import main
 
 
 def write_run(folder: Path, consistent: bool = True, tail: str = "") -> Path:
@@ -41,7 +42,11 @@ def test_a_picture_is_no_wider_than_its_panels(tmp_path: Path, count: int, acros
 
 
 @pytest.mark.parametrize("line", ['{"kind": "knn"}', '{"kind": "knn", "step": 1, "epoch": 1, "accuracy": null}', "[1]",
-                                  '{"kind": "train", "step": 3}', '{"kind": ["train"]}', "7"])  # fmt: skip
+                                  '{"kind": "train", "step": 3}', '{"kind": ["train"]}', "7", "[" * 100_000,
+                                  '{"kind": "train", "step": "3", "epoch": 1, "images_per_s": 9}',
+                                  '{"kind": "train", "step": 3, "epoch": 1, "images_per_s": 9, "loss": "high"}',
+                                  '{"kind": "train", "step": 3, "epoch": 1, "images_per_s": 9, "target_1": [1]}',
+                                  '{"kind": "knn", "step": 1e400, "epoch": 1, "accuracy": 0.5}'])  # fmt: skip
 def test_a_line_that_is_no_measurement_is_named(tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run")
     measured = (run / "metrics.jsonl").read_text()
@@ -76,6 +81,53 @@ def test_runs_are_drawn_side_by_side(tmp_path: Path) -> None:
     assert epochs_of(read_run(ours))[-1] == 2.0
 
 
+def test_numbers_that_are_not_finite_leave_gaps(tmp_path: Path) -> None:
+    run, numbers = write_run(tmp_path / "run"), tmp_path / "n.json"
+    (run / "metrics.jsonl").write_text(
+        "\ufeff\n" + (run / "metrics.jsonl").read_text().replace(": 110.0", ": NaN").replace(": 120.0", ": null")
+        + '{"kind": "knn", "step": 0, "epoch": 3, "accuracy": 0.5}\n{"kind": "note"}\n', encoding="utf-8"
+    )  # fmt: skip
+    records = read_run(run)
+    assert [r["images_per_s"] for r in records if r["kind"] == "train"][:3] == [None, None, 130.0]
+    assert epochs_of(records)[-1] == 2.0
+    assert main([str(run), "--output", str(tmp_path / "p.png"), "--json", str(numbers)]) == 0
+    assert json.loads(numbers.read_text())["run"]["images_per_s"] == 165.0
+
+
+def test_an_evaluation_before_the_first_step_is_no_epoch(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "knn", "step": 0, "epoch": 3, "accuracy": 0.5}\n')
+    assert main([str(tmp_path), "--output", str(tmp_path / "p.png")]) == 0
+    assert epochs_of([{"kind": "train", "step": 0, "epoch": 0}]) == [0.0]
+
+
+def test_a_run_has_one_colour_and_one_entry_of_the_legend_for_all_losses(tmp_path: Path) -> None:
+    plain, ours = write_run(tmp_path / "moco", consistent=False), write_run(tmp_path / "cocor")
+    assert main([str(plain), str(ours), "--panels", "lr", "consistency", "--output", str(tmp_path / "p.svg")]) == 0
+    picture = (tmp_path / "p.svg").read_text()
+    assert picture.count("<!-- cocor -->") == 1 and "#1f77b4" in picture  # the plain run's blue, in its panel
+    assert main([str(plain), str(ours), "--panels", "consistency", "--output", str(tmp_path / "p.svg")]) == 0
+    picture = (tmp_path / "p.svg").read_text()
+    assert "#ff7f0e" in picture and "#1f77b4" not in picture
+
+
+def test_long_names_take_several_lines(tmp_path: Path) -> None:
+    assert wrapped("a run of many words", 8) == "a run\nof many\nwords"
+    assert wrapped(r"x" * 7 + r"\$y", 8) == "xxxxxxx\n\\$y"
+    name = "resnet50 with a name that is as long as the panel is wide, and longer"
+    run = write_run(tmp_path / "run")
+    assert main([str(run), "--names", name, "--output", str(tmp_path / "p.svg")]) == 0
+    for line in ("resnet50 with a name that is as", "resnet50 with a name that is as long as"):
+        assert f"<!-- {line} -->" in (tmp_path / "p.svg").read_text()
+
+
+def test_characters_that_no_font_has_are_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+) -> None:
+    run = write_run(tmp_path / "\U0001e2d0\U0001e2d1")
+    assert main([str(run), "--output", str(tmp_path / "p.png")]) == 0
+    assert len(caplog.messages) == 1 and "boxes stand for 2 characters" in caplog.text and not recwarn.list
+
+
 def test_lengths_that_take_turns_are_all_drawn(tmp_path: Path) -> None:
     lines = [
         {"kind": "train", "step": n + 1, "epoch": 0, "images_per_s": 9.0, f"similarity_{n % 3 + 1}": 0.1 * n,
@@ -101,7 +153,7 @@ def test_numbers_are_kept(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["none"], "name the folder of a run"),
-        (["a", "--panels", "speeed"], "choose from"),
+        (["a", "--panels", "speeed"], "did you mean speed?"),
         (["a", "--panels", "similarity"], "none of the runs"),
         (["a", "--names", "x", "y"], "2 names for 1 runs"),
         (["a", "a"], "same name"),
