@@ -58,16 +58,16 @@ def nearest(word: str, known: Iterable[Any]) -> str:
 
 def whole(low: int, high: int = _MOST) -> Callable[[str], int]:
     """The type of a flag: a whole number from ``low`` to ``high``."""
-    bounds = f"at least {low:,}" if high == _MOST else f"{low:,} to {high:,}"
+    within = f"{low:,} to {high:,}"
+    bounds, most = (f"at least {low:,}", f"at most {high:,}") if high == _MOST else (within, within)
 
     def convert(text: str) -> int:
-        if not re.fullmatch(r"\s*[+-]?[0-9]{1,30}\s*", text):
+        if not re.fullmatch(r"\s*[+-]?[0-9]+\s*", text):
             raise argparse.ArgumentTypeError(f"{text[:100]} is not a whole number, {bounds}")
-        value = int(text)
-        if value > high:
-            raise argparse.ArgumentTypeError(f"{text} must be at most {high:,}")
-        if value < low:
-            raise argparse.ArgumentTypeError(f"{text} must be {bounds}")
+        long = low - 1 if "-" in text else high + 1  # of thousands of digits Python makes no number
+        value = int(text) if len(text) <= 30 else long
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text[:100]} must be {bounds if value < low else most}")
         return value
 
     return convert

@@ -53,7 +53,7 @@ class TestFlags:
             ("scan x --on-error ignore", "--on-error: ignore is not one of stop, skip"),
             ("labels x --seed -1", "--seed: -1 must be 0 to 9,223,372,036,854,775,807"),
             ("labels x --seed 9223372036854775808", "--seed: 9223372036854775808 must be 0 to"),
-            ("labels x --seed " + "9" * 5000, "is not a whole number"),
+            ("labels x --seed " + "9" * 5000, "9 must be 0 to"),
             ("labels x --fraction nan", "--fraction: nan must be a number above 0 and at most 1"),
             ("labels x --fraction 1e-400", "--fraction: 1e-400 must be a number above 0"),
         ],
