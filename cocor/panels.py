@@ -116,9 +116,13 @@ def wrapped(text: str, most: int) -> str:
     return "\n".join([*lines, rest])
 
 
+def legend_text(name: str) -> str:
+    return wrapped(name, _LEGEND)
+
+
 def legend(axes: "Axes", **options: Any) -> None:
     """A small legend, where something has a name; long names take several lines."""
     handles, names = axes.get_legend_handles_labels()
     if handles:
-        lines = [wrapped(name, _LEGEND) for name in names]
+        lines = [legend_text(name) for name in names]
         axes.legend(handles, lines, fontsize=8, framealpha=0.8, edgecolor="none", **options)

@@ -170,7 +170,7 @@ def test_mistakes_are_one_line(
         ("knn", "--data DATA/pets --k 125 --crop ten", "--k 125: the bank holds 124 images"),
         ("knn", "--data DATA/pets/test --leave-one-out --k 8", "--k 8: the bank holds 7 images"),
         ("fewshot", "--data ONE", "all training images are of 1 class"),
-        ("fewshot", "--data DATA/pets --shots 2 9 --tasks 0", "--shots 9: class number 0 has only 4 images"),
+        ("fewshot", "--data DATA/pets --shots 2 9 --tasks 0", "--shots 9: class astronaut has only 4 images"),
         ("fewshot", "--data DATA/pets --shots 2 --ways 9", "--ways 9: only 4 classes of the test images"),
         ("retrieval", "--data DATA/pets --neighbours 99", "--neighbours 99: the bank holds 12 images"),
     ],

@@ -27,7 +27,7 @@ def check_fewshot(options: argparse.Namespace, splits: Splits) -> None:
     pool = torch.cat([_labels(splits.train), _labels(splits.val)])
     check_splits(pool, pool, _labels(splits.test))
     for count in options.shots:
-        check_shots(pool, count)
+        check_shots(pool, count, splits.train.classes)
     for count in WAY_SHOTS if options.tasks else ():
         check_ways(_labels(splits.test), count, options.ways)
 

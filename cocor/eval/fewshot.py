@@ -9,7 +9,7 @@ The sources do not say how n-shot chooses its penalty. Here a fifth of the shots
 n of each class is used; a single shot has none to spare and takes the middle of the grid.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,13 +36,14 @@ class ShotResult:
     def lines(self) -> list[str]:
         parts = [f"{name} {_spread(values)}" for name, values in (("top-1", self.top1), ("per class", self.class_mean))]
         note = "" if self.converged else "; some fits did not converge"
-        return [f"{self.shots}-shot: {', '.join(parts)} ({len(self.top1)} seeds{note})"]
+        seeds = "1 seed: no deviation" if len(self.top1) == 1 else f"{len(self.top1)} seeds"
+        return [f"{self.shots}-shot: {', '.join(parts)} ({seeds}{note})"]
 
 
 def _spread(values: tuple[float, ...]) -> str:
     found = torch.tensor(values, dtype=torch.float64)
-    deviation = found.std().item() if len(found) > 1 else 0.0
-    return f"{found.mean().item():.2%} +- {deviation:.2%}"
+    deviation = f" +- {found.std().item():.2%}" if len(found) > 1 else ""
+    return f"{found.mean().item():.2%}{deviation}"
 
 
 def shots(
@@ -83,11 +84,12 @@ def shots(
     )
 
 
-def check_shots(labels: Tensor, count: int) -> None:
-    """UserError if a class of ``labels`` has fewer than ``count`` images."""
+def check_shots(labels: Tensor, count: int, classes: Sequence[str] = ()) -> None:
+    """UserError if a class of ``labels``, by its name in ``classes``, has fewer than ``count`` images."""
     for label, images in zip(*(part.tolist() for part in labels[labels >= 0].unique(return_counts=True)), strict=True):
         if images < count:
-            raise UserError(f"--shots {count}: class number {label} has only {images} images; ask for fewer")
+            name = classes[label] if classes else f"number {label}"
+            raise UserError(f"--shots {count}: class {name} has only {images} images; ask for fewer")
 
 
 def draw_shots(labels: Tensor, count: int, seed: int) -> Tensor:

@@ -4,6 +4,7 @@ matplotlib is an extra; without it a command still gives its numbers, and says w
 """
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -12,7 +13,7 @@ from cocor.eval.consistency import Consistency
 from cocor.eval.fewshot import ShotResult
 from cocor.eval.linear import Trial
 from cocor.eval.spectrum import Spectrum
-from cocor.panels import WIDTH, legend, panels, shown
+from cocor.panels import WIDTH, legend, legend_text, panels, shown
 from loaders.errors import UserError
 
 
@@ -42,7 +43,8 @@ def draw_curve(path: Path, title: str, xlabel: str, curves: dict[str, dict[int, 
             axes.plot(list(curve), [100 * value for value in curve.values()], marker="o", label=shown(name))
         axes.set(title=shown(title), xlabel=xlabel, ylabel="accuracy (%)", xscale="log")
         ticks = sorted({key for curve in curves.values() for key in curve})
-        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        close = any(after < 1.6 * tick for tick, after in pairwise(ticks))
+        axes.set_xticks(ticks, [str(tick) for tick in ticks], rotation=60 if close else 0)
         axes.minorticks_off()
         legend(axes)
 
@@ -71,9 +73,10 @@ def draw_consistency(path: Path, found: Sequence[Consistency]) -> None:
             lengths.plot(list(one.similarity), list(one.similarity.values()), color, marker="o")
             if one.targets == "its MMNN":
                 lengths.plot(list(one.target), list(one.target.values()), color, linestyle="--")
-            levels.plot(list(one.dacl), list(one.dacl.values()), color, marker="o", label=shown(one.name))
-        lengths.plot([], [], "grey", marker="o", label="similarity")  # names, which stand beside, would hide curves
+            label = shown(one.name) if one.targets == "its MMNN" else f"{shown(one.name)}: to {one.targets}"
+            levels.plot(list(one.dacl), list(one.dacl.values()), color, marker="o", label=label)
         if any(one.targets == "its MMNN" for one in found):
+            lengths.plot([], [], "grey", marker="o", label="similarity")  # names stand beside, and would hide curves
             lengths.plot([], [], "grey", linestyle="--", label="target of its MMNN")
         order = sorted(found[0].by_op, key=lambda op: found[0].by_op[op])
         rows = [[one.by_op.get(op, float("nan")) for one in found] for op in order]
@@ -97,8 +100,9 @@ def draw_spectra(path: Path, found: Sequence[Spectrum]) -> None:
         lowest = max((one.values[0] for one in found), default=1.0) * 1e-5
         for one in found:
             label = f"{shown(one.name)}: effective rank {one.effective_rank:.0f}"
-            axes.semilogy([value if value > lowest else float("nan") for value in one.values], label=label)
-        axes.set(title="singular values of the features", xlabel="place", ylabel="singular value (log)")
+            values = [value if value > lowest else float("nan") for value in one.values]
+            axes.semilogy(range(1, 1 + len(values)), values, label=label)
+        axes.set(title="singular values of the features", xlabel="place, largest first", ylabel="singular value")
         legend(axes)
 
 
@@ -114,9 +118,17 @@ def draw_table(path: Path, rows: dict[str, dict[str, float]], title: str) -> Non
             axes.bar_label(bars, fmt="%.1f", fontsize=7)
         axes.set_xticks(range(len(rows)), [shown(name) for name in rows], rotation=30, ha="right", fontsize=8)
         margin = 0.6 + max(0, 3 - len(rows)) / 2  # so that few bars are no walls
-        axes.set(title=shown(title), ylabel="accuracy (%)", ylim=(0, 105), xlim=(-margin, len(rows) - 1 + margin))
+        lines = sum(1 + legend_text(shown(name)).count("\n") for name in encoders)
+        names = min(0.6, 0.05 + 0.065 * lines)  # share of the height that they take, and hide no bars there
+        axes.set(
+            title=shown(title),
+            ylabel="accuracy (%)",
+            ylim=(0, 105 / (1 - names)),
+            xlim=(-margin, len(rows) - 1 + margin),
+        )
+        axes.set_yticks(range(0, 101, 20))
         axes.set_axisbelow(True)
-        legend(axes)
+        legend(axes, loc="upper left")
 
 
 def _distinct(curves: dict[str, list[float]]) -> dict[str, list[float]]:
