@@ -2,8 +2,9 @@
 
     tensors by name -> prefix, below which an encoder begins -> usual names -> architecture and stem by the shapes
 
-Prefixes of known programs come first, in a fixed order. Where none of them leads to a whole encoder, any other prefix
-does that leads to one, if it is the only one: nothing is guessed between a student and its teacher.
+Prefixes of known programs come first, in a fixed order. Where none of them leads to a whole encoder, a known pair of
+encoder and average within a wrapper does (``model.encoder_q.`` and ``model.encoder_k.``), and any other prefix that
+leads to one, if it is the only one: nothing is guessed between a student and its teacher.
 """
 
 import re
