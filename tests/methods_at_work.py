@@ -64,6 +64,7 @@ SMALL: dict[str, Any] = {
 
 
 CHEAPER = {"lengths_per_step": 2, "composite_size": 24, "mmnn_every": 2}  # see cocor.turns
+ON_TWO = {"plain": {"consistency": "none"}, "abs": {"consistency": "abs", "hypergradient": "taylor"}}  # MoCo
 
 
 def batches(config: Config, world: World) -> list[tuple[Batch, Batch]]:
@@ -81,7 +82,7 @@ def in_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
 
 
 def steps(
-    config: Config, world: World, mmnn: nn.Module, pairs: list[tuple[Batch, Batch]], dtype: torch.dtype
+    config: Config, world: World, mmnn: nn.Module | None, pairs: list[tuple[Batch, Batch]], dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """What steps on ``pairs`` did, and the state behind them."""
     method, target = build_method(config, world), copy.deepcopy(mmnn)
@@ -91,7 +92,9 @@ def steps(
                 parameter.fill_(0.5)
     torch.manual_seed(0)
     step = TrainingStep(config, method, target, CLASSES, steps_per_epoch=STEPS)
-    parts: dict[str, nn.Module] = {"method": method, "mmnn": target, "classifier": step.guide.classifier}
+    parts: dict[str, nn.Module] = {"method": method}
+    if target is not None and step.guide is not None:
+        parts |= {"mmnn": target, "classifier": step.guide.classifier}
     for part in parts.values():
         part.to(dtype)
     done: dict[str, Tensor] = {}
@@ -117,6 +120,9 @@ def work(images: Path, world: World, file: Path) -> None:
             results["float32"][method] = steps(config, world, mmnn, pairs[:1], torch.float32)
     config = resolve(SMALL | CHEAPER | {"data": images})
     results["float64"]["cheaper"] = steps(config, world, mmnn, batches(config, world), torch.float64)
+    for name, options in ON_TWO.items() if world.size < 4 else ():
+        config = resolve(SMALL | options | {"data": images})
+        results["float64"][name] = steps(config, world, None if name == "plain" else mmnn, pairs, torch.float64)
     if world.main:
         torch.save(results, file)
 

@@ -135,7 +135,7 @@ def test_a_recording_reads_the_whole_batch_and_its_metrics_outlive_the_next_step
     own, values = next(batches(config_for(), CPU.device, 1)), torch.zeros(7)
     shapes = {"one": torch.Size([]), "lengths": torch.Size([3]), "others": torch.Size([3])}
     recording = _Recording(Played(own, values), own, shapes, values)  # type: ignore[arg-type]
-    played = []
+    played: list[tuple[dict[str, Tensor], Batch, Batch]] = []
     for batch, labelled in pairs:
         labelled.label.add_(len(played))
         assert recording.fits(batch, labelled)
