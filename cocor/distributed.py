@@ -69,12 +69,12 @@ def init(use_gpu: bool) -> World:
 
 @contextmanager
 def company() -> Iterator[None]:
-    """Within, a rank that fails alone takes the others along, see :mod:`cocor.leaving`."""
-    if ranks() == 1:
-        yield
-        return
-    with leaving.heard(meeting.store().clone(), ranks(), dist.get_rank() == 0):
-        yield
+    """Until its end, unless that is an exception, a rank that fails alone takes the others along.
+
+    So it does since they have met, see :mod:`cocor.leaving`.
+    """
+    yield
+    leaving.part()
 
 
 def shutdown() -> None:

@@ -86,7 +86,9 @@ def _code(name: str, body: Callable[[], None], ranks: bool) -> int:
 
 
 def _among_others() -> bool:
-    """Whether this process is one of several ranks that have met."""
+    """Whether this process is one of several ranks that have met, or are about to."""
+    if leaving.in_company():
+        return True
     if "torch.distributed" not in sys.modules:
         return False
     from cocor import distributed

@@ -6,10 +6,11 @@ notice complain with a traceback about a rank that has gone. So a rank that fail
 have met, and a thread on each of the others, which looks there, ends its process with the same exit code and no word:
 
     the failing rank    :func:`alone` -> its message -> :func:`tell_others` -> waits until all have heard it -> ends
-    all others          within :func:`heard`: hear it -> wait until all have heard it -> end
+    all others          from :func:`listen` on: hear it -> wait until all have heard it -> end
 
-So does one that a signal, which the others may not have got, ends at once. A store whose host is stopped or cannot be
-reached would not answer for hours: it is not waited for.
+So does one that a signal, which the others may not have got, ends at once. A rank can tell from the moment on in which
+it says that it is there (:func:`meet`), since the others may then wait for it, and listens once all are there. A store
+whose host is stopped or cannot be reached would not answer for hours: it is not waited for.
 
 All end by :func:`end`. Python's own way would take down the process group while the peers' connections break, and run
 into library threads that want the interpreter back: some ranks would abort, and their exit code would be SIGABRT's.
@@ -20,9 +21,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import NoReturn, Protocol, TypeVar
 
 _LOOK_SECONDS = 0.5
@@ -53,6 +54,10 @@ class _Company:
         self._store, self._size, self._main = store, size, main
         self._own_end, self._told = threading.Event(), False
         self._lock = threading.RLock()  # a signal may end this rank while it is ending
+        self._watcher: threading.Thread | None = None
+
+    def listen(self) -> None:
+        """From now on this rank ends when another one does."""
         self._watcher = threading.Thread(target=self._watch, name="cocor-leaving", daemon=True)
         self._watcher.start()
         atexit.register(self.close)  # a thread within the store's C++ when Python ends would abort the process
@@ -80,7 +85,8 @@ class _Company:
     def close(self) -> None:
         """This process ends."""
         self._own_end.set()
-        self._watcher.join(_PATIENCE)
+        if self._watcher is not None:
+            self._watcher.join(_PATIENCE)
         atexit.unregister(self.close)
 
     def _watch(self) -> None:
@@ -119,15 +125,25 @@ class _Company:
 _company: _Company | None = None
 
 
-@contextmanager
-def heard(store: Store, size: int, main: bool) -> Iterator[None]:
-    """Within, and after an exception until this process ends, it ends when another of the ``size`` ranks fails.
-    ``main``: this is the rank that hosts ``store``, if a rank does."""
+def meet(store: Store, size: int, main: bool) -> None:
+    """From now on the others, of ``size`` ranks, are told in ``store`` when this one fails. ``main``: this is the rank
+    that hosts ``store``, if a rank does."""
     global _company
     _company = _Company(store, size, main)
-    yield
-    _company.part()
-    _company = None
+
+
+def listen() -> None:
+    """From now on, until :func:`part`, this process ends when another of the ranks fails."""
+    if _company is not None:
+        _company.listen()
+
+
+def part() -> None:
+    """This rank is done, and needs no other."""
+    global _company
+    if _company is not None:
+        _company.part()
+        _company = None
 
 
 def _in_time(seconds: float, work: Callable[[], T]) -> T:

@@ -1,6 +1,6 @@
 """Where the ranks meet, and what they tell each other there: who has started, who has failed, what has been said.
 
-    met            the ranks of one start find each other; then collectives can begin (:mod:`cocor.distributed`)
+    met            the ranks of one start find each other, and join for collectives (:mod:`cocor.distributed`)
     fail_before    a rank that fails before comes as well, lest the others wait for it, and for its message to be one
 
 torchrun's environment says where; srun's tasks agree on a place (:mod:`cocor.slurm`).
@@ -9,6 +9,7 @@ torchrun's environment says where; srun's tasks agree on a place (:mod:`cocor.sl
 import hashlib
 import os
 import re
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -18,12 +19,13 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from cocor import leaving, slurm
+from cocor import failures, leaving, slurm
 from loaders.errors import UserError
 
 # Long enough for one rank to write a checkpoint to slow storage while the others wait.
 TIMEOUT = timedelta(minutes=10)
 _PAUSE = 0.02  # seconds
+_JOINING = 120.0  # seconds that ranks which are all there may take to join: a moment, with many GPUs some seconds
 _SILENT, _LONGER = timedelta(seconds=5), timedelta(seconds=40)  # that a rank which has failed waits for others to come
 _FAILED, _SEEN = "cocor/failed", "cocor/failed/seen"  # keys of the store
 _AWAY = (RuntimeError, OSError, ValueError, KeyError)  # what a store raises that is not there
@@ -57,15 +59,36 @@ def place() -> Place | None:
 
 @contextmanager
 def met(here: Place) -> Iterator[dist.Store]:
-    """A store of the ranks of this start alone; all of them are there.
+    """A store of the ranks of this start alone; all of them are there. Within they join each other: where one of them
+    ends meanwhile the others do as well, and where one vanishes without a word they do not wait for it for long.
 
     Raises:
         SystemExit: another rank has failed, and said why.
     """
     global _has_met
     with _place_to_meet(here, TIMEOUT) as store:
-        yield dist.PrefixStore(attempt(store, here), store)
+
+        def answers(name: str) -> None:
+            leaving.meet(dist.PrefixStore(name, store.clone()), here.size, here.rank == 0)
+
+        name = attempt(store, here, answers)
+        leaving.listen()
         _has_met = True
+        patience = threading.Timer(_JOINING, _give_up_joining)
+        patience.daemon = True
+        patience.start()
+        try:
+            yield dist.PrefixStore(name, store)
+        finally:
+            patience.cancel()
+
+
+def _give_up_joining() -> None:
+    """In a thread: the main one is within a library."""
+    failures.fail("a rank has ended, or stands still, since all ranks were there; they could not join each other", 1)
+    leaving.tell_others(1)
+    leaving.flush()
+    os._exit(1)
 
 
 @contextmanager
@@ -85,8 +108,9 @@ def _place_to_meet(here: Place, timeout: timedelta) -> Iterator[dist.Store]:
         raise UserError(f"MASTER_PORT {port}: another program has taken it; set it to a port that is free") from None
 
 
-def attempt(store: dist.Store, here: Place) -> str:
-    """A name that the ranks of this start, and of no earlier one, have in common.
+def attempt(store: dist.Store, here: Place, answers: Callable[[str], None] = lambda name: None) -> str:
+    """A name that the ranks of this start, and of no earlier one, have in common. ``answers(name)`` is called before
+    this rank lets others go on by that name, which may yet turn out to be an old one.
 
     When torchrun restarts ranks it may keep its store, with the addresses of the dead ranks in it (PyTorch issue
     135712), and how often it has restarted is not the same on all machines. So the main rank makes a name up and the
@@ -100,6 +124,7 @@ def attempt(store: dist.Store, here: Place) -> str:
         others = [f"cocor/{name}/{rank}" for rank in range(1, here.size)]
         while time.monotonic() < patience:
             if store.check(others):
+                answers(name)
                 store.set(f"cocor/{name}/complete", "")
                 return name
             _leave_if_another_failed(store, here)
@@ -109,6 +134,8 @@ def attempt(store: dist.Store, here: Place) -> str:
     while time.monotonic() < patience:
         _leave_if_another_failed(store, here)
         name = store.get(leader).decode() if store.check([leader]) else refused
+        if name != refused:
+            answers(name)
         if name != refused and store.add(f"cocor/{name}/{here.rank}", 1) == 1:
             while store.get(leader).decode() == name and time.monotonic() < patience:
                 if store.check([f"cocor/{name}/complete"]):
@@ -149,6 +176,7 @@ def _leave_if_another_failed(store: dist.Store, here: Place) -> None:
         code = int(store.get(_FAILED))
         with suppress(*_AWAY):
             _wait_until_all_have_seen(store, here)
+        leaving.part()
         raise SystemExit(code)
 
 
@@ -197,7 +225,7 @@ def _torchrun_hosts() -> bool:
 def is_due() -> bool:
     """Whether other ranks wait, or will, for this one to come, and no launcher ends them all."""
     here = place()
-    if here is None or here.size == 1 or _has_met:
+    if here is None or here.size == 1 or _has_met or leaving.in_company():
         return False
     return not (_torchrun_hosts() and here.local_size == here.size)
 

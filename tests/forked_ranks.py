@@ -16,6 +16,17 @@ from typing import Any
 from cocor import distributed, launch, stop
 
 BEFORE = "# before\n"  # begins code that runs before the ranks have met
+JOINING = """# before
+import os, time
+import torch.distributed as dist
+dist.init_process_group = lambda *_, **__: (%s, time.sleep(60))
+"""  # what a rank does that knows that all are there, while the others join each other already
+ANSWERED = """# before
+import os, time
+import torch.distributed as dist
+add = dist.TCPStore.add
+dist.TCPStore.add = lambda store, key, amount: (add(store, key, amount), %s, time.sleep(60))[0]
+"""  # what one does that has said that it is there, and does not know yet that the others go on
 
 
 def rank(number: int, port: int, code: str, folder: Path) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_ranks import BEFORE
+from forked_ranks import ANSWERED, BEFORE, JOINING
 from test_train import environment
 
 _LISTENING = """
@@ -16,8 +16,8 @@ from torch.distributed import TCPStore
 from cocor import leaving
 
 leaving._LOOK_SECONDS = 0.0  # the thread that looks is nearly always within the store
-inside = leaving.heard(TCPStore("127.0.0.1", 0, is_master=True), 2, True)
-inside.__enter__()
+leaving.meet(TCPStore("127.0.0.1", 0, is_master=True), 2, True)
+leaving.listen()
 sys.exit(2)
 """
 
@@ -33,6 +33,8 @@ leaving.alone()  # each ends by itself, however long the other takes to
 distributed.barrier()
 """
 _WAIT = "distributed.barrier()"  # for the other
+_ENDED, _KILLED, _STANDS = (f"os.kill(os.getpid(), {number})" for number in (15, 9, 19))
+_IMPATIENT = f"{BEFORE}from cocor import meeting; meeting._JOINING = 2.0"
 _FAIL = "from loaders.errors import UserError; raise UserError('no')"
 _STOPPED = "stopped by SIGTERM before a step was made; the same command with --resume goes on from there"
 ENDINGS = {
@@ -59,6 +61,11 @@ CASES = {  # where one ends alone both have met by then: "before" is for what co
     "main before": [BEFORE + _FAIL, _WAIT],
     "other before": [_WAIT, BEFORE + _FAIL],
     "both before": [BEFORE + _FAIL] * 2,
+    "main joining": [JOINING % _ENDED, _WAIT],
+    "other joining": [_WAIT, JOINING % _ENDED],
+    "other answered": [_WAIT, ANSWERED % _ENDED],
+    "other vanishes": [_IMPATIENT, JOINING % _KILLED],
+    "main stands still": [JOINING % f"time.sleep(0.5), {_STANDS}", _IMPATIENT],
     "late before": [BEFORE + "import time; time.sleep(1)", BEFORE + _FAIL],
 }
 
@@ -107,6 +114,25 @@ def test_a_rank_that_fails_does_not_wait_for_one_that_is_done(ended: dict[str, d
     found = ended["the other is done"]
     assert found["codes"] == [2, 0] and found["err"] == ["cocor-eval: error: no\n", ""], found
     assert found["seconds"][0] - found["seconds"][1] < 4
+
+
+@pytest.mark.parametrize("which", ["main joining", "other joining", "other answered"])
+def test_a_rank_that_ends_while_the_others_join_it_takes_them_along(
+    ended: dict[str, dict[str, Any]], which: str
+) -> None:
+    found = ended[which]
+    assert found["codes"] == [75, 75] and "".join(found["err"]) == f"{_STOPPED}\n", found
+    assert max(found["seconds"]) < 15
+
+
+@pytest.mark.parametrize(("which", "left"), [("other vanishes", 0), ("main stands still", 1)])
+def test_a_rank_that_vanishes_while_the_others_join_it_is_not_waited_for_for_long(
+    ended: dict[str, dict[str, Any]], which: str, left: int
+) -> None:
+    found = ended[which]
+    assert found["codes"][left] == 1 and found["err"][left].count("\n") == 1, found
+    assert "a rank has ended, or stands still" in found["err"][left]
+    assert found["seconds"][left] < 15
 
 
 @pytest.mark.parametrize("which", ["main", "other", "both", "late"])
