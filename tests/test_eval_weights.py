@@ -237,6 +237,11 @@ def test_weights_of_another_shape_or_without_value_are_named(reference: nn.Modul
         load_encoder(tmp_path / "w.pth")
 
 
+class Own(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+
 class Harmful:
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return print, ("code ran",)
@@ -274,6 +279,9 @@ def test_unsafe_missing_and_foreign_files_are_refused(
     torch.save({"state_dict": dict(reference.state_dict()), "x": Harmful()}, tmp_path / "bad.pth")
     with pytest.raises(UserError, match="run code"):
         load_encoder(tmp_path / "bad.pth")
+    torch.save({"model": Own()}, tmp_path / "own.pth")
+    with pytest.raises(UserError, match=r"\['state_dict'\], NEW\), or where that is a module, its \.state_dict\(\)$"):
+        load_encoder(tmp_path / "own.pth")
     assert "code ran" not in capsys.readouterr().out
     (tmp_path / "text.pth").write_text("hello")
     (tmp_path / "page.pth").write_text("<!DOCTYPE html>")

@@ -137,9 +137,9 @@ def _stand_ins(path: Path, harmless: list[Any]) -> list[Any]:
 def _tensors_of(culprit: str) -> str:
     """Python that keeps the tensors of FILE: of a whole module, as the name of its class shows, or of a checkpoint."""
     loaded = "torch.load(FILE, weights_only=False)"
-    module = culprit.startswith(("torchvision.models.", "timm.models.", "torch.nn."))
-    part = ".state_dict()" if module else "['state_dict']"
-    return f"torch.save({loaded}{part}, NEW)"
+    if culprit.startswith(("torchvision.models.", "timm.models.", "torch.nn.")):
+        return f"torch.save({loaded}.state_dict(), NEW)"
+    return f"torch.save({loaded}['state_dict'], NEW), or where that is a module, its .state_dict()"
 
 
 def _weights_of(content: Mapping[Any, Any], which: Which) -> tuple[Mapping[Any, Any], bool]:
