@@ -218,7 +218,7 @@ def make_lanes(place: Path, disk: Path | None, wanted: Sequence[str]) -> list[La
 
 
 def main() -> None:
-    """Run the rounds; the exit code."""
+    """Run the rounds."""
     parser = Parser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--rounds", type=positive, default=100)
     names = list(FAULTS)

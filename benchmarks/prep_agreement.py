@@ -36,7 +36,7 @@ _EPOCH, _SEED = 2, 1
 
 
 def main() -> None:
-    """Print a line for every loader and number of ranks; the exit code."""
+    """Print a line for every loader and number of ranks."""
     parser = Parser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--data", type=Path, required=True, help="class folders of images")
     parser.add_argument("--batch-size", type=positive, default=64)

@@ -32,7 +32,7 @@ _TIDY_EVERY = 10  # rounds between two complete runs
 
 
 def main() -> None:
-    """Run the rounds; the exit code."""
+    """Run the rounds."""
     parser = Parser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--rounds", type=positive, default=200)
     parser.add_argument("--images", type=positive, default=200)

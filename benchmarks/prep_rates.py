@@ -22,7 +22,6 @@ from PIL import Image
 
 from cocor.launch import command
 from loaders.arguments import Parser, positive
-from loaders.errors import UserError
 from loaders.names import available_cores
 from loaders.prep.convert import Target, convert
 from loaders.prep.encode import Settings, target_size
@@ -40,10 +39,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="where to write (default: beside the data)")
     options = parser.parse_all()
     work = options.work or options.data.parent
-    try:
-        check_folder("--work", work)
-    except UserError as error:
-        parser.error(str(error))
+    check_folder("--work", work)
     source = open_source(options.data)
     print(f"{len(source):,} images, {available_cores()} cores, best of {options.repeats}")
     with tempfile.TemporaryDirectory(dir=work) as place:

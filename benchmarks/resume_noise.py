@@ -39,7 +39,7 @@ _LOADERS = ("dali", "ffcv", "torch", "synthetic")
 
 
 def main() -> None:
-    """Make the runs; the exit code."""
+    """Make the runs."""
     parser = Parser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--loaders", nargs="+", choices=_LOADERS, default=["dali", "ffcv"])

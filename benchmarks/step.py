@@ -50,9 +50,9 @@ from cocor.methods.base import Method, batch_statistics_only
 from cocor.profile import CONTRASTIVE_COST, costs
 from cocor.recording import WARM_UP
 from cocor.step import TrainingStep
-from cocor.values import convert, nearest
+from cocor.values import convert
 from common import RESULTS, Column, describe_machine, device_slug, header, machine_line, row, write_json
-from loaders.arguments import Parser, above_zero, positive, writable
+from loaders.arguments import Parser, above_zero, nearest, positive, writable
 from loaders.batch import Batch
 from loaders.errors import UserError
 from loaders.writable import check_file

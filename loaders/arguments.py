@@ -79,32 +79,24 @@ workers = whole(0, 1024)  # processes or threads; 0 leaves the number to the mac
 image_size = whole(1, 4096)  # pixels a side; those of larger images would fill all memory
 
 
-def fraction(text: str) -> float:
-    """The type of a flag: a number above 0 and at most 1."""
-    return _between(text, 0 < (value := _number(text)) <= 1, value, "above 0 and at most 1, such as 0.01")
+def _real(bounds: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    """The type of a flag: a number that ``fits`` within ``bounds``, in words. NaN must not."""
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not fits(value):
+            raise argparse.ArgumentTypeError(f"{text[:100]} must be a number {bounds}")
+        return value
+
+    return convert
 
 
-def share(text: str) -> float:
-    """The type of a flag: a number from 0 to 1."""
-    return _between(text, 0 <= (value := _number(text)) <= 1, value, "from 0 to 1")
-
-
-def above_zero(text: str) -> float:
-    """The type of a flag: a finite number above 0."""
-    return _between(text, 0 < (value := _number(text)) < math.inf, value, "above 0")
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def _between(text: str, fits: bool, value: float, bounds: str) -> float:
-    if not fits:
-        raise argparse.ArgumentTypeError(f"{text[:100]} must be a number {bounds}")
-    return value
+fraction = _real("above 0 and at most 1, such as 0.01", lambda value: 0 < value <= 1)
+share = _real("from 0 to 1", lambda value: 0 <= value <= 1)
+above_zero = _real("above 0", lambda value: 0 < value < math.inf)
 
 
 def writable(text: str) -> Path:

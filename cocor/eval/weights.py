@@ -4,9 +4,8 @@
 
 Known are cocor's checkpoints and exports, timm, torchvision, MoCo, SimSiam, SupCon, BYOL, INTL, solo-learn, lightly,
 OpenSelfSup, DINO and VISSL, these within a wrapper of one's own, and any other prefix below which, and nowhere else, a
-whole encoder lies. Every parameter and running statistic
-of the encoder must come from the file, and no weight below the prefix may be left over but those of heads; else the
-load is refused with counts and names.
+whole encoder lies. Every parameter and running statistic of the encoder must come from the file, and no weight below
+the prefix may be left over but those of heads; else the load is refused with counts and names.
 """
 
 import hashlib
