@@ -223,7 +223,7 @@ def test_the_step_benchmark_runs_anywhere(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     plain, cocor, cheaper = json.loads((tmp_path / "step.json").read_text())["rows"]
-    assert cocor["cocor"] and not plain["cocor"] and plain["images_per_s"] > cocor["images_per_s"] > 0
+    assert cocor["cocor"] and not plain["cocor"] and min(plain["images_per_s"], cocor["images_per_s"]) > 0
     assert [row["option"] for row in (plain, cocor, cheaper)] == ["none", *options[1:]]
     for row, units in ((plain, 4), (cocor, 4 + 1 + 9 + 1.5), (cheaper, 4 + 1 + 0.75 + 0.75)):  # 2 labelled images of 4
         assert row["forward_equivalents_per_s"] == pytest.approx(units * row["images_per_s"])
