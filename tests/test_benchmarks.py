@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hand_clock import wound_by_hand
 from PIL import Image
 
 ROOT = Path(__file__).parents[1]
@@ -23,6 +24,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import cpu_time  # noqa: E402
 import probe  # noqa: E402
 import step  # noqa: E402
+import timing  # noqa: E402
 from cells import Absent, Measured, Settings, measure  # noqa: E402
 from cocor import launch  # noqa: E402
 from images import open_images  # noqa: E402
@@ -246,24 +248,25 @@ def test_processes_report_results_exceptions_and_crashes() -> None:
         alone(int, "x")
 
 
-def test_windows_count_samples_time_and_whole_bursts() -> None:
+def test_windows_count_samples_time_and_whole_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = wound_by_hand(timing, monkeypatch)
+
     def bursts() -> Iterator[int]:
         while True:
-            time.sleep(0.03)
+            clock.sleep(0.03)
             yield from (10, 10, 10)
 
     windows = time_windows(bursts(), 0.3, burst=3)
     assert len(windows) == 3
     for window in windows:
-        assert len(window.intervals) % 3 == 0 and sum(window.intervals) == pytest.approx(window.seconds)
-        assert window.samples == 10 * len(window.intervals)
-        assert 0.3 < window.rate / 1000 <= 1.01  # a sleep may take longer, never shorter
-    assert milliseconds(windows, 99) >= 30 > milliseconds(windows, 50)
+        assert len(window.intervals) == 12 and sum(window.intervals) == pytest.approx(window.seconds)
+        assert window.samples == 120 and window.rate == pytest.approx(1000)
+    assert (milliseconds(windows, 99), milliseconds(windows, 50)) == (pytest.approx(30), 0)
 
 
-def test_batches_that_finish_while_ranks_agree_are_in_no_window() -> None:
+def test_batches_that_finish_while_ranks_agree_are_in_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU goes on with the two in flight: a window that counted them would be too fast."""
-    finished = 0
+    clock, finished = wound_by_hand(timing, monkeypatch), 0
 
     def device() -> Iterator[int]:
         nonlocal finished
@@ -271,7 +274,7 @@ def test_batches_that_finish_while_ranks_agree_are_in_no_window() -> None:
             if finished:
                 finished -= 1
             else:
-                time.sleep(0.03)
+                clock.sleep(0.03)
             yield 10
 
     def agree(number: int) -> int:
@@ -281,13 +284,15 @@ def test_batches_that_finish_while_ranks_agree_are_in_no_window() -> None:
 
     windows = time_together(device(), 0.3, agree)
     assert len(windows) == 3 and not finished
-    assert all(window.rate / 1000 <= 10 / 30 * 1.01 for window in windows)  # a sleep may take longer, never shorter
+    assert all(window.rate == pytest.approx(10 / 0.03) for window in windows)
 
 
-def test_a_slow_stream_gets_one_window() -> None:
+def test_a_slow_stream_gets_one_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = wound_by_hand(timing, monkeypatch)
+
     def slow() -> Iterator[int]:
         while True:
-            time.sleep(0.05)
+            clock.sleep(0.05)
             yield 1
 
     assert len(time_windows(slow(), 0.01)) == 1

@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from hand_clock import wound_by_hand
 
+import cocor.clock
 from cocor.distributed import World
 from cocor.log import METRICS, RunLog, duration, set_up_logging
 
@@ -58,27 +60,22 @@ def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
     log.close()
 
 
-def test_speed_and_waiting_are_those_of_the_loop(tmp_path: Path) -> None:
-    waited, whole = [0.0, 0.0], [0.0, 0.0]  # of each epoch: a busy machine lets sleepers lie
+def test_speed_and_waiting_are_those_of_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = wound_by_hand(cocor.clock, monkeypatch)
 
-    def slow(epoch: int) -> Iterator[int]:
+    def slow() -> Iterator[int]:
         for number in range(4):
-            begin = time.perf_counter()
-            time.sleep(0.03)
-            waited[epoch] += time.perf_counter() - begin
+            clock.sleep(0.3)
             yield number
 
     log = run_log(tmp_path, total_steps=8)
-    for epoch in (0, 1):
-        begin = time.perf_counter()
-        for number in log.timed(slow(epoch)):
-            time.sleep(0.01)
+    for epoch, seconds in ((0, 0.1), (1, 0.2)):
+        for number in log.timed(slow()):
+            clock.sleep(seconds)
             log.step(4 * epoch + number + 1, epoch, 0.1, {"loss": torch.tensor(1.0)})
-        whole[epoch] = time.perf_counter() - begin
-        time.sleep(0.3)  # an evaluation between epochs is no part of the steps
-    for line, wait, seconds in zip(records(tmp_path), waited, whole, strict=True):
-        assert line["data_wait_share"] == pytest.approx(wait / seconds, abs=0.1)
-        assert line["images_per_s"] == pytest.approx(8 * 4 / seconds, rel=0.2)
+        clock.sleep(5)  # an evaluation between epochs is no part of the steps
+    for line, share, rate in zip(records(tmp_path), (0.75, 0.6), (20, 16), strict=True):
+        assert (line["data_wait_share"], line["images_per_s"]) == (pytest.approx(share), pytest.approx(rate))
 
 
 def test_leaving_the_loop_early_closes_the_loaders_iterator(tmp_path: Path) -> None:

@@ -2,31 +2,29 @@
 
 import gzip
 import json
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from hand_clock import wound_by_hand
 from test_train import flags
 
+import cocor.profile
 from cocor.configure import resolve
 from cocor.profile import Parts, costs, table
 from cocor.train import main
 
 
-def test_an_inner_part_is_not_counted_twice() -> None:
-    begin, parts = time.perf_counter(), Parts(torch.device("cpu"))
+def test_an_inner_part_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, parts = wound_by_hand(cocor.profile, monkeypatch), Parts(torch.device("cpu"))
     parts.start()
     with parts("outer"):
-        time.sleep(0.02)
+        clock.sleep(2)
         with parts("inner"):
-            time.sleep(0.03)
-        time.sleep(0.01)
-    time.sleep(0.01)
-    seconds = parts.read()
-    assert seconds.keys() == {"outer", "inner", "other"}
-    assert seconds["outer"] >= 0.03 and seconds["inner"] >= 0.03 and seconds["other"] >= 0.01
-    assert sum(seconds.values()) <= time.perf_counter() - begin
+            clock.sleep(3)
+        clock.sleep(1)
+    clock.sleep(4)
+    assert parts.read() == {"outer": 3, "inner": 3, "other": 4}
 
 
 @pytest.mark.parametrize(
