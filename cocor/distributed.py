@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cocor import leaving, meeting
-from cocor.meeting import Place, place
+from cocor.place import Place, place
 from loaders.errors import UserError
 
 _BUCKET_BYTES = 64 * 2**20

@@ -94,9 +94,9 @@ def _told_by_another(message: str) -> bool:
     """Whether, of ranks that torchrun or srun started, another has said the same (loads PyTorch only for those)."""
     if "RANK" not in os.environ and "SLURM_PROCID" not in os.environ:
         return False
-    from cocor import meeting
+    from cocor import said
 
-    return meeting.told_by_another(message)
+    return said.by_another(message)
 
 
 def first_report(folder: Path) -> dict[str, Any] | None:

@@ -27,6 +27,7 @@ from cocor import leaving, start, stop
 from cocor.checks import check_ranks
 from cocor.config import Config
 from cocor.failures import LAUNCHED, UNREAD, USER_ERROR, RanksFailed, fail, first_failure, first_report, lacking, tell
+from cocor.place import place
 from loaders import queues
 from loaders.errors import UserError
 from loaders.names import print_everything
@@ -136,8 +137,6 @@ def launched_elsewhere() -> bool:
     """Whether torchrun or srun has started this process as one of the ranks, and so sees to them."""
     if begins() or LAUNCHED in os.environ:
         return False
-    from cocor.meeting import place
-
     return place() is not None
 
 
@@ -153,11 +152,11 @@ def run(config: Config, argv: Sequence[str], work: Callable[[Config, Any], None]
     """
     from cocor import distributed
 
-    if distributed.place() is not None:
+    if place() is not None:
         _die_with_launcher()
     config = settle(config)
     ranks = config.gpus or config.cpu_ranks
-    if ranks > 1 and distributed.place() is None:
+    if ranks > 1 and place() is None:
         return _launch(ranks, [module, *argv], config.max_restarts)
     world = distributed.init(use_gpu=bool(config.gpus))
     with stop.obeyed(), distributed.company():
@@ -195,8 +194,6 @@ def settle(config: Config) -> Config:
         UserError: more GPUs asked for than present, or batches that the ranks cannot share evenly.
     """
     import torch
-
-    from cocor.distributed import place
 
     present = torch.cuda.device_count() if torch.cuda.is_available() else 0
     here = place()

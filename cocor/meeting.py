@@ -1,25 +1,23 @@
-"""Where the ranks meet, and what they tell each other there: who has started, who has failed, what has been said.
+"""Where the ranks meet, and what they tell each other there: who has started, who has failed.
 
     met            the ranks of one start find each other, and join for collectives (:mod:`cocor.distributed`)
     fail_before    a rank that fails before comes as well, lest the others wait for it, and for its message to be one
 
-torchrun's environment says where; srun's tasks agree on a place (:mod:`cocor.slurm`).
+torchrun's environment says where; srun's tasks agree on an address (:mod:`cocor.slurm`).
 """
 
-import hashlib
 import os
-import re
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from cocor import failures, leaving, slurm
+from cocor import failures, leaving, said, slurm
+from cocor.place import Place, place, torchrun_hosts
 from loaders.errors import UserError
 
 # Long enough for one rank to write a checkpoint to slow storage while the others wait.
@@ -31,30 +29,6 @@ _FAILED, _SEEN = "cocor/failed", "cocor/failed/seen"  # keys of the store
 _AWAY = (RuntimeError, OSError, ValueError, KeyError)  # what a store raises that is not there
 
 _has_met = False
-
-
-@dataclass(frozen=True)
-class Place:
-    """What a launcher says: this process is ``rank`` of ``size``, on its machine ``local_rank`` of ``local_size``."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-
-
-def place() -> Place | None:
-    """Who this process is, by torchrun's or srun's environment; None if neither launched it."""
-    env = os.environ
-    if "RANK" in env and "WORLD_SIZE" in env:
-        local = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
-        return Place(int(env["RANK"]), int(env["WORLD_SIZE"]), *local)
-    # Of Slurm's variables only srun sets this one; a batch script or an interactive shell is no rank.
-    tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
-    if tasks > 1 and "SLURM_PROCID" in env:
-        here = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", "1"))  # such as 4(x2)
-        return Place(int(env["SLURM_PROCID"]), tasks, int(env["SLURM_LOCALID"]), int(here.group()) if here else 1)
-    return None
 
 
 @contextmanager
@@ -99,7 +73,7 @@ def _place_to_meet(here: Place, timeout: timedelta) -> Iterator[dist.Store]:
             yield store
         return
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    hosts = here.rank == 0 and not _torchrun_hosts()
+    hosts = here.rank == 0 and not torchrun_hosts()
     try:
         yield dist.TCPStore(address, port, is_master=hosts, timeout=timeout, wait_for_workers=False)
     except dist.DistNetworkError as error:
@@ -160,7 +134,7 @@ def fail_before(message: str, code: int, tell: Callable[[], object]) -> None:
             store = None
             with suppress(UserError, *_AWAY):
                 store = stack.enter_context(_place_to_meet(here, patience))
-                told |= store.add(_told(message), 1) > 1
+                told |= store.add(said.key(message), 1) > 1
             if not told:
                 tell()
             told = True
@@ -186,40 +160,9 @@ def _wait_until_all_have_seen(store: dist.Store, here: Place) -> None:
     if store.add(_SEEN, 1) == here.size:
         for key in (_FAILED, _SEEN):  # torchrun may keep its store for the next start
             store.delete_key(key)
-    elif here.rank == 0 or _torchrun_hosts():
+    elif here.rank == 0 or torchrun_hosts():
         while store.check([_FAILED]) and time.monotonic() < deadline:
             time.sleep(_PAUSE)
-
-
-def told_by_another(message: str) -> bool:
-    """Whether another rank has already said ``message``: all ranks make a user's mistake, and one line is enough.
-
-    Asks the store where the ranks meet; where torchrun hosts it, also before they have met.
-    """
-    here = place()
-    if here is None or here.size == 1:
-        return False
-    try:
-        return leaving.asked(lambda: store().add(_told(message), 1)) > 1
-    except TimeoutError:
-        return False
-    except (RuntimeError, ValueError, KeyError):  # nowhere to ask, or its host, the main rank, has gone
-        return here.rank > 0 and dist.is_initialized()
-
-
-def store() -> dist.Store:
-    """Where the ranks have met or, where torchrun hosts it, will meet. RuntimeError if there is none yet."""
-    if dist.is_initialized():
-        found: dist.Store = dist.distributed_c10d._get_default_store()
-        return found
-    if not _torchrun_hosts():
-        raise RuntimeError("no store before the ranks have met")
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=5))
-
-
-def _torchrun_hosts() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def is_due() -> bool:
@@ -227,9 +170,4 @@ def is_due() -> bool:
     here = place()
     if here is None or here.size == 1 or _has_met or leaving.in_company():
         return False
-    return not (_torchrun_hosts() and here.local_size == here.size)
-
-
-def _told(message: str) -> str:
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"cocor/told/{restart}/{hashlib.sha256(message.encode()).hexdigest()}"
+    return not (torchrun_hosts() and here.local_size == here.size)

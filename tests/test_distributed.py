@@ -11,8 +11,8 @@ import torch
 from cocor import distributed, slurm
 from cocor.config import Config
 from cocor.configure import load
-from cocor.distributed import Place
 from cocor.launch import settle, usable_cpus
+from cocor.place import Place, place
 from loaders.errors import UserError
 
 TESTS = Path(__file__).parent
@@ -94,22 +94,22 @@ def test_one_rank_needs_no_process_group(alone: pytest.MonkeyPatch) -> None:
 
 
 def test_torchrun_and_srun_say_who_is_who(alone: pytest.MonkeyPatch) -> None:
-    assert distributed.place() is None
+    assert place() is None
     alone.setenv("SLURM_STEP_NUM_TASKS", "8")
     alone.setenv("SLURM_PROCID", "5")
     alone.setenv("SLURM_LOCALID", "1")
     alone.setenv("SLURM_STEP_TASKS_PER_NODE", "4(x2)")
-    assert distributed.place() == Place(5, 8, 1, 4)
+    assert place() == Place(5, 8, 1, 4)
     for key, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         alone.setenv(key, value)
-    assert distributed.place() == Place(3, 4, 1, 2)
+    assert place() == Place(3, 4, 1, 2)
 
 
 def test_a_slurm_shell_or_batch_script_is_no_rank(alone: pytest.MonkeyPatch) -> None:
     alone.setenv("SLURM_PROCID", "0")
     alone.setenv("SLURM_NTASKS", "8")
     alone.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert distributed.place() is None
+    assert place() is None
 
 
 @pytest.mark.parametrize(

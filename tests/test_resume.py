@@ -33,7 +33,7 @@ from torch import Tensor
 from cocor import atomic, checkpoint, launch, meeting, run_folder, run_lock
 from cocor.config import Config
 from cocor.configure import load
-from cocor.meeting import Place
+from cocor.place import Place
 from cocor.run_lock import RunLock
 from cocor.train import main
 from loaders.errors import UserError

@@ -25,6 +25,7 @@ from cocor.eval.sgd_probe import sgd_probe, sgd_probe_on_crops, shared_batch, sh
 from cocor.eval.transfer import transfer as transfer_table
 from cocor.eval.weights import Encoder
 from cocor.log import set_up_logging
+from cocor.place import place
 from loaders.errors import UserError
 from loaders.names import available_cores
 from loaders.prep.demo import or_demo
@@ -37,7 +38,7 @@ def in_its_place(options: argparse.Namespace, run: Callable[[argparse.Namespace]
     options.world = distributed.init(use_gpu=options.gpu != "no" and torch.cuda.is_available())
     with distributed.company():
         set_up_logging(options.world)
-        here = distributed.place()
+        here = place()
         if options.workers is None and here is not None:  # the ranks of a machine share its cores
             options.workers = max(1, available_cores() // here.local_size)
         inputs.check_writable(options)

@@ -1,0 +1,43 @@
+"""What the ranks have said already: all of them make a user's mistake, and one line is enough."""
+
+import hashlib
+import os
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from cocor import leaving
+from cocor.place import place, torchrun_hosts
+
+
+def by_another(message: str) -> bool:
+    """Whether another rank has already said ``message``: all ranks make a user's mistake, and one line is enough.
+
+    Asks the store where the ranks meet; where torchrun hosts it, also before they have met.
+    """
+    here = place()
+    if here is None or here.size == 1:
+        return False
+    try:
+        return leaving.asked(lambda: _store().add(key(message), 1)) > 1
+    except TimeoutError:
+        return False
+    except (RuntimeError, ValueError, KeyError):  # nowhere to ask, or its host, the main rank, has gone
+        return here.rank > 0 and dist.is_initialized()
+
+
+def _store() -> dist.Store:
+    """Where the ranks have met or, where torchrun hosts it, will meet. RuntimeError if there is none yet."""
+    if dist.is_initialized():
+        found: dist.Store = dist.distributed_c10d._get_default_store()
+        return found
+    if not torchrun_hosts():
+        raise RuntimeError("no store before the ranks have met")
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=5))
+
+
+def key(message: str) -> str:
+    """Of the store, where it is counted how many ranks have come to say ``message`` since this start."""
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"cocor/told/{restart}/{hashlib.sha256(message.encode()).hexdigest()}"
