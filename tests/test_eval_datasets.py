@@ -262,7 +262,7 @@ def test_the_table_of_protocols_adds_up() -> None:
 
 
 def test_the_readme_states_the_protocols() -> None:
-    text = (Path(__file__).parents[1] / "README.md").read_text()
+    text = (Path(__file__).parents[1] / "cocor" / "eval" / "README.md").read_text()
     for name, row in PROTOCOLS.items():
         train, val = (f"{count:,}" if count else None for count in (row.train, row.val))
         seed = "authors'" if row.seed is None else row.seed

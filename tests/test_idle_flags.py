@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from test_readme import READMES
 
 from cocor.checks import NEEDS, warnings
 from cocor.config import Config
@@ -109,7 +110,7 @@ def commands(text: str) -> list[list[str]]:
     return [[word for word in line.split() if word != "..."] for line in lines if "--help" not in line]
 
 
-@pytest.mark.parametrize("page", ["README.md", "benchmarks/README.md", *sorted(map(str, CONFIGS.glob("*.yaml")))])
+@pytest.mark.parametrize("page", [*READMES, *sorted(map(str, CONFIGS.glob("*.yaml")))])
 def test_every_documented_command_is_accepted(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(CONFIGS.parent)
     for flags in commands(Path(page).read_text()):

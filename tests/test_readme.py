@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-READMES = ["README.md", "benchmarks/README.md"]
+READMES = [f"{folder}README.md" for folder in ("", "benchmarks/", "cocor/", "cocor/eval/", "loaders/")]
 
 
 @pytest.mark.parametrize("name", READMES)
@@ -14,7 +14,7 @@ def test_links_lead_somewhere(name: str) -> None:
     file = ROOT / name
     links = re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", file.read_text(), flags=re.DOTALL))
     local = [link for link in links if "://" not in link]
-    assert len(local) > 3
+    assert local
     for link in local:
         path, _, heading = link.partition("#")
         target = (file.parent / path).resolve() if path else file
