@@ -17,7 +17,8 @@ from torchvision.transforms import v2
 from cocor.distributed import World
 from cocor.eval.crops import CropPlan
 from cocor.eval.features import Extraction, _rows_of_rank, features_of, features_of_two, summary
-from cocor.eval.protocols import VIEWS
+from cocor.eval.protocols import VIEWS, SgdSettings
+from cocor.eval.sgd_probe import RandomCrops
 from cocor.eval.weights import Encoder, digest, load_encoder
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
 from loaders.dataset import open_folder
@@ -160,6 +161,16 @@ def test_probes_see_images_as_their_sources_do() -> None:
     seen = {probe: (view.crop, view.filter) for probe, view in VIEWS.items()}
     assert {seen[probe] for probe in ("lbfgs", "fewshot", "transfer")} == {("full", "bicubic")}
     assert {seen[probe] for probe in ("moco", "simsiam", "knn")} == {("central", "bilinear")}
+
+
+@pytest.mark.parametrize(("recipe", "encoded", "step"), [(10, 5, 10), (8, 8, 8), (8, 100, 8), (100, 7, 21)])
+def test_a_step_of_the_sgd_probe_is_the_recipes_whatever_number_is_encoded_at_once(
+    encoder: Encoder, photo_folder: Path, recipe: int, encoded: int, step: int
+) -> None:
+    settings, how = SgdSettings(lr=1.0, batch_size=recipe, epochs=1), replace(HOW, size=32, batch_size=encoded)
+    with closing(RandomCrops(encoder, open_folder(photo_folder), settings, how)) as views:
+        assert views.batch == step
+        assert [len(labels) for _, labels in views.epoch(0)] == [step] * (24 // step)
 
 
 def test_ten_crops_are_torchvisions(encoder: Encoder) -> None:

@@ -97,8 +97,9 @@ class RandomCrops:
     def __init__(self, encoder: Encoder, dataset: ImageDataset, settings: SgdSettings, how: Extraction) -> None:
         dataset = dataset.subset((dataset.labels >= 0).nonzero()[0])
         self.labels = torch.from_numpy(dataset.labels.copy())
-        world, together = how.world, shared_batch(len(dataset), how)
-        self.batch = min(settings.batch_size, len(dataset)) // together * together
+        step = min(settings.batch_size, len(dataset))
+        world, together = how.world, shared_batch(step, how)  # a step is one or more of these batches
+        self.batch = step // together * together
         self._encoder, self._how = encoder, how
         plan = ViewPlan(how.size, _SEED, (), "shared", original_scale=RANDOM_CROP_SCALE, lengths=(), filter=how.filter)
         order = BatchOrder(len(dataset), together, rank=world.rank, world_size=world.size, seed=_SEED)
