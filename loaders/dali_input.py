@@ -45,7 +45,7 @@ class MemoryFile:
                 f"{printable(name)}: no file handle for its pixels ({fault.strerror}); "
                 "raise the limit (ulimit -n 8192) or lower --batch-size"
             ) from fault
-        with os.fdopen(os.dup(self._handle), "wb") as file:
+        with open(self._handle, "wb", closefd=False) as file:
             file.write(content.data)
 
     @property

@@ -92,6 +92,7 @@ class Delivery:
         self.jobs = Jobs(dataset, plan, order, on_error, pinned=self.on_gpu)
         self._memory = Recycler()
         self._active: WeakSet[Prefetch | InConsumer] = WeakSet()
+        self._epoch: object = None  # which epoch is open: a generator that is closed late must not end the next one
         self._lock = Lock()
 
     @property
@@ -133,12 +134,14 @@ class Delivery:
         On a GPU ``pairs`` may ask to run in the consumer's thread, since it works asynchronously itself.
         """
         self.end_epoch()
+        self._epoch = epoch = object()
         if not self.on_gpu:
             try:
                 with self.prefetch(self._finish_all(pairs)) as batches:
                     yield from batches
             finally:
-                self.end_epoch()
+                if self._epoch is epoch:
+                    self.end_epoch()
         elif in_background:
             with self.prefetch(pairs) as ready:
                 for job, crops in ready:

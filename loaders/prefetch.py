@@ -148,6 +148,8 @@ def _shut_down(
     ready: "queue.Queue[object]", stop: threading.Event, thread: threading.Thread, given_up: Callable[[], None]
 ) -> None:
     stop.set()
+    if thread is threading.current_thread():  # the garbage collector may run in any thread; this one ends by itself
+        return
     deadline = time.monotonic() + PATIENCE
     while thread.is_alive():  # it may be waiting for room in the queue
         with suppress(queue.Empty):

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 import sys
 import threading
 import time
@@ -17,9 +18,10 @@ from loading import grey_levels, opening, same, threads
 from PIL import Image
 
 import loaders.torch
-from loaders import queues
+from loaders import prefetch, queues
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Loader
 from loaders.dali import DaliLoader
+from loaders.dali_input import MemoryFile
 from loaders.dataset import ImageDataset, open_folder
 from loaders.errors import UserError
 from loaders.open import LoaderName, open_loader
@@ -252,6 +254,17 @@ class TestFaults:
             list(loader.epoch(0))
         loader.close()
 
+    def test_too_many_memory_files_are_one_line_with_the_remedy(self) -> None:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        next_handle = os.open(os.devnull, os.O_RDONLY)
+        os.close(next_handle)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (next_handle + 3, limits[1]))
+        try:
+            with pytest.raises(UserError, match=r"a\.png: no file handle for its pixels .*ulimit -n"):
+                _kept = [MemoryFile(np.zeros(9, np.uint8), "a.png") for _ in range(10)]
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
     def test_missing_dali_is_one_line_with_the_remedy(
         self, dataset: ImageDataset, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -324,6 +337,18 @@ class TestNothingIsLeftBehind:
         expected = next(make(name, batch_size=2).epoch(1))
         assert same(next(loader.epoch(1)), expected)
         assert list(old) == []
+
+    @pytest.mark.parametrize("name", LOADERS)
+    def test_an_old_epoch_that_is_closed_late_leaves_the_new_one_whole(
+        self, make: Callable[..., Loader], name: str
+    ) -> None:
+        loader = make(name, batch_size=2)
+        old, new = loader.epoch(0), loader.epoch(1)
+        next(old)
+        next(new)
+        old.close()
+        assert len(list(new)) == loader.steps_per_epoch - 1
+        assert threads() == []
 
 
 @pytest.mark.gpu
@@ -424,3 +449,30 @@ class TestPrefetch:
         del items
         gc.collect()
         assert threads() == [] and cleaned == ["cocor-prefetch"]
+
+    def test_garbage_that_is_collected_in_its_own_thread_is_not_waited_for(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(prefetch, "PATIENCE", 0.2)
+        lost, gave_up = threading.Event(), []
+
+        def source() -> Generator[int, None, None]:
+            yield 0
+            lost.wait(60)
+            gc.collect()
+            yield 1
+
+        def lose() -> threading.Thread:
+            items = Prefetch(source(), 1, lambda: gave_up.append("late"))
+            items.itself = items  # type: ignore[attr-defined]  # as a traceback may hold the frame that holds it
+            next(items)
+            return items._thread
+
+        gc.disable()
+        try:
+            thread = lose()
+            lost.set()
+            thread.join(60)
+        finally:
+            gc.enable()
+        assert not thread.is_alive() and gave_up == []
