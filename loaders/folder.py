@@ -7,6 +7,7 @@ links, pipes and devices are never opened, only named.
 
 import os
 import stat
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,11 +31,11 @@ def list_folder(root: str) -> Listing:
     listing = Listing()
     real_root = os.path.realpath(root)
     folders = {real_root}
-    links = list(_walk(root, "", listing, folders))
+    links = deque(_walk(root, "", listing, folders))
     files = {f"{real_root}/{name}" for name in listing.names} if links else set()
     # Real files and folders come first, so a link never displaces what it points to; then links in their order.
     while links:
-        name = links.pop(0)
+        name = links.popleft()
         target = os.path.realpath(f"{root}/{name}")
         if Path(target).is_dir():
             if "/" not in name:

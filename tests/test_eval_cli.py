@@ -119,6 +119,9 @@ def test_datasets_are_chosen_by_name() -> None:
         ("knn", ["--data", "ONE"], "all images of the bank are of 1 class"),
         ("linear", ["--data", "ONE", "--probe", "moco"], "1 class"),
         ("linear", ["--data", "DATA/pets", "--probe", "moco", "--crop", "ten"], "--learn-from features"),
+        ("retrieval", ["--data", "DATA/pets", "--crop", "ten"], "--crop ten: for training images"),
+        ("spectrum", ["--data", "DATA/pets", "--crop", "ten"], "--crop ten: for training images"),
+        ("knn", ["--data", "DATA/pets", "--leave-one-out", "--crop", "ten"], "--crop ten: for training images"),
         (
             "fewshot",
             ["--data", "DATA/pets", "--shots", "2", "--ways", "9", "--tasks", "1"],

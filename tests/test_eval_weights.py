@@ -4,6 +4,7 @@ import argparse
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -141,6 +142,27 @@ def test_own_checkpoints_and_exports_load_with_their_stem(tmp_path: Path) -> Non
     assert load_encoder(tmp_path, which="ema").digest == digest(method.key_backbone)
     export_backbone(backbone, tmp_path / "backbone.safetensors", {"architecture": "resnet18", "stem": "small"})
     assert load_encoder(tmp_path).digest == digest(backbone)
+
+
+def test_a_copy_beside_the_checkpoints_is_not_taken_for_the_newest(tmp_path: Path) -> None:
+    for step in (7, 12):
+        method = MoCo(build_backbone("resnet18", "small"), queue=16)
+        state = {"step": step, "training": {"method": method.state_dict()}}
+        checkpoint.save(tmp_path / "checkpoints", state | {"config": {"backbone": "resnet18", "stem": "small"}}, keep=2)
+    (tmp_path / "checkpoints" / "step_best.pt").write_text("")
+    assert load_encoder(tmp_path).digest == digest(method.backbone)
+
+
+def test_a_download_that_fails_without_a_word_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def create(name: str, pretrained: bool = False, **options: Any) -> nn.Module:
+        if pretrained:
+            raise TimeoutError
+        return made(name, **options)
+
+    made = timm.create_model
+    monkeypatch.setattr(timm, "create_model", create)
+    with pytest.raises(UserError, match=r"^timm:resnet18: its weights could not be had: TimeoutError$"):
+        load_encoder("timm:resnet18")
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet34", "resnet50", "wide_resnet50_2"])

@@ -174,6 +174,7 @@ def fewshot(options: argparse.Namespace) -> None:
 
 
 def retrieval(options: argparse.Namespace) -> None:
+    inputs.refuse_ten_crops(options)
     splits = inputs.chosen_splits(options)
     feasible.check_retrieval(options, splits)
     encoder = inputs.chosen_encoder(options, options.weights[0])

@@ -49,6 +49,7 @@ def chosen_datasets(words: Sequence[str]) -> list[str]:
 
 def images_to_look_at(options: argparse.Namespace) -> ImageDataset:
     """Images to look at without learning: the test split, or the folder or file itself if it holds no splits."""
+    refuse_ten_crops(options)
     if options.data is not None and options.dataset is None:
         if is_beton(options.data):
             return open_images(options.data)
@@ -56,6 +57,12 @@ def images_to_look_at(options: argparse.Namespace) -> ImageDataset:
         if options.data.is_dir() and not inside & {"train", "training", "trn"}:
             return open_images(options.data, on_error=options.on_error, workers=options.workers)
     return chosen_splits(options).test
+
+
+def refuse_ten_crops(options: argparse.Namespace) -> None:
+    """UserError where ten crops are asked for and nothing is learned that they could help."""
+    if options.crop == "ten":
+        raise UserError("--crop ten: for training images, and this learns from none; leave it out")
 
 
 def check_writable(options: argparse.Namespace) -> None:

@@ -107,8 +107,9 @@ def _without_file(source: str, model: str, stem: str) -> Encoder:
 
         try:
             backbone = timm.create_model(model, pretrained=True, num_classes=0)
-        except Exception as error:  # whatever the download runs into
-            raise UserError(f"timm:{model}: its weights could not be had: {str(error).splitlines()[0][:160]}") from None
+        except Exception as error:  # whatever the download runs into; a time-out has no text
+            reason = (str(error) or type(error).__name__).splitlines()[0][:160]
+            raise UserError(f"timm:{model}: its weights could not be had: {reason}") from None
     backbone.eval().requires_grad_(False)
     total = len(backbone.state_dict())
     origin = "timm" if source == "timm" else "no training at all"
@@ -129,10 +130,16 @@ def _file(path: Path, which: Which) -> Path:
     export = path / "backbone.safetensors"
     if which == "online" and export.is_file():
         return export
-    checkpoints = sorted((path / "checkpoints").glob("step_*.pt"), key=lambda p: int(p.stem.partition("_")[2] or 0))
-    if not checkpoints:
+    newest = max((path / "checkpoints").glob("step_*.pt"), key=_step, default=None)
+    if newest is None:
         raise UserError(f"{path}: holds neither backbone.safetensors nor checkpoints; name a file of weights")
-    return checkpoints[-1]
+    return newest
+
+
+def _step(checkpoint: Path) -> int:
+    """The step in a checkpoint's name; -1 for a user's own copies, such as ``step_best.pt``."""
+    digits = checkpoint.stem.removeprefix("step_")
+    return int(digits) if digits.isdecimal() else -1
 
 
 def _short_name(path: Path) -> str:
