@@ -1,12 +1,15 @@
 """Conversions that are killed, run out of disk or lose a worker leave nothing behind that could be taken for data."""
 
+import fcntl
 import os
 import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from PIL import Image
 
 from loaders.beton import open_beton
 from loaders.errors import UserError
+from loaders.prep import output
 from loaders.prep.output import staged
 
 SECONDS = 20.0
@@ -113,6 +117,35 @@ def test_stale_work_is_removed_but_not_that_of_a_living_process(tmp_path: Path) 
         with pytest.raises(UserError, match="exists"):
             raise_if_existing(tmp_path / "out")
         (tmp_path / "out").rmdir()
+
+
+@pytest.mark.parametrize("moment", ["before it is opened", "before it is locked"])
+def test_a_process_that_starts_at_the_same_moment_does_not_take_new_work_for_stale(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, lock, cleared = tempfile.mkdtemp, fcntl.flock, []
+
+    def clear() -> None:
+        if not cleared:
+            cleared.append(moment)
+            output.remove_stale(tmp_path / "out")  # the other process
+
+    def mkdtemp(*arguments: Any, **options: Any) -> str:
+        path = made(*arguments, **options)
+        if moment == "before it is opened":
+            clear()
+        return path
+
+    def flock(descriptor: int, operation: int) -> None:
+        if moment == "before it is locked" and not operation & fcntl.LOCK_NB:
+            clear()
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with staged(tmp_path / "out", folder=False) as work:
+        work.write_text("whole")
+    assert cleared and [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def raise_if_existing(path: Path) -> None:

@@ -41,10 +41,8 @@ def staged(target: Path, *, folder: bool, force: bool = False) -> Iterator[Path]
     remove_stale(target)
     work = None
     try:
-        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
-        lock = os.open(work, os.O_RDONLY)
+        work, lock = _locked_folder(target)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
             inner = work / "content"
             if folder:
                 inner.mkdir()
@@ -58,6 +56,18 @@ def staged(target: Path, *, folder: bool, force: bool = False) -> Iterator[Path]
     finally:
         if work is not None:
             shutil.rmtree(work, ignore_errors=True)
+
+
+def _locked_folder(target: Path) -> tuple[Path, int]:
+    """A new temporary folder beside ``target``, and the open descriptor that locks it."""
+    while True:
+        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+        with contextlib.suppress(FileNotFoundError):  # another process took it for stale before it was locked
+            lock = os.open(work, os.O_RDONLY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if work.is_dir():
+                return work, lock
+            os.close(lock)
 
 
 def refuse_existing(target: Path, force: bool) -> None:
