@@ -81,6 +81,9 @@ class TorchLoader:
             batch_sampler=self._planned_samples(epoch, start_step, pending),
             collate_fn=self._collate,
             num_workers=workers,
+            # Whatever the program's default (forkserver from Python 3.14 on): only forked workers share memory with
+            # Reading, and only they start in milliseconds.
+            multiprocessing_context="fork" if workers else None,
             worker_init_fn=obey_the_parent_only,
             prefetch_factor=_AHEAD if workers else None,
         )

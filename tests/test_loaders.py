@@ -1,6 +1,7 @@
 """All loaders execute one plan: same order, labels, boxes and programs, nearly the same pixels; nothing stays."""
 
 import gc
+import multiprocessing
 import os
 import resource
 import sys
@@ -129,6 +130,19 @@ class TestOnePlan:
         loader = TorchLoader(dataset, PLAN, order=BatchOrder(24, 8, seed=PLAN.seed), workers=2)
         assert all(same(a, b) for a, b in zip(loader.epoch(0), make("torch").epoch(0), strict=True))
         loader.close()
+
+    def test_worker_processes_are_forked_in_programs_that_spawn_theirs(
+        self, dataset: ImageDataset, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(loaders.torch, "resized_crop", lambda *_: np.zeros((SIZE, SIZE, 3), np.uint8))
+        before = multiprocessing.get_start_method(allow_none=True)
+        multiprocessing.set_start_method("spawn", force=True)
+        loader = TorchLoader(dataset, PLAN, order=BatchOrder(24, 8), workers=1)
+        try:
+            assert all((batch.original == batch.original[:, :, :1, :1]).all() for batch in loader.epoch(0))
+        finally:
+            multiprocessing.set_start_method(before, force=True)
+            loader.close()
 
     def test_worker_processes_leave_their_parents_garbage_alone(
         self, dataset: ImageDataset, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
