@@ -40,11 +40,8 @@ def save(folder: Path, state: Mapping[str, Any], *, keep: int, milestones: int =
         TypeError: something in ``state`` is no tensor, number, text, list or dict; names its place.
     """
     path = folder / f"step_{state['step']:07d}.pt"
-    with atomic.replacing(path) as temporary, temporary.open("wb") as file:
-        try:
-            torch.save(portable(state), file)
-        except RuntimeError as error:  # torch's writer hides the system's own error behind one of its own
-            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+    with atomic.replacing(path) as temporary:
+        write(portable(state), temporary)
     for stale in folder.glob(f".*{atomic.TEMPORARY}"):  # of killed runs
         _remove(stale)
     # Later steps are damaged or of another run's making: not counted, not touched.
@@ -52,6 +49,19 @@ def save(folder: Path, state: Mapping[str, Any], *, keep: int, milestones: int =
         if not milestones or _step(old) % milestones:
             _remove(old)
     return path
+
+
+def write(state: object, path: Path) -> None:
+    """``torch.save``, but with the system's own error: torch's writer hides it behind a RuntimeError.
+
+    Raises:
+        OSError: the file cannot be written, as on a full disk.
+    """
+    with path.open("wb") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
 def _remove(path: Path) -> None:

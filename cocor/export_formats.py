@@ -24,7 +24,7 @@ import torchvision
 from torch import Tensor, nn
 
 import cocor
-from cocor import atomic
+from cocor import atomic, checkpoint
 from cocor.build import build_backbone, fixed_size
 from cocor.eval.weights import Encoder, digest
 from cocor.export import export_backbone
@@ -84,15 +84,23 @@ def _check_timm(encoder: Encoder, output: Path) -> None:
     _same(encoder, model, output)
 
 
-def _size_option(encoder: Encoder) -> dict[str, Any]:
-    """What timm must be told to make a transformer of this image size."""
+def _only_size(encoder: Encoder) -> int | None:
+    """The side in pixels of the images that the model is built for; None if it takes any size."""
     size, usual = fixed_size(encoder.backbone), timm.get_pretrained_cfg(encoder.architecture)
+    if size is None and usual is not None and usual.fixed_input_size:  # windows or attention biases of one size
+        return encoder.image_size
+    return size
+
+
+def _size_option(encoder: Encoder) -> dict[str, Any]:
+    """The keyword with which timm builds the model for the encoder's image size, if that is not timm's default."""
+    size, usual = _only_size(encoder), timm.get_pretrained_cfg(encoder.architecture)
     return {} if size is None or usual is None or usual.input_size[-1] == size else {"img_size": size}
 
 
 def _write_torchvision(encoder: Encoder, output: Path) -> None:
     with atomic.replacing(output) as temporary:
-        torch.save(_weights(encoder), temporary)
+        checkpoint.write(_weights(encoder), temporary)
 
 
 def _check_torchvision(encoder: Encoder, output: Path) -> None:
@@ -166,7 +174,7 @@ Not stated here, because the weights do not tell: training data, its licence, in
 
 def _check_safetensors(encoder: Encoder, output: Path) -> None:
     config = json.loads((output / "config.json").read_text())
-    model = build_backbone(config["architecture"], config["stem"], fixed_size(encoder.backbone))
+    model = build_backbone(config["architecture"], config["stem"], _only_size(encoder))
     model.load_state_dict(safetensors.torch.load_file(output / "model.safetensors"))
     _same(encoder, model, output)
 
@@ -223,7 +231,7 @@ def detectron2_resnet_names(architecture: str) -> set[str] | None:
 def _same(encoder: Encoder, model: nn.Module, output: Path) -> None:
     if digest(model) != encoder.digest:
         raise RuntimeError(f"{output} does not give the encoder's weights back")
-    side = fixed_size(encoder.backbone) or 64
+    side = _only_size(encoder) or 64
     sample = torch.rand(2, 3, side, side, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         if not torch.equal(model.eval()(sample), encoder.backbone.cpu()(sample)):

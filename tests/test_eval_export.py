@@ -1,6 +1,8 @@
 """Exports load where they are meant to and give the same features; what cannot be exported is refused."""
 
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,9 @@ import timm
 import torch
 import torchvision
 
+from cocor.build import build_backbone
 from cocor.eval.weights import Encoder, load_encoder
+from cocor.export import export_backbone
 from cocor.export_cli import main
 from cocor.export_formats import detectron2_name, export
 from loaders.errors import UserError
@@ -77,6 +81,27 @@ def test_detectron2_has_no_other_resnets(name: str, tmp_path: Path) -> None:
 def test_all_formats_are_written_or_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["random:resnet18", "--to", "timm", "safetensors", "detectron2", "--output", str(tmp_path)]) == 2
     assert "--to detectron2" in capsys.readouterr().err and not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["levit_128s", "maxvit_rmlp_pico_rw_256"])
+def test_a_model_of_one_image_size_is_compared_on_images_of_that_size(name: str, tmp_path: Path) -> None:
+    """Neither takes images of another size, nor says so by an embedding of places."""
+    trained = tmp_path / "backbone.safetensors"
+    metadata = {"architecture": name, "stem": "imagenet", "image_size": 128}
+    export_backbone(build_backbone(name, image_size=128), trained, metadata)
+    for form, file in (("timm", "a.safetensors"), ("safetensors", "hub")):
+        export(load_encoder(trained), form, tmp_path / file)  # type: ignore[arg-type]
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    """Here a limit on the size of files. PyTorch's writer has an error of its own for it."""
+    program = "import sys; from cocor.export_cli import main; sys.exit(main(sys.argv[1:]))"
+    call = [sys.executable, "-c", program, "random:resnet18", "--to", "torchvision", "--output", str(tmp_path / "out")]
+    shell = ["bash", "-c", 'ulimit -f 1000; exec "$@"', "bash", *call]  # KiB
+    done = subprocess.run(shell, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith("cocor-export: error: cannot write ") and len(done.stderr.splitlines()) == 1
+    assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
 
 
 def test_a_folder_that_cannot_be_made_is_told_before_weights_are_read(capsys: pytest.CaptureFixture[str]) -> None:
