@@ -210,7 +210,7 @@ class TestMachine:
         arguments = flags(data=photo_folder, output=tmp_path / "run", loader="dali")
         result = subprocess.run(
             [sys.executable, "-c", program, *arguments],
-            env=environment(), capture_output=True, text=True, check=False, timeout=120,
+            env=environment(), capture_output=True, text=True, check=False, timeout=300,
         )  # fmt: skip
         (line,) = result.stderr.splitlines()
         assert result.returncode == 2 and line.startswith("cocor-train: error: --loader dali needs NVIDIA DALI")
@@ -225,7 +225,7 @@ class TestMachine:
         argv = ["random:resnet18"] if "export" in command else argv
         place = {**environment(), "PYTHONPATH": f"{tmp_path}:{Path(launch.__file__).parents[1]}"}
         words = [sys.executable, "-m", command, *argv]
-        result = subprocess.run(words, capture_output=True, text=True, env=place, cwd=tmp_path, timeout=60)
+        result = subprocess.run(words, capture_output=True, text=True, env=place, cwd=tmp_path, timeout=300)
         assert result.returncode == 2 and "Traceback" not in result.stderr
         line = result.stderr.splitlines()[-1]
         assert f"does not work with torch {torch.__version__.partition('+')[0]}" in line

@@ -24,7 +24,7 @@ def run_ranks(work: str, *flags: str) -> subprocess.CompletedProcess[str]:
     environment["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     return subprocess.run(
         [sys.executable, "-m", "ranks_at_work", work, *flags],
-        env=environment, capture_output=True, text=True, check=False, timeout=120,
+        env=environment, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
 
 

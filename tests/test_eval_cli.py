@@ -277,7 +277,7 @@ def test_too_little_memory_is_one_line(data: Path, tmp_path: Path) -> None:
     flags = ["--data", str(data / "pets"), "--gpu", "no", "--workers", "0", "--image-size", "4096"]
     flags += ["--cache", str(tmp_path / "c"), "--output", str(tmp_path)]
     place = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-    found = subprocess.run([sys.executable, "-c", code, *flags], env=place, capture_output=True, text=True, timeout=100)
+    found = subprocess.run([sys.executable, "-c", code, *flags], env=place, capture_output=True, text=True, timeout=300)
     assert found.returncode == 2
     assert found.stderr.splitlines()[-1].startswith("cocor-eval: error: too little memory: lower --batch-size (256)")
 
@@ -308,7 +308,7 @@ def ranks(arguments: list[str], cache: Path | tuple[Path, Path], output: Path) -
         started.append(
             subprocess.Popen([*command, str(own)], env=os.environ | place, stderr=subprocess.PIPE, text=True)
         )
-    errors = [process.communicate(timeout=100)[1] for process in started]
+    errors = [process.communicate(timeout=300)[1] for process in started]
     return [(process.returncode, error) for process, error in zip(started, errors, strict=True)]
 
 
@@ -369,6 +369,6 @@ def test_under_torchrun_a_wrong_flag_is_said_once() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "cocor.eval.cli", "knn", WEIGHTS, "--kk", "3"]
     place = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-    found = subprocess.run(command, env=place, capture_output=True, text=True, timeout=100)
+    found = subprocess.run(command, env=place, capture_output=True, text=True, timeout=300)
     assert found.returncode != 0
     assert found.stderr.count("cocor-eval: error: unknown flag --kk; did you mean --k?") == 1

@@ -128,7 +128,7 @@ def test_two_processes_share_a_cache(photo_folder: Path, tmp_path: Path) -> None
     command = [sys.executable, "-c", code, str(photo_folder), str(tmp_path)]
     place = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
     started = [subprocess.Popen(command, env=place, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    sums = [process.communicate(timeout=100)[0] for process in started]
+    sums = [process.communicate(timeout=300)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0] and sums[0] == sums[1]
     assert [path.suffix for path in tmp_path.iterdir()] == [".safetensors"]
 

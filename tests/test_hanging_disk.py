@@ -61,8 +61,8 @@ with closing(loader) if closes else nullcontext():
     batches = loader.epoch(0)
     next(batches)
     if name == "ffcv":
-        stuck.wait(60)
-    deadline = time.monotonic() + 60
+        stuck.wait(300)
+    deadline = time.monotonic() + 300
     while name == "torch" and not loader.reading() and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.5)
@@ -89,7 +89,7 @@ def test_an_error_ends_a_process_whose_disk_does_not_answer(
     data = request.getfixturevalue("photo_beton" if name == "ffcv" else "photo_copy")
     done = subprocess.run(
         [sys.executable, "-c", _FAILS, name, str(data), str(workers), end],
-        env=environment(), capture_output=True, text=True, check=False, timeout=60,
+        env=environment(), capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     seconds = time.monotonic() - float(done.stdout.split()[2])
     assert done.returncode == 1, done.stderr

@@ -228,7 +228,7 @@ class TestCompiledCode:
         )
         call = [sys.executable, "-c", program, *([] if limit is None else [str(limit)])]
         env = environment() | {"NUMBA_CACHE_DIR": str(folder)}
-        return subprocess.run(call, env=env, capture_output=True, text=True, check=False, timeout=120)
+        return subprocess.run(call, env=env, capture_output=True, text=True, check=False, timeout=300)
 
     def test_a_full_disk_and_damaged_files_cost_time_only(self, tmp_path: Path) -> None:
         expected = f"{philox.sort_keys(0, 0, 3, 7).tolist()}\n"

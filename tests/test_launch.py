@@ -52,7 +52,7 @@ def run(body: str, *closed: int, stdout: int = subprocess.PIPE) -> subprocess.Co
     program = _PROGRAM.replace("BODY", "\n    ".join(body.splitlines()))
     return subprocess.run(
         [sys.executable, "-c", program], env=environment() | {"PYTHONUNBUFFERED": ""}, stdout=stdout,
-        stderr=subprocess.PIPE, text=True, preexec_fn=close, check=False, timeout=60,
+        stderr=subprocess.PIPE, text=True, preexec_fn=close, check=False, timeout=300,
     )  # fmt: skip
 
 
@@ -114,6 +114,6 @@ def test_ranks_load_no_modules_of_the_folder_they_are_started_in(photo_folder: P
     installed = [sys.executable, "-P", "-c", "from cocor.start import train; raise SystemExit(train())"]
     found = subprocess.run(
         [*installed, *flags(data=photo_folder, loader="torch", cpu_ranks=2), "--dry-run"],
-        env=environment(), cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120,
+        env=environment(), cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert found.returncode == 0, found.stderr

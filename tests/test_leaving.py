@@ -76,13 +76,13 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     program = [sys.executable, "-m", "forked_ranks", json.dumps(CASES), str(tmp_path_factory.mktemp("ranks"))]
     place = environment()
     place["PYTHONPATH"] += f":{Path(__file__).parent}"
-    done = subprocess.run(program, env=place, capture_output=True, text=True, check=True, timeout=200)
+    done = subprocess.run(program, env=place, capture_output=True, text=True, check=True, timeout=300)
     return {case["name"]: case for case in map(json.loads, done.stdout.splitlines())}
 
 
 def test_the_thread_that_listens_does_not_abort_a_process_that_ends() -> None:
     ends = [subprocess.Popen([sys.executable, "-c", _LISTENING], stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [process.communicate(timeout=60)[1] for process in ends]
+    said = [process.communicate(timeout=300)[1] for process in ends]
     assert [process.returncode for process in ends] == [2, 2], said
 
 

@@ -358,7 +358,7 @@ class Ranks:
 
     def __init__(self, world: int) -> None:
         self.parts: list[Tensor | None] = [None] * world
-        self.barrier = threading.Barrier(world, timeout=60)
+        self.barrier = threading.Barrier(world, timeout=300)
 
     def gather(self, rank: int) -> Callable[[Tensor], Tensor]:
         def gather(tensor: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def results(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     environment |= {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]), "OMP_NUM_THREADS": "1"}
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-m", "methods_at_work", str(folder), str(photo_folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=280)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     return {ranks: torch.load(folder / f"{ranks}.pt", weights_only=True) for ranks in (1, 2, 4)}
 

@@ -86,7 +86,7 @@ def test_a_mistake_is_said_once_by_the_tasks_of_srun(photo_folder: Path, tmp_pat
     for node in range(2):
         command, variables = srun(node, port, arguments)
         nodes.append(subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True))
-    errors = "".join(process.communicate(timeout=120)[1] for process in nodes)
+    errors = "".join(process.communicate(timeout=300)[1] for process in nodes)
     assert [process.returncode for process in nodes] == [2, 2]
     assert errors.startswith("cocor-train: error: ") and errors.count("\n") == 1
 
@@ -103,7 +103,7 @@ def ends(arguments: list[str], main_file_bytes: int = resource.RLIM_INFINITY) ->
         )  # fmt: skip
 
     def end(process: subprocess.Popen[str]) -> tuple[int, float, str]:
-        errors = process.communicate(timeout=120)[1]
+        errors = process.communicate(timeout=300)[1]
         return process.returncode, time.monotonic(), errors
 
     with ThreadPoolExecutor() as pool:
@@ -147,7 +147,7 @@ def test_two_nodes_make_one_run(photo_folder: Path, tmp_path: Path, start: type[
             subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
     for process in nodes:
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
         said += errors
     assert said.count("warning: --max-restarts has no effect") == 1
@@ -172,7 +172,7 @@ def test_a_disk_that_does_not_answer_the_main_rank_delays_the_end_of_all_by_seco
     wait_for(lambda: stands_still(folder), nodes[0])
     for process in nodes:
         process.send_signal(signal.SIGTERM)
-    errors = [process.communicate(timeout=60)[1] for process in nodes]
+    errors = [process.communicate(timeout=300)[1] for process in nodes]
     assert [process.returncode for process in nodes] == [75, 75], errors
     assert "no data for 1 s, while reading" in errors[0].splitlines()[-1] and errors[1] == ""
     found = checkpoint.newest(folder / "checkpoints")

@@ -158,7 +158,7 @@ class TestCheckpoints:
         before = {path: path.read_bytes() for path in (folder / "checkpoints").iterdir()}
         arguments = [*flags(data=photo_folder, output=folder, **PLAIN, **EVERY_STEP), "--resume"]
         shell = ["bash", "-c", 'ulimit -f 1000; exec "$@"', "bash", *command(*arguments)]  # KiB
-        done = subprocess.run(shell, env=environment(), capture_output=True, text=True, check=False, timeout=120)
+        done = subprocess.run(shell, env=environment(), capture_output=True, text=True, check=False, timeout=300)
         errors = [line for line in done.stderr.splitlines() if "cannot write" in line]
         assert done.returncode == 2 and "no checkpoint of step 3; training goes on, older ones are kept" in errors[0]
         assert errors[-1].startswith("cocor-train: error: cannot write step_0000006.pt")
@@ -177,7 +177,7 @@ class TestCheckpoints:
         )
         file = output / "checkpoints" / f"step_{STEPS:07d}.pt"
         call = [sys.executable, "-c", program, str(file)]
-        done = subprocess.run(call, capture_output=True, text=True, cwd="/", check=False, timeout=120)
+        done = subprocess.run(call, capture_output=True, text=True, cwd="/", check=False, timeout=300)
         assert done.returncode == 0, done.stderr
         top, parts, names, moments = json.loads(done.stdout)
         assert {"step", "epoch", "config", "versions", "dataset", "geometry", "training"} <= set(top)
@@ -394,7 +394,7 @@ class TestFolderInUse:
             subprocess.Popen(command(*arguments), env=environment(), stderr=subprocess.PIPE, text=True)
             for _ in range(2)
         ]
-        ends = [(start.communicate(timeout=120)[1], start.returncode) for start in starts]
+        ends = [(start.communicate(timeout=300)[1], start.returncode) for start in starts]
         assert 0 in [code for _, code in ends], ends
         for error, code in ends:
             last = error.splitlines()[-1]
@@ -492,7 +492,7 @@ def test_whatever_it_was_writing_when_it_was_killed_it_goes_on(tmp_path: Path) -
     moments = ["0.04", "0.1", "0.35", "0.6", "1"]
     call = [sys.executable, "-m", "killed_at", *moments, "--", str(tmp_path), *flags(**options, log_samples=True)]
     paths = {"PYTHONPATH": f"{Path(__file__).parent}:{environment()['PYTHONPATH']}"}
-    done = subprocess.run(call, env=environment() | paths, capture_output=True, text=True, check=False, timeout=200)
+    done = subprocess.run(call, env=environment() | paths, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rows) == len(moments) and all(code == 0 for _, _, code in rows), (rows, done.stderr)

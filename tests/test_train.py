@@ -46,7 +46,7 @@ def command(*arguments: str) -> list[str]:
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """The command as a user starts it, with ``variables`` in its environment."""
     return subprocess.run(
-        command(*arguments), env=environment() | variables, capture_output=True, text=True, check=False, timeout=120
+        command(*arguments), env=environment() | variables, capture_output=True, text=True, check=False, timeout=300
     )
 
 
@@ -176,7 +176,7 @@ class TestResume:
         folder = tmp_path / "run"
         arguments = flags(data=photo_folder, val_data=photo_folder, output=folder, checkpoint_every_minutes=1e-9)
         with subprocess.Popen(command(*arguments), env=environment(), stderr=subprocess.DEVNULL) as process:
-            deadline = time.monotonic() + 100
+            deadline = time.monotonic() + 300
             while not list(folder.glob("checkpoints/step_*.pt")) and time.monotonic() < deadline:
                 time.sleep(0.005)
             process.send_signal(signal.SIGKILL)
