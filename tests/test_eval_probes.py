@@ -88,3 +88,9 @@ def test_retrieval_finds_and_shows_the_nearest(photo_folder: Path, tmp_path: Pat
     sheet = Image.open(tmp_path / "sheet.png")
     assert sheet.width > 5 * 128 and sheet.height > 3 * 128
     assert found.plain(dataset, dataset)["rows"][0]["query"] in dataset.names
+
+
+def test_queries_without_labels_have_no_precision_rather_than_nan() -> None:
+    bank = clusters(20, 1)
+    found = retrieve(Features(bank.values, torch.full((20,), -1)), bank, rows=3, k=4)
+    assert found.precision is None and found.lines() == ["the queries have no labels, so there is no precision"]

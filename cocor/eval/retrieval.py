@@ -27,15 +27,18 @@ _RIGHT, _WRONG, _INK, _PAPER = "#2a9d4e", "#d1495b", "black", "white"
 class Retrieval:
     """``queries`` (Q,) and ``neighbours`` (Q, k) are places in the query set and in the bank; ``similarities`` (Q, k).
 
-    ``precision``: over *all* labelled queries, the mean share of the k neighbours of the query's own class."""
+    ``precision``: the share of the k neighbours that are of the query's own class, mean over *all* labelled queries;
+    None if no query has a label."""
 
     queries: Tensor
     neighbours: Tensor
     similarities: Tensor
-    precision: float
+    precision: float | None
     k: int
 
     def lines(self) -> list[str]:
+        if self.precision is None:
+            return ["the queries have no labels, so there is no precision"]
         return [f"{self.precision:.2%} of the {self.k} nearest neighbours are of the query's class"]
 
     def plain(self, queries: ImageDataset, bank: ImageDataset) -> dict[str, Any]:
@@ -57,7 +60,7 @@ def retrieve(
     values, places = values.cpu(), places.cpu()
     labelled = (queries.labels >= 0).nonzero().flatten()
     right = bank.labels[places[labelled]] == queries.labels[labelled, None]
-    precision = right.double().mean().item() if len(labelled) else float("nan")
+    precision = right.double().mean().item() if len(labelled) else None
     order = torch.randperm(len(queries), generator=torch.Generator().manual_seed(seed))
     shown = order[:rows].sort().values
     return Retrieval(shown, places[shown], values[shown], precision, places.shape[1])
