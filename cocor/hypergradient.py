@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cocor.consistency import MeanOverRanks, identity, latent_similarity
 from cocor.methods.base import Method
@@ -120,7 +121,7 @@ def sample_inner_products(
         return latent_similarity(features[None], originals)[0]
 
     rows = []
-    with torch.no_grad():
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # fused attention has no forward-mode derivative
         for images in composites:
             rows.append(torch.func.jvp(lambda weights, x=images: similarity(weights, x), (moving,), (tangent,))[1])
     return torch.stack(rows)

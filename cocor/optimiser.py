@@ -21,7 +21,10 @@ from cocor.methods.base import Method
 
 def build_optimiser(config: Config, method: Method) -> Optimizer:
     """The optimiser of ``method``'s parameter groups, whose ``fixed_lr`` is for the caller to heed."""
-    groups: list[dict[str, Any]] = method.parameter_groups(config.weight_decay)
+    groups: list[dict[str, Any]] = [
+        {**group, "params": [p for p in group["params"] if p.requires_grad]}  # timm freezes some
+        for group in method.parameter_groups(config.weight_decay)
+    ]
     if not config.decay_biases:
         groups = [part for group in groups for part in _apart(group)]
     if config.optimiser == "lars":

@@ -207,6 +207,9 @@ class TrainingStep:
         known = {id(p): name for name, p in self.method.named_parameters()}
         names = [known[id(p)] for p in guide.of_backbone(self.parameters)]
         direction = dict(zip(names, gradient, strict=True))
+        if self.device.type == "cpu":  # whose mixed-precision convolutions have no forward-mode derivative
+            composites = batch.composites.to(pull.originals.dtype)
+            return sample_inner_products(self.method, composites, pull.originals, direction, old)
         with self.autocast():
             return sample_inner_products(self.method, batch.composites, pull.originals, direction, old)
 

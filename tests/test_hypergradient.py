@@ -159,6 +159,19 @@ def test_sample_inner_products_average_to_those_of_the_lengths_and_change_nothin
     assert all(torch.equal(state[name], value) for name, value in problem.method.state_dict().items())
 
 
+def test_sample_inner_products_pass_through_attention() -> None:
+    """Its fused kernels have no forward-mode derivative."""
+    vit = timm.create_model("test_vit", num_classes=0, img_size=32)
+    problem = Problem(SimSiam(vit, dim=16, predictor_dim=8).double())
+    parameters = dict(problem.method.backbone.named_parameters())
+    similarity = problem.similarity()
+    gradients = [torch.autograd.grad(s.mean(), list(parameters.values()), retain_graph=True) for s in similarity]
+    direction = {f"backbone.{name}": torch.randn_like(parameter) for name, parameter in parameters.items()}
+    original = problem.method.embed_original(problem.original)
+    products = sample_inner_products(problem.method, problem.composites, original, direction)
+    assert torch.allclose(products.mean(1), inner_products(gradients, list(direction.values())), rtol=1e-10)
+
+
 def test_the_exact_gradient_goes_nowhere_but_the_mmnn() -> None:
     problem = Problem(moco())
     target = problem.mmnn(problem.composition)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import test_execution
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -288,6 +289,28 @@ def test_the_hypergradient_knows_how_far_lars_moves_a_weight(
     assert_the_mmnn_has_moved(config, step)
     groups = [(group["weight_decay"], {p.ndim for p in group["params"]}) for group in step.optimiser.param_groups]
     assert groups == [(decay, {2, 4}), (0.0, {1})]
+
+
+@pytest.mark.parametrize("optimiser", ["sgd", "lars"])
+def test_weights_that_the_backbone_freezes_stay_as_they_are(optimiser: str) -> None:
+    config = test_execution.config_for(optimiser=optimiser)
+    method = build_method(config, WORLD)
+    frozen = next(method.backbone.parameters()).requires_grad_(False)
+    before = frozen.clone()
+    step = TrainingStep(config, method, build_target(config, WORLD), 5, steps_per_epoch=40)
+    for number, (batch, labelled) in enumerate(test_execution.batches(config, WORLD.device, 2)):
+        assert step(batch, labelled, number)["hypergradient_norm"] > 0
+    assert torch.equal(frozen, before)
+
+
+def test_the_abs_loss_guides_the_mmnn_in_bfloat16_on_the_cpu_as_well() -> None:
+    """There a convolution of two precisions has no forward-mode derivative."""
+    config = test_execution.config_for(consistency="abs")
+    method, target = build_method(config, WORLD), build_target(config, WORLD)
+    step = TrainingStep(config, method, target, 5, steps_per_epoch=40, precision=torch.bfloat16)
+    batch, labelled = next(test_execution.batches(config, WORLD.device, 1))
+    norm = step(replace(batch, composites=batch.composites.bfloat16()), labelled, 0)["hypergradient_norm"]
+    assert norm.isfinite() and norm > 0
 
 
 EVERY_METHOD = pytest.mark.parametrize("method", ["moco", "simsiam", "supcon", "byol", "intl"])
