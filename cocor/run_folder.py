@@ -54,7 +54,8 @@ def check(config: Config) -> None:
 
 def trace(config: Config) -> Path:
     """The file of ``--profile``, which is beside the run's folder."""
-    return config.output.with_name(config.output.name + "-trace.json.gz")
+    output = config.output if config.output.name else config.output.resolve()  # "." has no name
+    return output.with_name(output.name + "-trace.json.gz")
 
 
 def check_trace(config: Config) -> None:

@@ -10,8 +10,10 @@ from hand_clock import wound_by_hand
 from test_train import flags
 
 import cocor.profile
+from cocor.config import Config
 from cocor.configure import resolve
 from cocor.profile import Parts, costs, table
+from cocor.run_folder import trace
 from cocor.train import main
 
 
@@ -67,6 +69,13 @@ def test_the_command_leaves_a_trace_but_no_run(
     assert not output.exists()
     with gzip.open(tmp_path / "runs" / "look-trace.json.gz") as file:
         assert json.load(file)["traceEvents"]
+
+
+def test_the_present_folder_has_its_trace_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert trace(Config(output=Path())) == tmp_path / "here-trace.json.gz"
+    assert trace(Config(output=Path("run"))) == Path("run-trace.json.gz")
 
 
 def test_turns_however_long_are_looked_at_for_some_steps(
