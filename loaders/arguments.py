@@ -1,4 +1,4 @@
-"""Arguments of commands, whose every mistake is one line: an unknown flag names the nearest, a number its bounds."""
+"""Command-line parsing with one-line errors: an unknown flag suggests the nearest, a number states its bounds."""
 
 import argparse
 import difflib
@@ -17,7 +17,7 @@ _MOST = 2**31 - 1
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises :class:`UserError` where argparse would print its usage and leave."""
+    """Raises :class:`UserError` where argparse would print its usage and exit."""
 
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ")
@@ -30,8 +30,8 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{printable(message)} ({self.prog} --help shows all)")
 
     def parse_all(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-        """Parse ``arguments`` (default: this process's), the first of which names the command where there are several.
-        A misspelt flag is told before what is missing."""
+        """Parse ``arguments`` (default: this process's); where there are sub-commands, the first names one. A misspelt
+        flag is reported before a missing argument, of which it is the usual cause."""
         arguments = sys.argv[1:] if arguments is None else arguments
         choices = next((a.choices for a in self._actions if isinstance(a, argparse._SubParsersAction)), None)
         command = self if choices is None else choices.get(arguments[0]) if arguments else None
@@ -57,15 +57,15 @@ def nearest(word: str, known: Iterable[Any]) -> str:
 
 
 def whole(low: int, high: int = _MOST) -> Callable[[str], int]:
-    """The type of a flag: a whole number from ``low`` to ``high``."""
+    """An argparse ``type``: integers from ``low`` to ``high``."""
     within = f"{low:,} to {high:,}"
     bounds, most = (f"at least {low:,}", f"at most {high:,}") if high == _MOST else (within, within)
 
     def convert(text: str) -> int:
         if not re.fullmatch(r"\s*[+-]?[0-9]+\s*", text):
             raise argparse.ArgumentTypeError(f"{text[:100]} is not a whole number, {bounds}")
-        long = low - 1 if "-" in text else high + 1  # of thousands of digits Python makes no number
-        value = int(text) if len(text) <= 30 else long
+        beyond = low - 1 if "-" in text else high + 1  # int() refuses text of thousands of digits
+        value = int(text) if len(text) <= 30 else beyond
         if not low <= value <= high:
             raise argparse.ArgumentTypeError(f"{text[:100]} must be {bounds if value < low else most}")
         return value
@@ -74,13 +74,13 @@ def whole(low: int, high: int = _MOST) -> Callable[[str], int]:
 
 
 not_negative, positive, two_or_more = whole(0), whole(1), whole(2)
-seed = whole(0, 2**63 - 1)  # what random generators take
-workers = whole(0, 1024)  # processes or threads; 0 leaves the number to the machine
-image_size = whole(1, 4096)  # pixels a side; those of larger images would fill all memory
+seed = whole(0, 2**63 - 1)  # a signed 64-bit integer, as the compiled draws take it
+workers = whole(0, 1024)  # processes or threads
+image_size = whole(1, 4096)  # pixels a side; batches of larger crops would fill all memory
 
 
 def _real(bounds: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
-    """The type of a flag: a number that ``fits`` within ``bounds``, in words. NaN must not."""
+    """An argparse ``type``: floats for which ``fits`` holds, which ``bounds`` puts in words. NaN must not fit."""
 
     def convert(text: str) -> float:
         try:
@@ -100,7 +100,7 @@ above_zero = _real("above 0", lambda value: 0 < value < math.inf)
 
 
 def writable(text: str) -> Path:
-    """The type of a flag: a file that can be written; it is written much later."""
+    """An argparse ``type``: an output file, found writable now although it is written much later."""
     try:
         check_file("", Path(text))
     except UserError as error:

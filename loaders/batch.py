@@ -43,8 +43,7 @@ class Loader(Protocol):
         ...
 
     def reading(self) -> list[str]:
-        """The files that are being read at this moment, as far as is known: where batches fail to come, those that the
-        disk does not deliver."""
+        """The files being read right now, as far as is known: if no batch arrives, the disk fails to deliver these."""
         ...
 
     def close(self) -> None:

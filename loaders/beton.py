@@ -52,7 +52,7 @@ INT_FIELD, IMAGE_FIELD = 1, 2  # type_id
 JPEG, RAW = 0, 1  # mode
 FIELD_NAMES = ("image", "label")
 LARGEST_SIDE = 65535
-SPARE_CLASSES = 22_000  # of a file without class names: as many as anybody has, however few its images
+SPARE_CLASSES = 22_000  # allowed in a file without class names, however few its images: as many as ImageNet-21K has
 POINTER = struct.Struct("<16sQQ")  # in the image field's arguments: marker, offset and length of the record
 MARKER = b"cocor-prep\0\0\0\0\0\0"
 
@@ -110,7 +110,7 @@ class Beton:
 
 
 def is_beton(path: str | os.PathLike[str]) -> bool:
-    """Whether a path names a ``.beton`` file (by its suffix: a broken one is still meant as one)."""
+    """Whether a path names a ``.beton`` file (by its suffix, so that a damaged file is reported as one)."""
     return Path(path).suffix.lower() == ".beton"
 
 
@@ -169,7 +169,8 @@ def _parse(path: Path, data: mmap.mmap) -> Beton:
 
 
 def _check_labels(path: Path, labels: np.ndarray, record: Record | None) -> None:
-    """Labels number the classes. Without names of these, a label far beyond the number of images would make them up."""
+    """Refuse labels that are not places among the classes. A file without class names has as many classes as its
+    largest label says, so that one must be plausible."""
     most = max(len(labels), SPARE_CLASSES) if record is None else len(record.classes)
     lowest, highest = int(labels.min(initial=0)), int(labels.max(initial=-1))
     if lowest >= -1 and highest < most:

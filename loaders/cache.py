@@ -1,4 +1,4 @@
-"""Where things are kept that only save time: the user's cache folder."""
+"""The user's cache folder, for data that can be made again."""
 
 import os
 from pathlib import Path

@@ -2,9 +2,9 @@
 
     plan -> file names and boxes (loaders.dali_input) -> DALI (loaders.dali_decoder) -> crops -> torch
 
-DALI draws nothing; it is told which files and which boxes. On a GPU decoding is "mixed": nvJPEG and the card's JPEG
-engines; crops never leave the GPU, and the batches of several small steps are decoded together. On the CPU DALI only
-decodes, and the resizes are ours (:mod:`loaders.kernels.resize`), which take a fraction of the time of its own.
+DALI makes no random choices: files and boxes come from the plan. On a GPU decoding is "mixed" (nvJPEG and the card's
+JPEG engines), crops never leave the GPU, and the batches of several small steps are decoded together. On the CPU DALI
+only decodes; crops are resized by :mod:`loaders.kernels.resize`, which takes a fraction of the time of DALI's resize.
 """
 
 import resource
@@ -68,7 +68,7 @@ class DaliLoader:
 
     def _pairs(self, epoch: int, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
         """Jobs and their crops uint8 (B, C, S, S, 3) on the loader's device."""
-        # Not to be used again before this epoch has ended, which a disk that does not answer may keep it from.
+        # Taken while the epoch is open: if a hung disk keeps it from ending, the next epoch makes a decoder of its own.
         decoder, self._decoder = self._decoder or DaliDecoder(self._delivery, self._feed, self._hw_decoder_load), None
         try:
             yield from decoder.pairs(epoch, start_step)

@@ -2,8 +2,8 @@
 
     requests -> file names and boxes (external source) -> io.file.read -> decoders.image -> C resizes -> stack -> torch
 
-A pipeline is kept from one epoch to the next. An error ends it: another one is built and does again what was in flight,
-without the cause (:mod:`loaders.dali_faults`).
+A pipeline is kept from one epoch to the next. An error kills it: a new one is built, and the requests in flight are
+made again without what caused the error (:mod:`loaders.dali_faults`).
 """
 
 from collections import deque
@@ -26,7 +26,7 @@ from loaders.pool import DaemonPool
 from loaders.stored import StoredDataset
 
 GPU_BATCH = 512
-"""Images that DALI works on together at least on a GPU, in several steps' batches if those are smaller."""
+"""The fewest images that DALI decodes together on a GPU; smaller batches are joined to reach it."""
 
 _AHEAD = 3  # batches in DALI's own queue
 _LARGEST_HINT = 6500  # pixels a side up to which the hardware decoder's memory is set aside at the start
@@ -35,19 +35,19 @@ _LARGEST_HINT = 6500  # pixels a side up to which the hardware decoder's memory 
 class DaliDecoder:
     """Decodes the jobs of ``delivery``, one epoch at a time. ``hw_decoder_load``: see :class:`loaders.dali.DaliLoader`.
 
-    The thread that asks for an epoch's crops may be another one than that which ends it.
+    An epoch may be closed by another thread than the one that iterates over it.
     """
 
     def __init__(self, delivery: Delivery, feed: Feed, hw_decoder_load: float) -> None:
         self._delivery, self._feed, self._hw_decoder_load = delivery, feed, hw_decoder_load
         self._recovery = Recovery(delivery, feed)
         self._crops_by_dali = delivery.on_gpu or delivery.plan.filter != "bilinear"
-        # A GPU decodes large batches faster than small ones, and DALI's cost on the host is a batch's, not an image's.
+        # A GPU decodes large batches faster than small ones, and DALI costs the host the same for either.
         self._steps_at_once = -(-GPU_BATCH // delivery.order.local_batch_size) if delivery.on_gpu else 1
         self._pipeline: Any = None
         self._pool: DaemonPool  # of the open epoch
         self._requests: Iterator[Request] = iter(())
-        self._again: deque[Request] = deque()  # after an error, before all others
+        self._again: deque[Request] = deque()  # to be made again after an error, before all others
         self._in_flight: deque[Request] = deque()
 
     def pairs(self, epoch: int, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
@@ -103,14 +103,15 @@ class DaliDecoder:
         return crops
 
     def _start_anew(self, fault: Exception) -> None:
-        """Build a pipeline to do again what was in flight when ``fault`` ended the last one. Raises what remains."""
+        """Build a new pipeline and queue what was in flight when ``fault`` killed the last one. Raises what cannot be
+        mended."""
         self._pipeline = None
         requests, self._in_flight = list(self._in_flight), deque()
         self._again.extendleft(reversed(self._recovery.after(fault, requests, self._pool)))
         self._pipeline = self._build()
 
     def _drain(self) -> None:
-        """Let DALI finish what it has been told to do, so that the pipeline is ready for another epoch."""
+        """Run DALI's queue empty and discard the results, so that the pipeline is ready for another epoch."""
         self._requests = iter(())
         self._again.clear()
         try:

@@ -1,7 +1,8 @@
-"""After an error a DALI pipeline is dead and says little. Here the cause is found and what was in flight is made again.
+"""Recovery from DALI errors, which kill the pipeline and say little: find the cause, make again what was in flight.
 
-- Images that cannot be used are found by decoding them by the one rule, and skipped or raised as the loader was told.
-- Memory that runs out on large images: those and larger ones are decoded on the host from then on.
+- Unusable images are found by decoding all in flight with :mod:`loaders.decode`, and skipped or raised, as
+  ``on_error`` says.
+- If memory runs out on large images, these and all larger ones are decoded on the host from then on.
 - Images that only DALI cannot decode are decoded on the host too.
 - Anything else gets one more try, with all images in flight decoded on the host.
 """
@@ -22,37 +23,37 @@ from loaders.names import printable
 from loaders.stored import StoredDataset
 
 LARGE_PIXELS = 4_000_000
-"""Where memory runs out on smaller images than this, there are too many at once: decoding them elsewhere is no help."""
+"""If memory runs out on images smaller than this, the batch is too large: decoding them on the host would not help."""
 
 _NO_MEMORY = ("bad_alloc", "out of memory", "allocation failed", "can't allocate", "allocator_failure", "errormemory")
 _log = logging.getLogger(__name__)
 
 
 class Recovery:
-    """Makes requests again after an error. One for a loader."""
+    """Makes the requests of one loader again after an error."""
 
     def __init__(self, delivery: Delivery, feed: Feed) -> None:
         self._delivery, self._feed = delivery, feed
 
     def after(self, fault: Exception, requests: Sequence[Request], pool: Executor) -> list[Request]:
-        """What to give to a new pipeline after ``fault`` in one of ``requests``, those in flight.
+        """The requests for a new pipeline, after ``fault`` in one of ``requests``, which were in flight.
 
         Raises:
             UserError: an image that cannot be used, if none may be skipped, or too little memory.
-            Exception: ``fault``, where nothing is found that could be mended.
+            Exception: ``fault`` itself, if no cause is found and all images were decoded on the host already.
         """
         on_host = False
         if runs_out_of_memory(fault):
-            self._relieve(requests)
-        elif not self._skip_unusable(requests, pool) and not self._keep_from_dali(requests):
+            self._move_largest_to_host(requests)
+        elif not self._skip_unusable(requests, pool) and not self._move_undecodable_to_host(requests):
             if all(request.on_host for request in requests):
                 raise fault
             _log.warning(f"DALI failed ({reason(fault)}); the images it was working on are decoded on the CPU")
             on_host = True
         return [self._feed.request(request.jobs, pool, on_host) for request in requests]
 
-    def _at_dali(self, requests: Sequence[Request]) -> np.ndarray:
-        """The images that were left to DALI's decoders, in the order in which they are needed."""
+    def _decoded_by_dali(self, requests: Sequence[Request]) -> np.ndarray:
+        """The images in ``requests`` that DALI was to decode, each once, in the order in which they are needed."""
         at_dali = [request.index for request in requests if not request.on_host]
         index = np.concatenate([np.empty(0, np.int64), *at_dali])
         _, first = np.unique(index, return_index=True)
@@ -60,6 +61,8 @@ class Recovery:
         return index[~self._feed.on_host[index]]
 
     def _skip_unusable(self, requests: Sequence[Request], pool: Executor) -> bool:
+        """Skip (or raise) the images that Pillow cannot decode either; whether there were any."""
+
         def fault_of(index: int) -> UnusableImage | None:
             try:
                 self._delivery.dataset.image(index).decode()
@@ -68,25 +71,26 @@ class Recovery:
             return None
 
         found = False
-        index = self._at_dali(requests).tolist()
+        index = self._decoded_by_dali(requests).tolist()
         for i, fault in zip(index, pool.map(fault_of, index), strict=True):
             if fault is not None:
                 self._delivery.jobs.skip(i, fault)
                 found = True
         return found
 
-    def _keep_from_dali(self, requests: Sequence[Request]) -> bool:
-        """Whether there are images that DALI's decoder for the CPU cannot decode either: those are kept from it."""
-        dataset, index = self._delivery.dataset, self._at_dali(requests)
+    def _move_undecodable_to_host(self, requests: Sequence[Request]) -> bool:
+        """Move the images that DALI's CPU decoder refuses to the host; whether there were any."""
+        dataset, index = self._delivery.dataset, self._decoded_by_dali(requests)
         found = index[undecodable(_encoded(dataset, i) for i in index.tolist())]
         self._feed.on_host[found] = True
         for name in dataset.incidents.untold("undecodable", [dataset.names[i] for i in found]):
             _log.warning(f"{printable(name)}: DALI cannot decode it; decoded by Pillow from now on")
         return bool(len(found))
 
-    def _relieve(self, requests: Sequence[Request]) -> None:
-        """Keep the largest images from DALI, after memory has run out."""
-        index, pixels, dataset = self._at_dali(requests), self._feed.pixels, self._delivery.dataset
+    def _move_largest_to_host(self, requests: Sequence[Request]) -> None:
+        """After memory has run out: move the largest image in flight, and all as large, to the host. UserError if it is
+        too small to be the cause."""
+        index, pixels, dataset = self._decoded_by_dali(requests), self._feed.pixels, self._delivery.dataset
         everything = np.concatenate([request.index for request in requests])
         largest = int(everything[pixels[everything].argmax()]) if not len(index) else int(index[pixels[index].argmax()])
         height, width = dataset.sizes[largest].tolist()
@@ -120,5 +124,5 @@ def _encoded(dataset: ImageDataset, index: int) -> np.ndarray:
         return dataset.encoded(index)
     try:
         return np.fromfile(dataset.paths[index], np.uint8)
-    except OSError:  # gone since Pillow decoded it: it will fail again, and be found then
+    except OSError:  # gone since Pillow decoded it; the next attempt will find that
         return np.empty(0, np.uint8)

@@ -16,7 +16,7 @@ from loaders.errors import UserError
 from loaders.plan import Filter
 
 _AT_EXIT = 2.0  # seconds; what has not ended by then ends with the process
-_working: list[Callable[[], Any]] = []  # each tells the pipeline that is at work now, or None
+_working: list[Callable[[], Any]] = []  # each returns the pipeline of an open epoch, or None
 _INSTALL = "pip install nvidia-dali-cuda130, or choose another --loader"
 
 
@@ -97,9 +97,9 @@ def build_pipeline(
 
 @contextmanager
 def working(pipeline: Callable[[], Any]) -> Iterator[None]:
-    """Within, what ``pipeline()`` returns may wait for a disk, and does not keep the process from ending."""
+    """While open, the pipeline that ``pipeline()`` returns may be stuck in a read without keeping the process alive."""
     atexit.unregister(_end_working)
-    atexit.register(_end_working)  # after DALI has registered its own, so it comes before that
+    atexit.register(_end_working)  # registered after DALI's own hook, so it runs before that
     _working.append(pipeline)
     try:
         yield
@@ -108,7 +108,8 @@ def working(pipeline: Callable[[], Any]) -> Iterator[None]:
 
 
 def _end_working() -> None:
-    """DALI ends all its pipelines when Python ends, and waits for the threads of each: here for a moment only."""
+    """DALI's own exit hook shuts down all pipelines and waits for their threads without limit. Wait a moment here, then
+    hide the stuck ones from DALI."""
     pipelines = [found for pipeline in list(_working) if (found := pipeline()) is not None]
     threads = [threading.Thread(target=pipeline._shutdown, daemon=True) for pipeline in pipelines]
     for thread in threads:
@@ -117,7 +118,7 @@ def _end_working() -> None:
     for pipeline, thread in zip(pipelines, threads, strict=True):
         thread.join(max(0, deadline - time.monotonic()))
         if thread.is_alive():
-            pipeline._pipes.discard(weakref.ref(pipeline))  # where DALI looks for what it has to end
+            pipeline._pipes.discard(weakref.ref(pipeline))  # DALI's list of what to shut down
 
 
 def undecodable(files: Iterable[np.ndarray]) -> list[int]:

@@ -1,11 +1,11 @@
-"""What DALI is fed: for each image its file's name (or its bytes, if it is stored in a ``.beton`` file) and its boxes.
+"""DALI's input: for each image its file's name (or its bytes, if it is stored in a ``.beton`` file) and its boxes.
 
-Some images are decoded on the host by the one rule of :mod:`loaders.decode`, and cropped there; DALI gets their crops
-side by side as raw pixels (PPM), in a memory file where it wants a name, and passes them on bit by bit:
+Some images are decoded on the host by :mod:`loaders.decode` and cropped there. DALI gets their crops side by side as
+raw pixels (PPM), in a memory file where it expects a name, and passes them on unchanged:
 
 - those whose pixels depend on the decoder: alpha, 16 bits, CMYK and the like;
 - huge ones, one after the other, so that memory stays bounded on the host and on the GPU;
-- those that DALI turned out to be unable to decode (:mod:`loaders.dali_faults`).
+- those that DALI has failed to decode (:mod:`loaders.dali_faults`).
 """
 
 import logging
@@ -35,7 +35,7 @@ _one_decode = Lock()
 
 
 class MemoryFile:
-    """Content in a nameless file, closed with its last reference. ``name`` is what a message is to call it."""
+    """``content`` in an anonymous file, closed with its last reference; errors call it ``name``."""
 
     def __init__(self, content: NDArray[np.uint8], name: str) -> None:
         try:
@@ -61,7 +61,7 @@ class MemoryFile:
 class Request:
     """Jobs of one or more steps, N images: names or bytes uint8, boxes float32 (N, C, 4) top, left, height, width.
 
-    ``on_host`` says that none of them is left to DALI's decoders; ``kept`` must live until DALI has read it.
+    ``on_host``: all of them were decoded on the host. ``kept`` must stay alive until DALI has read it.
     """
 
     jobs: list[Job]
@@ -76,7 +76,7 @@ class Request:
 
 
 class Feed:
-    """Makes requests of jobs, in the threads of ``pool``. ``on_host`` bool (N,): the data set's images not for DALI."""
+    """Makes requests of jobs. ``on_host`` bool (N,): the images of the data set that DALI must not decode."""
 
     def __init__(self, delivery: Delivery) -> None:
         self._delivery = delivery
@@ -84,11 +84,11 @@ class Feed:
         self.pixels = dataset.sizes.astype(np.int64).prod(axis=1)
         huge = self.pixels > HOST_PIXELS
         self.on_host: NDArray[np.bool_] = ~dataset.plain | huge
-        self._tell(np.flatnonzero(huge))
+        self._log_huge(np.flatnonzero(huge))
 
     def request(self, jobs: list[Job], pool: Executor, on_host: bool = False) -> Request:
-        """Jobs as DALI takes them, all of their images decoded ``on_host`` or as few as possible. Images that cannot be
-        used are skipped or raised, as the delivery says."""
+        """A request for ``jobs``, made in the threads of ``pool``, with all images decoded ``on_host`` or as few as
+        possible. Unusable images are skipped or raised, as the delivery's ``on_error`` says."""
         dataset, size = self._delivery.dataset, self._delivery.plan.size
         stored = isinstance(dataset, StoredDataset)
         while True:
@@ -134,8 +134,8 @@ class Feed:
             return fault
         return np.frombuffer(b"P6 %d %d 255\n" % (crops.shape[1], plan.size) + crops.tobytes(), np.uint8)
 
-    def _tell(self, huge: NDArray[np.int64]) -> None:
-        """Name the huge images, once."""
+    def _log_huge(self, huge: NDArray[np.int64]) -> None:
+        """Log the names of huge images, each once."""
         dataset = self._delivery.dataset
         new = set(dataset.incidents.untold("huge", [dataset.names[i] for i in huge]))
         found = [i for i in huge if dataset.names[i] in new]

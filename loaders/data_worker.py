@@ -1,8 +1,8 @@
-"""What goes on in a data worker besides its work: which image it reads, and how it takes signals.
+"""Bookkeeping and signals of data workers: which image each one reads, and what may end it.
 
-Schedulers and terminals signal whole groups of processes, but what the parent still does may need the worker's data.
-So only the parent may end it: by a SIGTERM of its own, or by being gone. A thread looks after that, since the worker
-may be waiting for a disk that does not answer.
+Schedulers and terminals signal whole process groups, but the parent may need the worker's data to finish its step. So
+only the parent ends a worker, by sending SIGTERM or by exiting. A thread watches for both, since the worker itself may
+be stuck in a read.
 """
 
 import mmap
@@ -20,7 +20,7 @@ _IGNORED = (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Reading:
-    """Which image each worker reads at this moment, in memory that forked processes share."""
+    """Which image each worker is reading, in memory shared with forked processes."""
 
     def __init__(self, workers: int) -> None:
         self._index = np.frombuffer(mmap.mmap(-1, 8 * max(1, workers)), np.int64)
@@ -28,7 +28,7 @@ class Reading:
 
     @contextmanager
     def image(self, index: int) -> Iterator[None]:
-        """Within, this worker reads image ``index``."""
+        """While open, this worker is reading image ``index``."""
         worker = get_worker_info()
         place = 0 if worker is None else worker.id
         self._index[place] = index
@@ -38,12 +38,13 @@ class Reading:
             self._index[place] = -1
 
     def now(self) -> list[int]:
+        """The images being read at this moment."""
         return [index for index in self._index.tolist() if index >= 0]
 
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Workers that are forked within take no signal before they :func:`obey_the_parent_only`."""
+    """Block signals in workers that are forked meanwhile, until they call :func:`obey_the_parent_only`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*_IGNORED, signal.SIGTERM))
     try:
         yield
@@ -52,11 +53,11 @@ def starting() -> Iterator[None]:
 
 
 def obey_the_parent_only(number: int) -> None:
-    """For a worker at its start."""
+    """``worker_init_fn`` of a DataLoader: from now on only the parent's SIGTERM, or its exit, ends this worker."""
     for ignored in _IGNORED:
         signal.signal(ignored, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
-    tells_senders = hasattr(signal, "sigtimedwait")  # elsewhere any SIGTERM ends the worker
+    tells_senders = hasattr(signal, "sigtimedwait")  # elsewhere the sender is unknown, and any SIGTERM ends the worker
     signal.pthread_sigmask(signal.SIG_BLOCK if tells_senders else signal.SIG_UNBLOCK, [signal.SIGTERM])
     if tells_senders:
         threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()

@@ -37,7 +37,7 @@ class ImageDataset:
     - ``sizes`` int32 (N, 2): height and width of the upright image in pixels.
     - ``plain`` bool (N,): whether decoders other than Pillow give Pillow's pixels (see :mod:`loaders.decode`).
     - ``skipped``: (name, reason) of the files left out.
-    - ``incidents``: what loaders have met since; subsets share it.
+    - ``incidents``: problems that loaders have met since; shared with subsets.
     """
 
     root: Path
@@ -67,7 +67,7 @@ class ImageDataset:
         return digest.hexdigest()
 
     def image(self, index: int) -> EncodedImage:
-        """Where image ``index`` is, to be decoded by the one rule."""
+        """Where image ``index`` is; its ``decode`` gives the pixels."""
         height, width = self.sizes[index].tolist()
         return ImageFile(self.paths[index], (width, height))
 
@@ -167,7 +167,7 @@ def _same_file(path: Path, other: Path) -> bool:
 
 
 def _labels(listing: Listing, path: str | os.PathLike[str] | None) -> tuple[dict[int, str], dict[str, str]]:
-    """Label by image place, and what is wrong by name: images that should have a label, labels without image."""
+    """The label of each image by its place, and faults by name: images that lack a label, labels that lack an image."""
     names = listing.names
     if path is not None:
         labels, unknown = read_labels(Path(path), names)

@@ -1,4 +1,4 @@
-"""The one rule from image bytes to upright RGB pixels. Every loader's pixels are held against it.
+"""The reference decoder: from image bytes to upright RGB pixels. Every loader's pixels are tested against it.
 
 - The first frame of any of :data:`FORMATS`; never more than :data:`MAX_PIXELS`, nor than two gigabytes of memory.
 - Turned upright by the EXIF (or XMP) orientation found in the file's header.
@@ -30,9 +30,9 @@ decoder takes twice the memory for each: WebP, JPEG 2000, CMYK."""
 FORMATS = (
     *("JPEG", "MPO", "PNG", "WEBP", "AVIF", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "TGA", "ICO", "PCX", "SGI"),
 )
-"""What Pillow may read a file as. It knows more; an EPS file, for one, is a program, which Ghostscript would run."""
+"""The only formats that Pillow may try. Of its others, an EPS file is a program, which Ghostscript would run."""
 
-_BAND_PIXELS = 1 << 20  # conversions of colours work on so many at a time, so as not to hold a large image three times
+_BAND_PIXELS = 1 << 20  # colours are converted in bands of so many, so that no large image is held three times
 _EIGHT_BITS = ((np.arange(1 << 16) * 255 + 32767) // 65535).astype(np.uint8)  # of 16
 
 _UPRIGHT = {
@@ -45,7 +45,7 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 _JPEG = ("JPEG", "MPO")
-_MACHINE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # these say nothing about the file
+_MACHINE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # faults of the machine, not of the file
 
 
 class ImageFault(Exception):
@@ -54,8 +54,8 @@ class ImageFault(Exception):
 
 @dataclass(frozen=True)
 class Header:
-    """What a file's first bytes tell. ``plain``: any correct decoder gives the pixels of :func:`decode`;
-    ``upright_jpeg``: even one that knows only JPEG and ignores its orientation tag."""
+    """What an image's header says. ``plain``: any correct decoder gives the pixels of :func:`decode`; ``upright_jpeg``:
+    even one that reads only JPEG and ignores the orientation tag does."""
 
     height: int
     width: int
@@ -157,7 +157,7 @@ def _open(file: BinaryIO) -> Image.Image:
 
 @cache
 def _formats() -> list[str]:
-    """Those of FORMATS that this Pillow was built for."""
+    """Those of FORMATS that this build of Pillow reads."""
     Image.init()
     return [name for name in FORMATS if name in Image.OPEN]
 

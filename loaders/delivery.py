@@ -1,4 +1,4 @@
-"""What all loaders share: jobs from the plan, and the way from a job's crops to a :class:`Batch`.
+"""What all loaders share: making jobs from the plan, and turning a job's crops into a :class:`Batch`.
 
     Jobs -> Job (which images, boxes, programs) -> loader: crops -> executor: views -> Batch
 
@@ -33,12 +33,12 @@ from loaders.recycle import Recycler
 
 Item = TypeVar("Item")
 
-_SHOWN = 3  # files
+_SHOWN = 3  # files named in a message
 _log = logging.getLogger(__name__)
 
 
 class Pairs(Protocol):
-    """Jobs and their crops (B, C, S, S, 3) uint8, and an end."""
+    """An iterator of jobs and their crops (B, C, S, S, 3) uint8 that can be closed early."""
 
     def __iter__(self) -> Iterator[tuple[Job, Tensor]]: ...
 
@@ -46,7 +46,7 @@ class Pairs(Protocol):
 
 
 class DeliveryOptions(TypedDict, total=False):
-    """How batches come, whatever decodes them: the keywords that all loaders take, see :class:`Delivery`."""
+    """Keywords that all loaders take; see :class:`Delivery`."""
 
     device: torch.device | str
     dtype: torch.dtype
@@ -59,13 +59,14 @@ class DeliveryOptions(TypedDict, total=False):
 class Delivery:
     """Makes jobs (``jobs``) and finishes batches for one loader.
 
-    Images come on ``device`` in ``dtype``, normalised by ``mean`` and ``std`` of the values in [0, 1]. ``workers``:
-    threads or processes that decode; None means one a core. ``on_error``: what an image that breaks while the loader
-    runs does, stop it with a UserError that names it, or have its place taken by another sample (:mod:`loaders.jobs`).
+    Images arrive on ``device`` in ``dtype``, normalised by ``mean`` and ``std`` of the values in [0, 1]. ``workers``:
+    threads or processes that decode; None means one per core. ``on_error``: whether an image that turns out unusable
+    while the loader runs stops it with a UserError that names it, or is replaced by another sample
+    (:mod:`loaders.jobs`).
 
-    ``decoding`` says that the loader keeps ``workers`` busy itself: views cost the CPU about a sixth of what decoding
-    and resizing cost, so the executor then gets a quarter as many threads. ``by_workers`` is for a loader with
-    processes: what they read.
+    ``decoding``: the loader keeps ``workers`` busy itself. Views cost the CPU about a sixth of what decoding and
+    resizing cost, so the executor then gets a quarter as many threads. ``by_workers``: for loaders with worker
+    processes, which image each of them is reading.
     """
 
     by_workers: Reading | None = None
@@ -100,7 +101,7 @@ class Delivery:
         return self.device.type == "cuda"
 
     def stage(self, tensor: Tensor) -> Tensor:
-        """``tensor`` where a copy to the device can start without waiting."""
+        """``tensor`` in memory from which a copy to the device is asynchronous."""
         return tensor.pin_memory() if self.on_gpu else tensor
 
     def room(self, job: Job) -> Tensor:
@@ -111,13 +112,13 @@ class Delivery:
         return self._memory.empty(shape, np.uint8)
 
     def prefetch(self, source: Generator[Item, None, None], depth: int = 2) -> Prefetch[Item]:
-        """Run ``source`` in a thread that :meth:`close` stops."""
+        """Run ``source`` in a thread of its own, which :meth:`end_epoch` stops, ``depth`` items ahead."""
         active = Prefetch(self._on_device(source), depth, self._given_up)
         self._register(active)
         return active
 
     def use_device(self) -> None:
-        """Make this GPU the one that the current thread pins memory for: a new thread's GPU is the first one."""
+        """Make this GPU current in the calling thread, which may pin memory: a new thread starts on GPU 0."""
         if self.on_gpu:
             torch.cuda.set_device(self.device)
 
@@ -131,7 +132,7 @@ class Delivery:
     ) -> Generator[Batch, None, None]:
         """Batches from ``pairs`` of jobs and crops (B, C, S, S, 3) uint8. Ends the epoch that was open before.
 
-        On a GPU ``pairs`` may ask to run in the consumer's thread, since it works asynchronously itself.
+        ``in_background`` off: on a GPU, iterate ``pairs`` in the consumer's thread, as it is asynchronous itself.
         """
         self.end_epoch()
         self._epoch = epoch = object()
@@ -166,7 +167,7 @@ class Delivery:
         return assemble(torch.as_tensor(images), here, self.plan, self.dtype)
 
     def end_epoch(self) -> None:
-        """End the open epoch and its threads, except those that a disk keeps from it."""
+        """End the open epoch and its threads, except any that are stuck in a read."""
         with self._lock:
             active = list(self._active)
         for item in active:
@@ -179,7 +180,7 @@ class Delivery:
         self._memory.clear()
 
     def reading(self) -> list[str]:
-        """The files that workers read, or that this process has open of the data set, where the system tells."""
+        """The files that workers are reading, or else those of the data set that this process has open (on Linux)."""
         if self.by_workers is not None:
             return [str(self.dataset.root / self.dataset.names[index]) for index in self.by_workers.now()]
         found, root = [], self.dataset.root.absolute()
@@ -192,7 +193,7 @@ class Delivery:
         return sorted(set(found))
 
     def _given_up(self) -> None:
-        """Say, once, that data did not come in time for an end."""
+        """Log, once for each file, that a thread was left behind because the disk does not answer."""
         names = self.reading()
         if self.dataset.incidents.untold("does not answer", names or [""]):
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

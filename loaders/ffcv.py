@@ -2,8 +2,8 @@
 
     plan -> FFCV's loader finds a batch's bytes -> threads decode and resize -> crops, in pinned memory for a GPU
 
-FFCV draws nothing and keeps no random state; it is told which images, and the jobs say which boxes. See
-:mod:`loaders.ffcv_pipeline` for what is FFCV's part and :mod:`loaders.ffcv_import` for what it needs.
+FFCV makes no random choices and keeps no random state: the order gives it the images, the jobs hold the boxes. See
+:mod:`loaders.ffcv_pipeline` for FFCV's part in this and :mod:`loaders.ffcv_import` for what it needs.
 """
 
 from collections.abc import Generator
@@ -72,7 +72,7 @@ class FfcvLoader:
         from loaders.ffcv_pipeline import PlannedLoader
 
         delivery = self._delivery
-        # Not to be used again before this epoch has ended, which a disk that does not answer may keep it from.
+        # Taken while the epoch is open: if a hung disk keeps it from ending, the next epoch makes a loader of its own.
         loader, self._loader = self._loader or PlannedLoader(self._dataset, delivery.order), None
 
         def submit(stored: NDArray[np.uint64]) -> PendingCrops:

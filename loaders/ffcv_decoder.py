@@ -2,8 +2,8 @@
 
 They use the libjpeg-turbo that FFCV is linked to, through decompressors of their own: FFCV's decoders drop the return
 code, so that a damaged image shows half of itself or of its neighbour; its binding never frees the decompressors of a
-thread; and its fast inverse transform differs from Pillow's. A code other than success is looked into by the one rule
-of :mod:`loaders.decode`: if the stored bytes are those that cocor-prep wrote, it was a harmless warning.
+thread; and its fast inverse transform differs from Pillow's. Where the code is not success, :mod:`loaders.decode`
+decides: if the stored bytes are those that cocor-prep wrote, the code was a harmless warning.
 
 Import this module only after :func:`loaders.ffcv_import.load_ffcv`.
 """
@@ -63,12 +63,12 @@ class PendingCrops:
     parts: Sequence[Future[dict[int, UnusableImage]]]
 
     def wait(self) -> dict[int, UnusableImage]:
-        """Wait for the crops. What is wrong with the images at some places of the batch, whose crops mean nothing."""
+        """Wait for the crops. Returns what is wrong with unusable images, by place in the batch."""
         return {place: fault for part in self.parts for place, fault in sorted(part.result().items())}
 
 
 class _Decoder:
-    """What one thread works with: a decompressor and room for the pixels of an image."""
+    """One thread's decompressor, and its memory for the pixels of an image."""
 
     def __init__(self) -> None:
         handle = _init()
@@ -107,8 +107,8 @@ class DecodePool:
     ) -> PendingCrops:
         """Start to decode the batch of ``job``, or some ``places`` of it, into ``crops``.
 
-        ``stored`` (B, COLUMNS) says where its images are. Parts are alike in bytes, which is what decoding takes its
-        time from.
+        ``stored`` (B, COLUMNS) says where its images are. Tasks get equal shares of bytes, since these decide how long
+        decoding takes.
         """
         chosen = np.arange(len(stored))[places]
         order = chosen[np.argsort(stored[chosen, LENGTH])[::-1]]
@@ -141,12 +141,12 @@ class DecodePool:
             self._free.put(decoder)
         for place in places[codes != 0]:
             try:
-                self._look_into(int(stored[place, ROW]), boxes[place], out[place])
+                self._decode_by_reference(int(stored[place, ROW]), boxes[place], out[place])
             except UnusableImage as fault:
                 faults[int(place)] = fault
         return faults
 
-    def _look_into(self, row: int, boxes: NDArray[np.int32], out: NDArray[np.uint8]) -> None:
+    def _decode_by_reference(self, row: int, boxes: NDArray[np.int32], out: NDArray[np.uint8]) -> None:
         if self._file.beton.record is None:
             raise self._file.damaged(row, "damaged JPEG data")
         pixels = np.asarray(self._file.decode(row))

@@ -23,7 +23,7 @@ TURBOJPEG = ("tjInitDecompress", "tjDestroy", "tjDecompressHeader3", "tjDecompre
 
 
 def load_ffcv() -> Any:
-    """The package ``ffcv``, harmless. Raises :class:`UserError` naming what is missing and how to install it."""
+    """The package ``ffcv``, its side effects undone. UserError naming what is missing and how to install it."""
     try:
         return _load()
     except (ImportError, OSError, AttributeError) as fault:
@@ -55,13 +55,12 @@ def _load() -> Any:
 
 
 def _tame() -> None:
-    """Leave thread counts and numba's types as they are, and CUDA to whoever uses it: cocor's pipeline does not touch
-    the GPU."""
+    """Keep FFCV from setting thread counts, changing numba's types and using CUDA, none of which is needed here."""
     compiler: Any = importlib.import_module("ffcv.pipeline.compiler").Compiler
     iterators: Any = importlib.import_module("ffcv.loader.epoch_iterator")
 
     def set_num_threads(cls: Any, n: int) -> None:
-        cls.num_threads = max(1, n)  # for whether code is compiled for several threads; it is not for one
+        cls.num_threads = max(1, n)  # FFCV compiles parallel code where this is above 1
 
     compiler.set_num_threads = classmethod(set_num_threads)
     iterators.IS_CUDA = False

@@ -1,4 +1,4 @@
-"""FFCV's loader, told what to show: a planned order, and a pipeline that ends in the decoding threads.
+"""FFCV's loader with a planned order, and a pipeline that ends in the decoding threads.
 
     PlannedOrder -> FFCV's loader and reader -> LocateImages (a decoder, compiled by FFCV) -> SubmitImages -> crops
 
@@ -30,12 +30,12 @@ from loaders.stored import StoredDataset
 
 Submit = Callable[[NDArray[np.uint64]], PendingCrops]  # from where a batch's images are stored, (B, COLUMNS)
 
-_AHEAD = 1  # batches in FFCV's queue; one more waits to get in, and one is being waited for
+_AHEAD = 1  # batches in FFCV's queue, beside one that waits for room in it and one that the consumer waits for
 _PATIENCE_S = 1.0
 
 
 class LocateImages(SimpleRGBImageDecoder):
-    """In place of pixels, where FFCV's reader finds them: uint64 (B, COLUMNS), in memory of its own."""
+    """Gives, in place of pixels, where each image is stored: uint64 (B, COLUMNS), freshly allocated."""
 
     def declare_state_and_memory(self, previous_state: Any) -> tuple[Any, None]:
         return replace(previous_state, jit_mode=True, shape=(COLUMNS,), dtype=np.dtype(np.uint64)), None

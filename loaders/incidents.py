@@ -1,5 +1,5 @@
-"""What happens to a data set's images while loaders run. All subsets of a data set share one account, and each image is
-told of once, however many loaders, threads and epochs meet it.
+"""Problems with a data set's images that show while loaders run. A data set and its subsets share one record, so that
+each problem is logged once per image, however many loaders, threads and epochs meet it.
 """
 
 import logging
@@ -10,7 +10,7 @@ _log = logging.getLogger(__name__)
 
 
 class Incidents:
-    """Names of the images that cannot be used at present, and of those that there has been a message about."""
+    """The images that cannot be used at present, and those already reported, by name."""
 
     def __init__(self) -> None:
         self._unusable: set[str] = set()
@@ -36,7 +36,7 @@ class Incidents:
             self._unusable.discard(name)
 
     def untold(self, topic: str, names: Sequence[str]) -> list[str]:
-        """Those of ``names`` for which this has not been called before with the same ``topic``."""
+        """Those of ``names`` not yet reported under ``topic``; from now on they count as reported."""
         with self._lock:
             new = [name for name in names if (topic, name) not in self._told]
             self._told.update((topic, name) for name in new)
