@@ -63,7 +63,7 @@ class PendingCrops:
     parts: Sequence[Future[dict[int, UnusableImage]]]
 
     def wait(self) -> dict[int, UnusableImage]:
-        """Wait for the crops. Returns what is wrong with unusable images, by place in the batch."""
+        """Wait for the crops. Returns what is wrong with unusable images, by place; their crops are undefined."""
         return {place: fault for part in self.parts for place, fault in sorted(part.result().items())}
 
 

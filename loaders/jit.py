@@ -1,12 +1,12 @@
-"""numba's ``njit`` with the project's settings: the GIL released, compiled code cached, arithmetic left alone.
+"""numba's ``njit`` with the project's settings: the GIL released, compiled code cached, strict arithmetic.
 
 ``fastmath`` stays off because the executors promise Pillow's bits, and ``parallel`` because numba's threading layers
 abort on concurrent use and do not survive a fork: callers spread samples over a thread pool instead.
 
 numba's cache notices a change of the file a function is in, not of the files of the functions it calls or of the
 constants that it uses, and would go on running old code. So the cache folder is named by a digest of all the sources
-that use ``jit`` and of what they import. Folders of other versions go when nothing has used them for a month. A cache
-that cannot be written or read, or is removed by another process, costs time, nothing else.
+that use ``jit`` and of what they import. Folders of other versions are removed when unused for a month. A cache that
+cannot be written or read, or is removed by another process, costs nothing but time.
 """
 
 import hashlib
@@ -40,14 +40,14 @@ def jit(function: Function) -> Function:
     before, folder = config.CACHE_DIR, _cache_folder()
     if folder:
         config.CACHE_DIR = folder  # read when the cache is made
-        with suppress(RuntimeError, OSError):  # nowhere to put it
+        with suppress(RuntimeError, OSError):  # no place for it
             compiled._cache = _Cache(function)
         config.CACHE_DIR = before
     return cast(Function, compiled)
 
 
 class _Cache(FunctionCache):
-    """A full disk and files that were cut short end in compiling anew, not in an error."""
+    """On a full disk or a truncated file, compiles anew instead of failing."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
@@ -78,7 +78,7 @@ def _cache_folder() -> str:
 
 
 def _remove_old(current: Path) -> None:
-    """Note that ``current`` is in use, and remove the folders beside it that have not been for a month."""
+    """Mark ``current`` as used now, and remove the folders beside it that have been unused for a month."""
     with suppress(OSError):
         os.utime(current)
     for folder in current.parent.glob("numba-*"):

@@ -1,10 +1,10 @@
-"""From the plan to jobs: what a loader decodes and the executor makes of it, a batch at a time.
+"""From the plan to jobs: what a loader decodes, and what the executor makes of it, batch by batch.
 
     BatchOrder + ViewPlan -> samples of a step -> Job (which images, boxes, programs)
 
-Where images turn out unusable while a loader runs, and it may skip them, another sample takes the place of each (see
-:meth:`loaders.order.BatchOrder.stand_ins`), with its own image, label, index and views, those that the plan draws for
-it in this epoch. So a batch is a function of the plan and of which images are unusable.
+If an image turns out unusable while a loader runs that may skip it, a stand-in replaces the sample (see
+:meth:`loaders.order.BatchOrder.stand_ins`), with the stand-in's own label and index and the views that the plan draws
+for it. So a batch is a function of the plan and of the set of unusable images.
 """
 
 from collections.abc import Callable, Generator, Mapping
@@ -43,7 +43,7 @@ class Job:
 
 
 class Jobs:
-    """Makes the jobs of one loader; ``pinned`` says in which memory. ``on_error``: at an unusable image."""
+    """Makes the jobs of one loader, in pinned memory if ``pinned``. ``on_error``: stop or skip at an unusable image."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Jobs:
 
     def epoch(self, e: int, start_step: int) -> Generator[Job, None, None]:
         """The jobs of epoch ``e`` from ``start_step`` on."""
-        self._try_again()
+        self._retry_unusable()
         for step in range(start_step, self._order.steps):
             yield self._job(e, step, *self._samples(e, step))
 
@@ -69,9 +69,9 @@ class Jobs:
         return job if np.array_equal(index, job.planned.index) else self._job(job.epoch, job.step, index, passes)
 
     def mend(self, job: Job, faults: Faults, decode: Callable[[Job, list[int]], Faults]) -> Job:
-        """``job`` with others in the places where ``faults`` say what is wrong. Raises what cannot be skipped.
+        """``job`` with stand-ins for the samples with ``faults``. Raises a fault that may not be skipped.
 
-        ``decode(job, places)`` makes the crops of these places anew and tells what is wrong now.
+        ``decode(job, places)`` makes the crops at these places again and returns the faults that it meets.
         """
         while faults:
             for place, fault in faults.items():
@@ -84,7 +84,7 @@ class Jobs:
         return job
 
     def skip(self, index: int, fault: UnusableImage) -> None:
-        """Go on without sample ``index``, whose image cannot be used. Raises ``fault`` if that is not wanted."""
+        """Record that the image of sample ``index`` is unusable. Raises ``fault`` instead if ``on_error`` is "stop"."""
         if self._on_error == "stop":
             raise fault
         self._dataset.incidents.skip(self._dataset.names[index], str(fault))
@@ -125,8 +125,8 @@ class Jobs:
             tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
         return Job(epoch, step, planned, tensors)
 
-    def _try_again(self) -> None:
-        """A file that was out of reach for a while comes back with the next epoch."""
+    def _retry_unusable(self) -> None:
+        """Decode the unusable images once more: a file that was out of reach for a while comes back at a new epoch."""
         unusable = self._unusable()
         for index in [i for i, name in enumerate(self._dataset.names) if name in unusable] if unusable else []:
             with suppress(UnusableImage):

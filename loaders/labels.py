@@ -18,7 +18,7 @@ from loaders.names import bare, printable
 from loaders.regular import open_regular
 
 LARGEST_LIST = 1 << 30
-"""Bytes; a list of all images that anybody has is smaller."""
+"""Bytes: more than a list of the largest data sets takes."""
 
 _HEADER_NAMES = frozenset({"file", "filename", "file_name", "image", "imageid", "name", "path"})
 

@@ -1,5 +1,5 @@
-"""Is this the folder of classes that was meant, or one a level too high or too deep? Nobody would notice in training:
-folders above the classes would be taken for classes, and a class for a flat folder.
+"""Detects a folder that lies one level above or below the class folders. Training would not show the mistake: splits
+would be taken for classes, or a single class for a flat folder of images.
 """
 
 import os

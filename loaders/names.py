@@ -1,4 +1,4 @@
-"""File names as bytes-safe text, and the number of cores to spread work over.
+"""File names as text that survives undecodable bytes, and the number of usable cores.
 
 A file name is bytes. Inside the program it is ``str`` with surrogate escapes (``os.fsdecode``), which any name
 survives; what a person or a JSON file gets to see goes through :func:`printable`. A terminal may lack characters of
@@ -25,7 +25,7 @@ def printable(name: str | os.PathLike[str]) -> str:
 
 
 def print_everything() -> None:
-    """Have the standard streams show as escapes what their encoding lacks: ``print`` would fail, with work done."""
+    """Let the standard streams escape characters that their encoding lacks, where ``print`` would raise."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -16,7 +16,7 @@ from loaders.errors import UserError
 # Streams are shared with the view plan's draws; this one is out of reach of any crop or view.
 _ORDER_STREAM = 0xFFFFFFFF
 MOST_STAND_INS = 100
-"""So many samples are tried in the place of one that cannot be used."""
+"""How many samples are tried in the place of an unusable one."""
 
 
 @lru_cache(maxsize=4)

@@ -1,6 +1,6 @@
-"""Threads that work off tasks and do not keep their process from ending: one may be waiting for a disk.
+"""A pool of daemon threads, which do not keep the process from exiting: one may be stuck in a read.
 
-Python joins the threads of its own ``ThreadPoolExecutor`` when it ends, whatever they are doing.
+Python joins the threads of its own ``ThreadPoolExecutor`` at exit, whatever they are doing.
 """
 
 import queue
@@ -80,4 +80,4 @@ class DaemonPool(Executor):
 def _work(tasks: "queue.SimpleQueue[_Task | None]") -> None:
     while (task := tasks.get()) is not None:
         task()
-        del task  # its result belongs to whoever asked for it
+        del task  # keep no reference to its result while waiting for the next

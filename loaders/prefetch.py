@@ -1,11 +1,11 @@
-"""Work ahead in one background thread: a bounded queue between a generator and the loop that eats from it.
+"""Work ahead in one background thread: a bounded queue between a generator and the loop that consumes it.
 
 The producer's exceptions appear in the consumer. Leaving the loop early, closing the loader, losing the last reference
 and the end of the program all stop the thread, and the generator's ``finally`` clauses run in it.
 
-They wait for it, but no longer than ``PATIENCE`` seconds: a disk that does not answer must hold up neither an error on
-its way to the user nor the end of the process. The thread is then left alone with its generator. It is a daemon, as
-must be all threads that the generator waits for; if the disk answers after all, both end as they would have.
+They wait for the thread to end, but no longer than ``PATIENCE`` seconds: a disk that does not answer must delay neither
+an error message nor the exit of the process. The thread is then abandoned. It is a daemon, as must be all threads that
+the generator waits for; should the disk answer after all, the thread and the generator end as usual.
 """
 
 import logging
@@ -32,16 +32,16 @@ class _Raised:
 _END = object()
 
 
-def _tell() -> None:
+def _warn() -> None:
     _log.warning(f"gave up waiting for data after {PATIENCE:.0f} s")
 
 
 class Prefetch(Generic[Item]):
-    """Iterates ``source`` in a thread that keeps up to ``depth`` finished items. A context manager. ``given_up`` is
-    called where the thread does not end in time."""
+    """Iterates ``source`` in a thread that works up to ``depth`` items ahead. A context manager. ``given_up`` is called
+    if the thread does not end in time."""
 
     def __init__(
-        self, source: Generator[Item, None, None], depth: int = 2, given_up: Callable[[], None] = _tell
+        self, source: Generator[Item, None, None], depth: int = 2, given_up: Callable[[], None] = _warn
     ) -> None:
         self._ready: queue.Queue[object] = queue.Queue(depth)
         self._stop = threading.Event()
@@ -78,14 +78,14 @@ class Prefetch(Generic[Item]):
 
 
 class InConsumer(Generic[Item]):
-    """Iterates ``source`` in the thread that asks for its items. Only its early end, which may wait for a disk, goes
-    on in another one: :meth:`close` waits no longer than for that of a :class:`Prefetch`, and raises what it raises.
+    """Iterates ``source`` in the consumer's thread. Only closing it early, which may block on a disk, runs in another
+    thread, for which :meth:`close` waits at most ``PATIENCE`` seconds; exceptions raised there appear in the caller.
 
-    ``prepare`` is called first in that thread, and ``given_up`` where it does not end in time.
+    ``prepare`` is called first in that other thread, and ``given_up`` if it does not end in time.
     """
 
     def __init__(
-        self, source: Generator[Item, None, None], prepare: Callable[[], None], given_up: Callable[[], None] = _tell
+        self, source: Generator[Item, None, None], prepare: Callable[[], None], given_up: Callable[[], None] = _warn
     ) -> None:
         self._source, self._prepare, self._given_up = source, prepare, given_up
         self._ended = False

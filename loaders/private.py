@@ -1,4 +1,4 @@
-"""A folder for what this user's processes keep between runs where there is no better place."""
+"""A per-user folder in the temporary one, for caches that have no better place."""
 
 import os
 import stat
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def private_folder() -> Path:
-    """A folder in the temporary one in which nobody else can have laid anything. OSError if there can be none."""
+    """A folder that only this user can write to, made if need be. OSError if there can be none."""
     folder = Path(tempfile.gettempdir(), f"cocor-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()  # a link may lead anywhere

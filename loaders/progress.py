@@ -18,7 +18,7 @@ def track(
     items: Iterable[Item], total: int, text: str, unit: str = "files", step: int = 1, *, even: bool = True
 ) -> Iterator[Item]:
     """Yield ``items``, each of which stands for ``step`` of ``total`` units; quiet when done within seconds. ``even``:
-    they take about equally long, so that the pace tells the time left."""
+    items take about equally long, so that the time left can be estimated."""
     if sys.stderr.isatty():
         with tqdm(total=total, desc=text, unit=f" {unit}", delay=1.0, leave=False) as bar:
             for item in items:
@@ -27,7 +27,7 @@ def track(
         return
     start = time.monotonic()
     due, done = start + _FIRST_LINE_S, 0
-    first: tuple[int, float] | None = None  # what came first took the start of programs and threads with it
+    first: tuple[int, float] | None = None  # the first item's time includes the start of processes and threads
     for item in items:
         yield item
         done, now = min(done + step, total), time.monotonic()
@@ -39,7 +39,7 @@ def track(
 
 
 def _left(first: tuple[int, float] | None, done: int, now: float, total: int) -> str:
-    """By the pace since ``first``: how many were done when."""
+    """The time left, by the pace since ``first`` = (how many were done, when)."""
     if first is None or done == first[0]:
         return ""
     return f", about {(now - first[1]) * (total - done) / (done - first[0]):.0f} s left"
@@ -52,7 +52,7 @@ class Pulse:
         self._due = time.monotonic() + _LINE_EVERY_S
 
     def beat(self, text: str) -> None:
-        """Say ``text``, unless something was said within half a minute."""
+        """Print ``text``, unless half a minute has not passed since the last line."""
         now = time.monotonic()
         if now >= self._due:
             tqdm.write(text, file=sys.stderr)  # above a bar, if there is one
@@ -62,7 +62,7 @@ class Pulse:
 
 @contextmanager
 def patience(text: str) -> Iterator[None]:
-    """Say ``text`` and the seconds gone by, every half minute from a thread, while a library works within."""
+    """While the block runs, print ``text`` and the seconds gone by every half minute, from a thread."""
     began, over = time.monotonic(), threading.Event()
 
     def say() -> None:

@@ -1,7 +1,7 @@
-"""CPU memory for batches that is used again once nobody refers to it.
+"""CPU memory for batches that is reused once nothing refers to it.
 
-A batch on the CPU is hundreds of megabytes. Taken from the system and given back at every step, it costs more time in
-the kernel, which must clear it, than half the views cost to compute.
+A batch on the CPU is hundreds of megabytes. Allocating it from the system at every step costs more time, spent in the
+kernel clearing pages, than computing half of the views.
 """
 
 import math
@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_KEPT = 8  # free blocks: what a loader has in its queues at once
+_KEPT = 8  # free blocks: as many as a loader has in its queues at once
 
 
 class Recycler:
-    """Hands out tensors; the memory of one that is gone, with all its views, may be handed out again."""
+    """Allocates tensors from the memory of earlier ones that are gone, with all their views."""
 
     def __init__(self) -> None:
         self._free: list[np.ndarray] = []

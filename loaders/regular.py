@@ -1,4 +1,4 @@
-"""Opening what a user names as a file. It may be a pipe, which would keep the reader waiting, or an endless device."""
+"""Opening a path that the user calls a file but that may be a pipe, which would block, or an endless device."""
 
 import errno
 import os

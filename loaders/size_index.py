@@ -128,7 +128,7 @@ def _read(place: Path, key: str, count: int) -> SizeIndex | None:
 
 
 def _makes_sense(index: SizeIndex, count: int) -> bool:
-    """Whether a cache that may be anybody's holds what a scan could have found."""
+    """Whether a cache, which anybody may have written, holds what a scan could have found."""
     sizes, plain, faults = index.sizes, index.plain, index.faults
     if (sizes.dtype, sizes.shape, plain.dtype, plain.shape) != (np.int32, (count, 2), np.bool_, (count,)):
         return False

@@ -1,4 +1,4 @@
-"""Which images may show their labels: a stratified, seeded and nested choice.
+"""The choice of the few labelled images: stratified, seeded and nested.
 
 The images of each class are put into a random order that depends on the seed and the image's place alone; a split takes
 the first ones. So a smaller fraction's images are among a larger one's, and every class has at least one.
@@ -15,7 +15,7 @@ _SPLIT_STREAM = 0xFFFFFFFE  # apart from every crop, view and order
 def stratified_split(labels: npt.NDArray[np.int64], fraction: float, seed: int) -> npt.NDArray[np.int64]:
     """Places in ``labels`` (N,) that make up ``fraction`` of every class: int64 (M,), ascending; -1 is no class.
 
-    A class of n images gives ``round(fraction * n)`` of them, at least one.
+    Of a class of n images these are ``round(fraction * n)`` (half rounded up), at least one.
     """
     order = np.lexsort((sort_keys(seed, 0, len(labels), _SPLIT_STREAM), labels))
     classes, first, counts = np.unique(labels[order], return_index=True, return_counts=True)

@@ -55,7 +55,7 @@ class StoredFile:
         return bool(self.beton.table["mode"][row] == RAW)
 
     def decode(self, row: int) -> Image.Image:
-        """The image, mode RGB, decoded by the one rule. Raises :class:`UnusableImage` naming it."""
+        """The image, mode RGB, as :mod:`loaders.decode` gives it. Raises :class:`UnusableImage` naming it."""
         size: tuple[int, int] = tuple(self.beton.sizes[row, ::-1].tolist())
         data = self.read(row)
         if self.is_raw(row):

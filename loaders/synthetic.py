@@ -1,4 +1,4 @@
-"""No data: random crops, made once on the device. The upper bound of what a loader can deliver, and a test's stand-in.
+"""A loader without data: random crops, made once on the device. The upper bound of any loader's speed, and for tests.
 
 The plan is drawn and its programs are executed all the same, unless ``execute`` is off: then the first batch of a shape
 is handed out again and again, and only the order's indices and labels change.

@@ -1,7 +1,7 @@
-"""The reference loader: PyTorch's DataLoader and Pillow. Slow, and obviously right.
+"""The reference loader: PyTorch's DataLoader and Pillow. Slow, but simple enough to be checked by eye.
 
 Worker processes get planned samples, that is a path (or a place in a ``.beton`` file) and its crop boxes. They decode
-the image, resize every box with Pillow's antialiased filter, and send back uint8 crops, or say what is wrong.
+the image, resize every box with Pillow's antialiased filter, and send back uint8 crops, or the fault they met.
 """
 
 import errno
@@ -32,9 +32,9 @@ from loaders.plan import Filter, ViewPlan
 
 _AHEAD = 2  # batches that each worker prepares
 _FEW_FILES = 256
-_forking = Lock()  # what one thread has frozen another would release
-_Sample = tuple[int, EncodedImage, np.ndarray]  # its place in the data set, and its boxes (C, 4)
-_Collated = tuple[Tensor | np.ndarray, dict[int, UserError]]  # crops uint8 (B, C, S, S, 3), what is wrong by place
+_forking = Lock()  # gc.freeze is process-wide: another thread must not unfreeze in between
+_Sample = tuple[int, EncodedImage, np.ndarray]  # place in the data set, the image, boxes (C, 4)
+_Collated = tuple[Tensor | np.ndarray, dict[int, UserError]]  # crops uint8 (B, C, S, S, 3), faults by place
 
 
 class TorchLoader:
@@ -88,7 +88,7 @@ class TorchLoader:
             prefetch_factor=_AHEAD if workers else None,
         )
         try:
-            for collated, faults in _begun(loader):  # in the sampler's order
+            for collated, faults in _start_workers(loader):  # in the sampler's order
                 crops = torch.as_tensor(collated)
                 job = self._delivery.jobs.mend(pending.popleft(), faults, partial(self._decode, crops))
                 yield job, self._delivery.stage(crops)
@@ -114,9 +114,9 @@ class TorchLoader:
         return {place: item for place, item in found.items() if isinstance(item, UserError)}
 
 
-def _begun(loader: DataLoader) -> Iterator[_Collated]:
-    """``iter(loader)``, whose forked workers leave their parent's garbage alone: a dead DALI pipeline, for one, would
-    wait for threads that they do not have."""
+def _start_workers(loader: DataLoader) -> Iterator[_Collated]:
+    """``iter(loader)``, with forked workers that never collect their parent's garbage: destroying a dead DALI pipeline,
+    for one, would wait for threads that do not exist in the worker."""
     with _forking, starting():
         gc.freeze()
         try:
@@ -126,7 +126,7 @@ def _begun(loader: DataLoader) -> Iterator[_Collated]:
 
 
 class _Crops(Dataset):
-    """Crops uint8 (C, S, S, 3) of a planned sample, or the error that it met: raising would lose the one-line text."""
+    """Crops uint8 (C, S, S, 3) of a planned sample, or its error: DataLoader would wrap a raised one in a traceback."""
 
     def __init__(self, size: int, filter: Filter, reading: Reading) -> None:
         self._size, self._filter, self._reading = size, filter, reading
@@ -142,7 +142,7 @@ class _Crops(Dataset):
 
 
 class _Collate:
-    """Stack samples; in shared memory if there is room, else through the pipe, which is slower but always works."""
+    """Stacks samples, in shared memory if there is room; else they go through a pipe, slower but always possible."""
 
     def __init__(self, shape: tuple[int, ...], shared: bool) -> None:
         self._shape, self._shared = shape, shared

@@ -1,4 +1,4 @@
-"""Whether what is written at the end can be written: asked before the work, which may take hours."""
+"""Checks, before hours of work, that their output can be written at the end."""
 
 import errno
 import tempfile
@@ -7,7 +7,7 @@ from pathlib import Path
 from loaders.errors import UserError
 from loaders.names import printable
 
-_TRIED = bytes(4096)  # a full disk refuses these already
+_TRIED = bytes(4096)  # enough for a full disk to refuse
 
 
 def check_file(flag: str, path: Path) -> None:
@@ -20,15 +20,15 @@ def check_file(flag: str, path: Path) -> None:
 def check_folder(flag: str, folder: Path, named: Path | None = None) -> None:
     """UserError, naming ``flag`` (and ``named``, if that is another path), unless files can be written in ``folder``,
     which may have yet to be made. Leaves nothing behind."""
-    told, remedy = f"{flag} {printable(named or folder)}", f"choose another {flag}".rstrip()
+    subject, remedy = f"{flag} {printable(named or folder)}", f"choose another {flag}".rstrip()
     place = folder.absolute()
     try:
         while not place.exists() and place != place.parent:
             place = place.parent
         if not place.is_dir():
-            raise UserError(f"{told}: {printable(place)} is no folder; {remedy}")
+            raise UserError(f"{subject}: {printable(place)} is no folder; {remedy}")
         with tempfile.TemporaryFile(dir=place) as file:
             file.write(_TRIED)
     except OSError as error:
         remedy = f"free some space or {remedy}" if error.errno in (errno.ENOSPC, errno.EDQUOT) else remedy
-        raise UserError(f"{told}: {printable(place)} cannot be written: {error.strerror}; {remedy}") from None
+        raise UserError(f"{subject}: {printable(place)} cannot be written: {error.strerror}; {remedy}") from None
