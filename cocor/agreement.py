@@ -1,6 +1,7 @@
-"""Work that ranks do in turn or side by side, such that a user's mistake on one of them is one on all.
+"""Work that ranks do in turn or at once, where a UserError on one of them is raised on all.
 
-No rank then waits for, or complains of, one that has left. Failures at other moments: :mod:`cocor.leaving`.
+Otherwise the others would wait for, or complain about, a rank that has exited. Failures at any other moment are
+:mod:`cocor.leaving`'s.
 """
 
 from collections.abc import Callable
@@ -15,24 +16,24 @@ T = TypeVar("T")
 
 
 def on_main(work: Callable[[], object]) -> None:
-    """Do ``work`` on the main rank, while the others wait; a UserError there is one on all ranks, so that none waits
-    for, or complains of, a rank that has left for a user's mistake."""
-    _share(_mistake(work) if _is_main() else None)
+    """Do ``work`` on the main rank while the others wait; a UserError there is raised on all ranks."""
+    _raise_on_all(_mistake(work) if _is_main() else None)
 
 
 def main_first(work: Callable[[], T]) -> T:
-    """What ``work`` gives, done by the main rank before the others; a UserError on any is one on all."""
-    found: list[T] = []
-    for turn in (True, False):
-        _share(_mistake(lambda: found.append(work())) if _is_main() is turn else None)
-    return found[0]
+    """Do ``work`` on the main rank, then on the others; returns this rank's result. A UserError on one rank is raised
+    on all."""
+    result: list[T] = []
+    for main_turn in (True, False):
+        _raise_on_all(_mistake(lambda: result.append(work())) if _is_main() is main_turn else None)
+    return result[0]
 
 
 def together(work: Callable[[], T]) -> T:
-    """What ``work`` gives, done by all ranks at once; a UserError on any is one on all."""
-    found: list[T] = []
-    _share(_mistake(lambda: found.append(work())))
-    return found[0]
+    """Do ``work`` on all ranks at once; returns this rank's result. A UserError on any rank is raised on all."""
+    result: list[T] = []
+    _raise_on_all(_mistake(lambda: result.append(work())))
+    return result[0]
 
 
 def _is_main() -> bool:
@@ -40,6 +41,7 @@ def _is_main() -> bool:
 
 
 def _mistake(work: Callable[[], object]) -> UserError | None:
+    """Do ``work``; returns the UserError that it raised, if it did."""
     try:
         work()
         return None
@@ -47,12 +49,12 @@ def _mistake(work: Callable[[], object]) -> UserError | None:
         return error
 
 
-def _share(mistake: UserError | None) -> None:
-    """Raise this rank's ``mistake`` or, if it made none, the first that another made."""
+def _raise_on_all(mistake: UserError | None) -> None:
+    """Collective: raise this rank's ``mistake`` or, if it made none, that of the lowest rank that made one."""
     if ranks() > 1:
-        said: list[str | None] = [None] * ranks()
-        dist.all_gather_object(said, None if mistake is None else str(mistake))
-        other = next((message for message in said if message is not None), None)
+        messages: list[str | None] = [None] * ranks()
+        dist.all_gather_object(messages, None if mistake is None else str(mistake))
+        other = next((message for message in messages if message is not None), None)
         mistake = mistake or (None if other is None else UserError(other))
     if mistake is not None:
         raise mistake

@@ -28,7 +28,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among all ``size`` processes and the device that is its alone."""
+    """This process's rank among all ``size`` processes, and the device that no other of them uses."""
 
     rank: int
     local_rank: int
@@ -37,7 +37,7 @@ class World:
 
     @property
     def main(self) -> bool:
-        """Whether this is the one rank that writes files and speaks."""
+        """Whether this is the one rank that writes files and prints."""
         return self.rank == 0
 
 
@@ -69,9 +69,9 @@ def init(use_gpu: bool) -> World:
 
 @contextmanager
 def company() -> Iterator[None]:
-    """Until its end, unless that is an exception, a rank that fails alone takes the others along.
+    """The work of ranks that have joined. A rank that fails on its own ends the others as well (:mod:`cocor.leaving`).
 
-    So it does since they have met, see :mod:`cocor.leaving`.
+    That holds from :func:`init` until the block ends without an exception; after an exception, until the process ends.
     """
     yield
     leaving.part()
@@ -110,17 +110,18 @@ class _Mean(torch.autograd.Function):
 
 
 def mean_over_ranks(tensor: Tensor) -> Tensor:
-    """The mean of every rank's ``tensor`` (same shape everywhere, floating point). On one rank the tensor itself.
+    """The mean over ranks of ``tensor`` (same shape everywhere, floating point). On one rank the tensor itself.
 
-    The gradient reaches the own share unchanged: a loss of means over equal shares of a global batch then has the
-    global gradient once :func:`reduce_gradients` has averaged over ranks.
+    The backward pass hands the gradient to this rank's ``tensor`` unchanged, without communication: a loss of means
+    over equal shares of a global batch has the global gradient once :func:`reduce_gradients` has averaged over ranks.
     """
     return tensor if ranks() == 1 else _Mean.apply(tensor)
 
 
 @torch.no_grad()
 def gather(tensor: Tensor) -> Tensor:
-    """All ranks' ``tensor`` (B, ...) in rank order as (ranks * B, ...), the order of the global batch; no gradient."""
+    """The ``tensor`` (B, ...) of all ranks, concatenated in rank order, which is the order of the global batch:
+    (ranks * B, ...), without gradient."""
     if ranks() == 1:
         return tensor.detach()
     tensor = tensor.detach().contiguous()
@@ -131,8 +132,8 @@ def gather(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def exchange(tensor: Tensor) -> Tensor:
-    """Send the r-th of equal parts of ``tensor`` (ranks * N, ...) to rank r; returns what arrives, in the order of the
-    senders. On one rank the tensor itself."""
+    """All-to-all: send the r-th of equal parts of ``tensor`` (ranks * N, ...) to rank r; returns the parts received, in
+    the order of their senders: (ranks * N, ...), without gradient. On one rank the tensor itself."""
     if ranks() == 1:
         return tensor.detach()
     tensor = tensor.detach().contiguous()
@@ -156,15 +157,15 @@ def reduce_gradients(gradients: Sequence[Tensor]) -> None:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Runs of tensors of one dtype, of about ``_BUCKET_BYTES``."""
+    """Consecutive tensors of one dtype, together at most ``_BUCKET_BYTES``; a larger tensor has a bucket of its own."""
     bucket: list[Tensor] = []
-    held = 0
+    size = 0
     for tensor in tensors:
-        if bucket and (tensor.dtype != bucket[0].dtype or held + tensor.nbytes > _BUCKET_BYTES):
+        if bucket and (tensor.dtype != bucket[0].dtype or size + tensor.nbytes > _BUCKET_BYTES):
             yield bucket
-            bucket, held = [], 0
+            bucket, size = [], 0
         bucket.append(tensor)
-        held += tensor.nbytes
+        size += tensor.nbytes
     if bucket:
         yield bucket
 

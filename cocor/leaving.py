@@ -1,19 +1,20 @@
-"""Ranks end together: where one leaves for a failure that it alone has seen, the others do not wait for it for ever.
+"""Ranks end together: when one exits because of a failure that it alone has seen, the others do not wait for ever.
 
-A disk that is full when the main rank writes its last checkpoint, an image that one rank cannot read: the others are,
-or will soon be, in a collective that never completes. torchrun ends them after a while, srun does not, and those that
-notice complain with a traceback about a rank that has gone. So a rank that fails tells so in the store where the ranks
-have met, and a thread on each of the others, which looks there, ends its process with the same exit code and no word:
+Say the disk is full when the main rank writes a checkpoint, or one rank cannot read an image: the others are, or will
+soon be, in a collective that never completes. torchrun ends them after a while, srun does not, and those that notice
+print a traceback about a lost peer. So the failing rank announces its exit code in the store where the ranks have met,
+and a thread on each of the others, which polls that store, ends its process with the same exit code and no message:
 
-    the failing rank    :func:`alone` -> its message -> :func:`tell_others` -> waits until all have heard it -> ends
-    all others          from :func:`listen` on: hear it -> wait until all have heard it -> end
+    failing rank    :func:`alone` -> prints its message -> :func:`tell_others` -> waits until all others know -> exits
+    other ranks     since :func:`listen`: see the announcement -> wait until all ranks have seen it -> exit
 
-So does one that a signal, which the others may not have got, ends at once. A rank can tell from the moment on in which
-it says that it is there (:func:`meet`), since the others may then wait for it, and listens once all are there. A store
-whose host is stopped or cannot be reached would not answer for hours: it is not waited for.
+A rank that a signal ends at once announces that too, as the others may not have received the signal. A rank can
+announce its end as soon as it has reported its presence (:func:`meet`), because the others may wait for it from then
+on; it listens once all are present. A store whose host is stopped or unreachable might not answer for hours, so that no
+question to it is waited for without a limit.
 
-All end by :func:`end`. Python's own way would take down the process group while the peers' connections break, and run
-into library threads that want the interpreter back: some ranks would abort, and their exit code would be SIGABRT's.
+All processes exit through :func:`end`. The interpreter's own shutdown would destroy the process group while the peers'
+connections break, and run into library threads that want the GIL back: some ranks would abort with SIGABRT's exit code.
 """
 
 import atexit
@@ -27,16 +28,16 @@ from contextlib import suppress
 from typing import NoReturn, Protocol, TypeVar
 
 _LOOK_SECONDS = 0.5
-_PATIENCE = 5.0  # seconds for all ranks to hear it; one that is stopped or unreachable never does
+_PATIENCE = 5.0  # seconds to wait until all ranks know; one that is stopped or unreachable never will
 _ANSWER = 2.0  # seconds for a store to answer
-_FLUSHING = 1.0  # seconds for what was printed to be read, by a terminal or a pipe
+_FLUSHING = 1.0  # seconds for a terminal or a pipe to take what was printed
 _CODE, _LEAVING, _GONE, _DONE = "cocor/exit code", "cocor/leaving", "cocor/gone", "cocor/done"  # keys of the store
 
 T = TypeVar("T")
 
 
 class Store(Protocol):
-    """What is needed of ``torch.distributed.Store``, and no more: launchers load this module, but not PyTorch."""
+    """The part of ``torch.distributed.Store`` that is used here: launchers load this module, but not PyTorch."""
 
     def check(self, keys: list[str]) -> bool: ...
 
@@ -48,7 +49,7 @@ class Store(Protocol):
 
 
 class _Company:
-    """The ranks that meet in ``store``; ``size`` of them. ``main``: this one may host the store."""
+    """The ``size`` ranks that meet in ``store``. ``main``: this rank may host the store, so it leaves last."""
 
     def __init__(self, store: Store, size: int, main: bool) -> None:
         self._store, self._size, self._main = store, size, main
@@ -57,33 +58,33 @@ class _Company:
         self._watcher: threading.Thread | None = None
 
     def listen(self) -> None:
-        """From now on this rank ends when another one does."""
+        """End this process, from now on, when another rank announces its end."""
         self._watcher = threading.Thread(target=self._watch, name="cocor-leaving", daemon=True)
         self._watcher.start()
         atexit.register(self.close)  # a thread within the store's C++ when Python ends would abort the process
 
     def ignore(self) -> None:
-        """From now on this rank ends by itself."""
+        """No longer end this process when another rank does: it ends by itself."""
         with self._lock:
             self._own_end.set()
 
     def tell(self, code: int) -> None:
-        """This rank is leaving; returns when all others are as well, or do not answer."""
+        """Announce that this rank exits with ``code``; returns when all others are leaving too, or do not answer."""
         self.ignore()
-        if self._told:  # a signal has interrupted what follows
+        if self._told:  # a signal has interrupted the rest of the first call
             return
         self._told = True
         with suppress(RuntimeError, OSError, ValueError):  # the store's host has left before, or does not answer
             _in_time(_PATIENCE, lambda: self._leave(code))
 
     def part(self) -> None:
-        """This rank is done; others that fail later need not wait for it."""
+        """Report that this rank is done: others that fail later need not wait for it."""
         with suppress(RuntimeError, OSError, ValueError):
             asked(lambda: self._store.add(_DONE, 1))
         self.close()
 
     def close(self) -> None:
-        """This process ends."""
+        """Stop listening, before this process ends."""
         self._own_end.set()
         if self._watcher is not None:
             self._watcher.join(_PATIENCE)
@@ -95,9 +96,9 @@ class _Company:
                 if self._store.check([_LEAVING]):
                     break
             code = None if self._own_end.is_set() else int(self._store.get(_CODE))
-        except (RuntimeError, OSError, ValueError):  # the store's host has gone without a word
+        except (RuntimeError, OSError, ValueError):  # the store's host has vanished
             return
-        with self._lock:  # nothing of this rank's own end is cut off
+        with self._lock:  # lest this cuts off an end of this rank's own
             if code is not None and not self._own_end.is_set():
                 with suppress(RuntimeError, OSError, ValueError):
                     _in_time(_PATIENCE, self._leave)
@@ -105,8 +106,8 @@ class _Company:
                 os._exit(code)
 
     def _leave(self, code: int | None = None) -> None:
-        """Returns when all ranks are leaving; the main one when all others have seen that, and need no store. ``code``:
-        this rank is the one that failed."""
+        """Count this rank as leaving; returns when all ranks are, the main one when no other needs the store any more.
+        ``code``: announce it first, as the rank that failed."""
         deadline = time.monotonic() + _PATIENCE
         if code is not None:
             self._store.set(_CODE, str(code))
@@ -126,20 +127,20 @@ _company: _Company | None = None
 
 
 def meet(store: Store, size: int, main: bool) -> None:
-    """From now on the others, of ``size`` ranks, are told in ``store`` when this one fails. ``main``: this is the rank
-    that hosts ``store``, if a rank does."""
+    """Announce in ``store``, from now on, when this one of ``size`` ranks fails. ``main``: this is the rank that hosts
+    ``store``, if a rank does."""
     global _company
     _company = _Company(store, size, main)
 
 
 def listen() -> None:
-    """From now on, until :func:`part`, this process ends when another of the ranks fails."""
+    """End this process, from now on until :func:`part`, when another of the ranks fails."""
     if _company is not None:
         _company.listen()
 
 
 def part() -> None:
-    """This rank is done, and needs no other."""
+    """Report that this rank is done and needs no other: failures elsewhere no longer end it."""
     global _company
     if _company is not None:
         _company.part()
@@ -147,7 +148,7 @@ def part() -> None:
 
 
 def _in_time(seconds: float, work: Callable[[], T]) -> T:
-    """What ``work`` gives or raises; a TimeoutError after so many ``seconds``, while it goes on in a thread."""
+    """The result of ``work``, or what it raises; a TimeoutError after ``seconds``, while it goes on in its thread."""
     answer: Future[T] = Future()
 
     def do() -> None:
@@ -164,7 +165,7 @@ def _in_time(seconds: float, work: Callable[[], T]) -> T:
 
 
 def end(code: int) -> NoReturn:
-    """End this process with exit code ``code``, once all has been done that is to be done at its exit."""
+    """Run the functions registered with ``atexit``, then end this process with exit code ``code``."""
     with suppress(Exception):
         atexit._run_exitfuncs()
     _flush()
@@ -172,7 +173,7 @@ def end(code: int) -> NoReturn:
 
 
 def flush() -> None:
-    """Write out what has been printed, if that takes no more than a moment."""
+    """Flush the standard streams, for no longer than a moment."""
     with suppress(OSError):
         _in_time(_FLUSHING, _flush)
 
@@ -184,22 +185,22 @@ def _flush() -> None:
 
 
 def asked(work: Callable[[], T]) -> T:
-    """What ``work`` gives or raises, which asks a store once; a TimeoutError if it does not answer."""
+    """The result of ``work``, a single question to a store; a TimeoutError if the store does not answer."""
     return _in_time(_ANSWER, work)
 
 
 def in_company() -> bool:
-    """Whether there are others to tell."""
+    """Whether there are other ranks that :func:`tell_others` would tell."""
     return _company is not None
 
 
 def alone() -> None:
-    """This rank has failed and ends by itself, whatever the others do: it has yet to say why."""
+    """Call this first when this rank fails: its message is then not cut off by the end of another rank."""
     if _company is not None:
         _company.ignore()
 
 
 def tell_others(code: int) -> None:
-    """This rank is about to end with exit code ``code``, for what the others may not know of, and has said why."""
+    """Call this last when this rank fails, after its message: the others end as well, with the same exit ``code``."""
     if _company is not None:
         _company.tell(code)

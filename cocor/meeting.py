@@ -1,9 +1,9 @@
-"""Where the ranks meet, and what they tell each other there: who has started, who has failed.
+"""Rendezvous: the ranks find each other in a store, and learn there of a rank that failed before all had met.
 
-    met            the ranks of one start find each other, and join for collectives (:mod:`cocor.distributed`)
-    fail_before    a rank that fails before comes as well, lest the others wait for it, and for its message to be one
+    met            the ranks of one start find each other, then join for collectives (:mod:`cocor.distributed`)
+    fail_before    a rank that fails before that announces it in the store: nobody waits for it, and one rank prints why
 
-torchrun's environment says where; srun's tasks agree on an address (:mod:`cocor.slurm`).
+torchrun's environment holds the store's address; srun's tasks agree on one (:mod:`cocor.slurm`).
 """
 
 import os
@@ -23,24 +23,24 @@ from loaders.errors import UserError
 # Long enough for one rank to write a checkpoint to slow storage while the others wait.
 TIMEOUT = timedelta(minutes=10)
 _PAUSE = 0.02  # seconds
-_JOINING = 120.0  # seconds that ranks which are all there may take to join: a moment, with many GPUs some seconds
-_SILENT, _LONGER = timedelta(seconds=5), timedelta(seconds=40)  # that a rank which has failed waits for others to come
-_FAILED, _SEEN = "cocor/failed", "cocor/failed/seen"  # keys of the store
-_AWAY = (RuntimeError, OSError, ValueError, KeyError)  # what a store raises that is not there
+_JOINING = 120.0  # seconds for ranks that have all started to join; it takes a moment, some seconds with many GPUs
+_SILENT, _LONGER = timedelta(seconds=5), timedelta(seconds=40)  # for others to come: before and after the message
+_FAILED, _SEEN = "cocor/failed", "cocor/failed/seen"  # keys of the store: exit code, how many ranks have read it
+_AWAY = (RuntimeError, OSError, ValueError, KeyError)  # what a store raises whose host is not there
 
 _has_met = False
 
 
 @contextmanager
 def met(here: Place) -> Iterator[dist.Store]:
-    """A store of the ranks of this start alone; all of them are there. Within they join each other: where one of them
-    ends meanwhile the others do as well, and where one vanishes without a word they do not wait for it for long.
+    """Wait for all ranks of this start; gives a store that no other start uses. Within the block they are to join each
+    other: if one of them fails meanwhile, the others end too; if one vanishes, they end after ``_JOINING`` seconds.
 
     Raises:
         SystemExit: another rank has failed, and said why.
     """
     global _has_met
-    with _place_to_meet(here, TIMEOUT) as store:
+    with _rendezvous(here, TIMEOUT) as store:
 
         def answers(name: str) -> None:
             leaving.meet(dist.PrefixStore(name, store.clone()), here.size, here.rank == 0)
@@ -48,17 +48,17 @@ def met(here: Place) -> Iterator[dist.Store]:
         name = attempt(store, here, answers)
         leaving.listen()
         _has_met = True
-        patience = threading.Timer(_JOINING, _give_up_joining)
-        patience.daemon = True
-        patience.start()
+        watchdog = threading.Timer(_JOINING, _give_up_joining)
+        watchdog.daemon = True
+        watchdog.start()
         try:
             yield dist.PrefixStore(name, store)
         finally:
-            patience.cancel()
+            watchdog.cancel()
 
 
 def _give_up_joining() -> None:
-    """In a thread: the main one is within a library."""
+    """End this process; called in a thread, since the main one is blocked inside a library."""
     failures.fail("a rank has ended, or stands still, since all ranks were there; they could not join each other", 1)
     leaving.tell_others(1)
     leaving.flush()
@@ -66,8 +66,8 @@ def _give_up_joining() -> None:
 
 
 @contextmanager
-def _place_to_meet(here: Place, timeout: timedelta) -> Iterator[dist.Store]:
-    """The store at the address in the environment; srun's tasks, which have none, agree on one."""
+def _rendezvous(here: Place, timeout: timedelta) -> Iterator[dist.Store]:
+    """The store at the address in the environment; srun's tasks, which have none there, agree on one."""
     if "MASTER_ADDR" not in os.environ:
         with slurm.meeting(here.rank == 0, timeout) as store:
             yield store
@@ -83,20 +83,20 @@ def _place_to_meet(here: Place, timeout: timedelta) -> Iterator[dist.Store]:
 
 
 def attempt(store: dist.Store, here: Place, answers: Callable[[str], None] = lambda name: None) -> str:
-    """A name that the ranks of this start, and of no earlier one, have in common. ``answers(name)`` is called before
-    this rank lets others go on by that name, which may yet turn out to be an old one.
+    """A name that the ranks of this start have in common, and no earlier start has. ``answers(name)`` is called before
+    this rank confirms a name; more than once if a name turns out to be an earlier start's.
 
     When torchrun restarts ranks it may keep its store, with the addresses of the dead ranks in it (PyTorch issue
-    135712), and how often it has restarted is not the same on all machines. So the main rank makes a name up and the
-    others report to it; a name that a rank of the same number has answered to before is an old one.
+    135712), and its count of restarts differs between machines. So the main rank makes up a name and the others confirm
+    it; a name that a process of the same rank has confirmed before belongs to an earlier start.
     """
-    leader, patience = "cocor/leader", time.monotonic() + TIMEOUT.total_seconds()
+    leader, deadline = "cocor/leader", time.monotonic() + TIMEOUT.total_seconds()
     late = TimeoutError(f"rank {here.rank} waited {TIMEOUT} for the other ranks to start")
     if here.rank == 0:
         name = uuid.uuid4().hex
         store.set(leader, name)
         others = [f"cocor/{name}/{rank}" for rank in range(1, here.size)]
-        while time.monotonic() < patience:
+        while time.monotonic() < deadline:
             if store.check(others):
                 answers(name)
                 store.set(f"cocor/{name}/complete", "")
@@ -105,13 +105,13 @@ def attempt(store: dist.Store, here: Place, answers: Callable[[str], None] = lam
             time.sleep(_PAUSE)
         raise late
     refused = ""
-    while time.monotonic() < patience:
+    while time.monotonic() < deadline:
         _leave_if_another_failed(store, here)
         name = store.get(leader).decode() if store.check([leader]) else refused
         if name != refused:
             answers(name)
         if name != refused and store.add(f"cocor/{name}/{here.rank}", 1) == 1:
-            while store.get(leader).decode() == name and time.monotonic() < patience:
+            while store.get(leader).decode() == name and time.monotonic() < deadline:
                 if store.check([f"cocor/{name}/complete"]):
                     return name
                 _leave_if_another_failed(store, here)
@@ -122,8 +122,8 @@ def attempt(store: dist.Store, here: Place, answers: Callable[[str], None] = lam
 
 
 def fail_before(message: str, code: int, tell: Callable[[], object]) -> None:
-    """This rank fails before the ranks have met: all that come to meet end with ``code`` as well. ``tell`` says why,
-    unless another rank has said the same."""
+    """Announce that this rank fails before the ranks have met: all that arrive exit with ``code`` as well. ``tell``
+    prints the message, unless another rank has printed the same."""
     here = place()
     if here is None or here.size == 1:
         tell()
@@ -133,7 +133,7 @@ def fail_before(message: str, code: int, tell: Callable[[], object]) -> None:
         for patience in (_SILENT, _LONGER):
             store = None
             with suppress(UserError, *_AWAY):
-                store = stack.enter_context(_place_to_meet(here, patience))
+                store = stack.enter_context(_rendezvous(here, patience))
                 told |= store.add(said.key(message), 1) > 1
             if not told:
                 tell()
@@ -155,7 +155,7 @@ def _leave_if_another_failed(store: dist.Store, here: Place) -> None:
 
 
 def _wait_until_all_have_seen(store: dist.Store, here: Place) -> None:
-    """That a rank has failed. Those may go that neither host the store nor take it with them."""
+    """Wait until all ranks have seen that one has failed, if the store would end with this process or its torchrun."""
     deadline = time.monotonic() + _LONGER.total_seconds()
     if store.add(_SEEN, 1) == here.size:
         for key in (_FAILED, _SEEN):  # torchrun may keep its store for the next start
@@ -166,7 +166,7 @@ def _wait_until_all_have_seen(store: dist.Store, here: Place) -> None:
 
 
 def is_due() -> bool:
-    """Whether other ranks wait, or will, for this one to come, and no launcher ends them all."""
+    """Whether other ranks are, or will be, waiting to meet this one, and no launcher ends them all."""
     here = place()
     if here is None or here.size == 1 or _has_met or leaving.in_company():
         return False

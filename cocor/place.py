@@ -1,4 +1,4 @@
-"""Which of the ranks this process is, by the environment that torchrun or srun has given it."""
+"""Which rank this process is, from the environment that torchrun or srun has set."""
 
 import os
 import re
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Place:
-    """What a launcher says: this process is ``rank`` of ``size``, on its machine ``local_rank`` of ``local_size``."""
+    """This process is ``rank`` of ``size`` ranks, and ``local_rank`` of the ``local_size`` ranks of its machine."""
 
     rank: int
     size: int
@@ -16,7 +16,7 @@ class Place:
 
 
 def place() -> Place | None:
-    """Who this process is, by torchrun's or srun's environment; None if neither launched it."""
+    """The place of this process, from torchrun's or srun's environment; None if neither launched it."""
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
         local = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
@@ -30,5 +30,5 @@ def place() -> Place | None:
 
 
 def torchrun_hosts() -> bool:
-    """Whether torchrun, and no rank, hosts the store where the ranks meet: it is there before them."""
+    """Whether torchrun, rather than a rank, hosts the store where the ranks meet: it exists before they start."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

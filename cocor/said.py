@@ -1,4 +1,4 @@
-"""What the ranks have said already: all of them make a user's mistake, and one line is enough."""
+"""One line for a mistake that all ranks make: the ranks count in their store how many have come to print a message."""
 
 import hashlib
 import os
@@ -11,9 +11,9 @@ from cocor.place import place, torchrun_hosts
 
 
 def by_another(message: str) -> bool:
-    """Whether another rank has already said ``message``: all ranks make a user's mistake, and one line is enough.
+    """Whether another rank has printed ``message`` already, or is about to.
 
-    Asks the store where the ranks meet; where torchrun hosts it, also before they have met.
+    Asks the store where the ranks have met or, if torchrun hosts it, will meet.
     """
     here = place()
     if here is None or here.size == 1:
@@ -22,12 +22,12 @@ def by_another(message: str) -> bool:
         return leaving.asked(lambda: _store().add(key(message), 1)) > 1
     except TimeoutError:
         return False
-    except (RuntimeError, ValueError, KeyError):  # nowhere to ask, or its host, the main rank, has gone
+    except (RuntimeError, ValueError, KeyError):  # no store yet, or its host, the main rank, has exited
         return here.rank > 0 and dist.is_initialized()
 
 
 def _store() -> dist.Store:
-    """Where the ranks have met or, where torchrun hosts it, will meet. RuntimeError if there is none yet."""
+    """The store where the ranks have met or, if torchrun hosts it, will meet. RuntimeError if there is none yet."""
     if dist.is_initialized():
         found: dist.Store = dist.distributed_c10d._get_default_store()
         return found
@@ -38,6 +38,6 @@ def _store() -> dist.Store:
 
 
 def key(message: str) -> str:
-    """Of the store, where it is counted how many ranks have come to say ``message`` since this start."""
+    """The store's key under which the ranks of this start count those that have come to print ``message``."""
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return f"cocor/told/{restart}/{hashlib.sha256(message.encode()).hexdigest()}"

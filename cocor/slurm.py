@@ -1,11 +1,11 @@
-"""Where the tasks of a Slurm job step meet, which nobody tells them: on the first node, at a port that is free there.
+"""Rendezvous of the tasks of a Slurm job step, which get no address: on the first node, at a port that is free there.
 
-    main rank   a store on any free port; on the first free one of a few ports drawn from the job's number it tells
-                everyone who connects which job this is, and where the store is
-    the others  ask at these ports in turn until one answers for their job
+    main rank   hosts the store at any free port; at the first free one of a few ports derived from the job's number it
+                answers every connection with the job's number and the store's port
+    the others  connect to these ports in turn until one answers for their job
 
-So a port that another program or another job has taken costs nothing. PyTorch's own client must not be sent to an
-unknown port: it waits for ever on a program that listens and does not speak.
+So a port that another program or job has taken does no harm. PyTorch's own client must not connect to an unknown port:
+it would wait for ever on a program that listens but never answers.
 """
 
 import os
@@ -23,13 +23,13 @@ from loaders.errors import UserError
 
 _FIRST, _RANGE, _PORTS, _STRIDE = 20000, 12000, 8, 1499
 _ANSWER = 2.0  # seconds that an answer may take
-_PAUSE = 0.1  # seconds between two rounds
+_PAUSE = 0.1  # seconds between two rounds of all ports
 _MOST = 100  # bytes of an answer
 
 
 @contextmanager
 def meeting(main: bool, timeout: timedelta) -> Iterator[dist.Store]:
-    """The store of this job step; others of it can find it while the block lasts.
+    """The store of this job step; its other tasks can find it while the block lasts.
 
     Raises:
         UserError: no port is left on the first node, or its main rank did not answer in time.
@@ -76,18 +76,18 @@ def _listener(ports: Sequence[int]) -> socket.socket:
 
 
 def _tell(listener: socket.socket, answer: bytes) -> None:
-    """Until ``listener`` is closed."""
+    """Send ``answer`` to whoever connects, until ``listener`` is closed."""
     with suppress(OSError):
         while True:
-            asking, _ = listener.accept()
-            with suppress(OSError), asking:
-                asking.sendall(answer)
+            connection, _ = listener.accept()
+            with suppress(OSError), connection:
+                connection.sendall(answer)
 
 
 def _find(host: str, ports: Sequence[int], job: str, timeout: timedelta) -> int:
     """The port of the main rank's store."""
-    patience = time.monotonic() + timeout.total_seconds()
-    while time.monotonic() < patience:
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
         for port in ports:
             found = re.fullmatch(rf"{re.escape(job)} (\d+)\n", _ask(host, port))
             if found is not None:
@@ -98,13 +98,13 @@ def _find(host: str, ports: Sequence[int], job: str, timeout: timedelta) -> int:
 
 
 def _ask(host: str, port: int) -> str:
-    """What is said at ``port``: one line, or nothing in time."""
+    """The line that is answered at ``port``, or nothing if none comes in time."""
     with suppress(OSError), socket.create_connection((host, port), timeout=_ANSWER) as stream:
-        said = b""
-        while len(said) < _MOST and not said.endswith(b"\n"):
+        line = b""
+        while len(line) < _MOST and not line.endswith(b"\n"):
             part = stream.recv(_MOST)
             if not part:
                 break
-            said += part
-        return said.decode(errors="replace")
+            line += part
+        return line.decode(errors="replace")
     return ""

@@ -1,4 +1,4 @@
-"""Questions that all ranks must answer alike in every step: has a signal come, is a checkpoint due?"""
+"""Decisions that all ranks must make alike in every step: has a signal come, is a checkpoint due?"""
 
 from collections import deque
 
@@ -12,10 +12,10 @@ _UNDER_WAY = 4  # steps that the host may run ahead of the GPU
 
 
 class Votes:
-    """The largest of all ranks' numbers, asked in every step without making anybody wait.
+    """The maximum over ranks of small non-negative integers, in every step and without making the host wait.
 
-    Every rank calls this in the same steps. On the CPU the answer is about what was just cast. On GPUs, where it would
-    make the host wait for the device, it is about what was cast ``_UNDER_WAY`` calls earlier, and zeros before.
+    Every rank calls this in the same steps. On the CPU a call returns the maxima of what was just cast. On several GPUs
+    the host would have to wait for them, so a call returns those of ``_UNDER_WAY`` calls earlier, and zeros before.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -24,24 +24,24 @@ class Votes:
         self._under_way: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def __call__(self, *numbers: int) -> tuple[int, ...]:
-        """Cast ``numbers``, of the same count in each call; returns the largest of each over all ranks."""
+        """Cast ``numbers``, as many in each call; returns the maximum of each over all ranks, see the class."""
         if not self._late:
             return self.now(*numbers)
         cast = torch.tensor(numbers, dtype=torch.float32, device="cpu").pin_memory()
         votes = cast.to(self._device, non_blocking=True)
         dist.all_reduce(votes, dist.ReduceOp.MAX)
-        here, done = torch.empty(len(numbers), device="cpu", pin_memory=True), torch.cuda.Event()
-        here.copy_(votes, non_blocking=True)
+        result, done = torch.empty(len(numbers), device="cpu", pin_memory=True), torch.cuda.Event()
+        result.copy_(votes, non_blocking=True)
         done.record()
-        self._under_way.append((here, done))
+        self._under_way.append((result, done))
         if len(self._under_way) <= self._late:
             return (0,) * len(numbers)
-        here, done = self._under_way.popleft()
+        result, done = self._under_way.popleft()
         done.synchronize()
-        return tuple(int(number) for number in here.tolist())
+        return tuple(int(number) for number in result.tolist())
 
     def now(self, *numbers: int) -> tuple[int, ...]:
-        """The same about ``numbers``, waiting for it; drops what is under way."""
+        """The maxima of ``numbers`` themselves, which may be negative; waits for them, and drops what is under way."""
         self.forget()
         if ranks() == 1:
             return numbers
@@ -50,5 +50,5 @@ class Votes:
         return tuple(int(number) for number in votes.tolist())
 
     def forget(self) -> None:
-        """Drop what is under way; on all ranks at the same step."""
+        """Drop the votes that are under way; on all ranks at the same step."""
         self._under_way.clear()
