@@ -16,12 +16,12 @@ class Executor(Protocol):
 
         ``flips`` (B, C) uint8, ``codes`` (B, T, P) uint8, ``params`` (B, T, P, 8) int32 from
         :func:`loaders.kernels.lower.lower`; all on the executor's device, as is ``out``, into which they are written if
-        given. The CPU's takes and gives NumPy arrays too.
+        given. The CPU executor also takes and returns NumPy arrays.
         """
         ...
 
     def close(self) -> None:
-        """End its threads, if it has any. It can still be used."""
+        """End its threads, if it has any. It can still be used, and then starts new ones."""
         ...
 
 
@@ -34,7 +34,7 @@ def make_executor(
     std: Sequence[float],
     threads: int,
 ) -> Executor:
-    """The executor for ``device``; ``threads`` counts on the CPU only."""
+    """The executor for ``device``; ``threads`` matters on the CPU only."""
     if device.type == "cuda":
         from loaders.kernels.cuda import CudaExecutor
 

@@ -4,8 +4,7 @@ All transcendental arithmetic (the cosine of a rotation, the bell of a blur) hap
 left for the executors is integer and single-precision arithmetic, which gives the same bits on every machine.
 Affine maps are Pillow's own 16.16 fixed-point coefficients, so its NEAREST warps are reproduced pixel by pixel.
 
-``normalisation_table`` is the other half of the bargain: the executors look normalised values up instead of computing
-them.
+``normalisation_table`` serves the same end: the executors look normalised values up instead of computing them.
 """
 
 import math

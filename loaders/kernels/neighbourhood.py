@@ -18,7 +18,7 @@ LAST = RING - 1
 
 @jit
 def sharpness(source: Pixels, size: int, factor: Scalar, sums: NDArray[np.int32], out: Pixels) -> None:
-    """Blend with Pillow's SMOOTH filter, which leaves the border of one pixel alone (and so does the blend).
+    """Blend with Pillow's SMOOTH filter; as in Pillow, the border of one pixel is copied.
 
     Scratch: ``sums`` (4 * S,).
     """

@@ -1,13 +1,13 @@
-"""Run one program on one crop, doing no more work than the bits require.
+"""Run one program on one crop, with as few passes over the pixels as give the same bits.
 
-Ops act in order in effect, but not one pass each. What is pending on the stored pixels is kept beside them:
+The result is that of the ops in order, but not every op takes a pass. Operations are deferred beside the stored pixels:
 
 - ``table``: the chain of per-channel operations since the pixels were last written, composed exactly;
 - ``warp``: the last warp, if it has not been carried out, and ``fill``: what its black has become since.
 
-A table goes before or after a warp alike (only the fill tells the difference), so per-channel operations and one warp
-cost nothing until the finished view is written through them. Operations that mix channels or pixels first ``settle``
-what is pending.
+A table and a NEAREST warp commute, except in the fill, which is kept apart. So per-channel operations and one warp cost
+nothing until the finished view is written through them. Operations that mix channels or pixels first ``settle`` what is
+pending.
 """
 
 from typing import NamedTuple
@@ -118,7 +118,7 @@ def _begin_warp(param: NDArray[np.int32], s: Scratch) -> None:
 
 @jit
 def settle(size: int, at: int, tabled: bool, warped: bool, s: Scratch) -> int:
-    """Bring the stored pixels up to date: carry out what is pending. Returns where they are then."""
+    """Carry out what is pending. Returns which of ``s.pixels`` holds the result."""
     if tabled:
         tables.apply(s.pixels[at], s.table, s.pixels[_other(at)])
         tables.reset(s.table)
@@ -160,6 +160,7 @@ def _extend_by_histogram(code: int, at: int, tabled: bool, s: Scratch) -> None:
 
 @jit
 def _mixes_later(codes: NDArray[np.uint8], start: int) -> bool:
+    """Whether an operation from ``start`` on will settle what is pending."""
     for i in range(start, codes.size):
         if codes[i] == END:
             return False

@@ -41,10 +41,10 @@ def _address(context: Any, builder: Any, array_type: Any, array: Any, offset: An
 
 
 def _make_weigh(vectors: int) -> Any:
-    """An intrinsic: sums of ``taps`` runs of ``vectors`` * 32 bytes, ``step`` bytes apart, weighed, into ``out``.
+    """An intrinsic: the weighted sum of ``taps`` runs of ``vectors`` * 32 bytes, ``step`` bytes apart, into ``out``.
 
-    A vector is taken as 16-bit lanes; the even bytes of it and the odd ones are summed apart. Weights (uint32, the same
-    16 bits twice) are ``stride`` apart. Bounds are the caller's.
+    A vector is read as 16-bit lanes, whose even and odd bytes are summed separately. Weights (uint32, the same 16 bits
+    twice) are ``stride`` apart. Bounds are not checked.
     """
 
     @intrinsic

@@ -1,4 +1,4 @@
-"""Per-channel tables: the operations that only look at one value at a time, and those that need the histogram first.
+"""Per-channel lookup tables: operations on one value at a time, some of which need the histogram first.
 
 Brightness, Contrast (once its mean is known), Posterize, Solarize, AutoContrast and Equalize are functions of a single
 8-bit value. Any chain of them is one (3, 256) uint8 table, exactly, and costs nothing until a pixel has to be written.
@@ -116,7 +116,7 @@ def histogram(source: Pixels, table: Table, partial: NDArray[np.uint32], counts:
 
 @jit
 def extremes(source: Pixels, counts: NDArray[np.uint32]) -> None:
-    """A stand-in for ``histogram`` where AutoContrast is all that asks: marks each channel's least and largest value.
+    """A cheaper ``histogram`` for AutoContrast alone: ``counts`` marks only each channel's least and largest value.
 
     Valid while the table is the identity; a table need not be monotone.
     """

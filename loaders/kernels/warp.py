@@ -1,8 +1,9 @@
 """Pillow's NEAREST warps, and the writing of a finished view.
 
 A warp is an index map in 16.16 fixed point (see ``loaders.kernels.lower``). Along a row of the output both source
-coordinates are linear, so the outputs that fall inside the source are one interval, found by division; the loops need
-no bounds checks. Per-channel tables pending before or after the warp are applied to each value as it is fetched.
+coordinates are linear, so the outputs whose source lies inside the image form one interval, found by division, and the
+loops need no bounds checks. Per-channel tables pending before or after the warp are applied to each value as it is
+fetched.
 """
 
 from typing import Any

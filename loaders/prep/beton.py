@@ -1,8 +1,8 @@
-"""Writing ``.beton`` files: one process, a plain file, images in the order they come, rows in the order of names.
+"""Writes ``.beton`` files from one process: image bytes in the order they arrive, rows in the order of names.
 
 FFCV's own writer polls a shared counter and waits for ever if a worker raises or dies, and the layout of its files
-depends on which worker was faster. This one has nothing to wait for, and equal images give equal bytes. The header is
-written last, so that even a file torn from its temporary name is no valid one.
+depends on which worker was faster. This one never waits, and equal images give equal bytes. The header is written
+last, so that an incomplete file is never a valid one, whatever its name.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ class BetonWriter:
 
     def add(self, name: str, data: bytes) -> None:
         """Append an image's bytes."""
-        # Where pages grow, earlier images still cross no boundary: every new one is a boundary of the smaller pages.
+        # When pages grow, earlier images still cross no boundary: every boundary of the larger pages was one before.
         while len(data) > self._page:
             self._page *= 2
             if self._page > LARGEST_PAGE:

@@ -11,7 +11,7 @@ SHIPPED = {"imagenet100": "imagenet100.txt"}
 
 
 def read_classes(name: str) -> list[str]:
-    """The classes of the shipped list ``name``, or of the file of that name; words after a class are a comment.
+    """The classes of the shipped list ``name``, or of the file of that name: the first word of every line.
 
     Raises :class:`UserError` naming file and line.
     """

@@ -1,6 +1,6 @@
 """The command ``cocor-prep``: scan, convert, subset, labels, verify and info.
 
-Exit codes: 0 done, 2 a mistake in the call or damage in the data, 130 stopped by Ctrl-C.
+Exit codes: 0 done, 2 a mistake in the call or damage in the data, 130 Ctrl-C, 141 broken pipe, 143 SIGTERM.
 """
 
 import argparse
@@ -26,7 +26,7 @@ _SOURCES = "a folder, ILSVRC's tars, a folder of WebDataset tars or parquet shar
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code."""
+    """Run the command. Returns the exit code."""
     print_everything()
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary files are removed
     try:

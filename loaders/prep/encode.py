@@ -1,8 +1,8 @@
-"""One image from source bytes to the bytes that are stored: as they are where possible, else decoded and re-encoded.
+"""From an image's source bytes to the bytes that are stored: unchanged where possible, else re-encoded.
 
 A JPEG that every decoder shows upright and in the right colours, and that needs no resize, keeps its bytes. Anything
-else goes through :mod:`loaders.decode`, the rule of all loaders, and is written as JPEG (or raw pixels). Nothing is
-ever enlarged. Both ways the image is decoded once here, so that a damaged one is found now and not in training.
+else goes through :mod:`loaders.decode`, the reference decoder, and is written as JPEG (or raw pixels). Nothing is ever
+enlarged. Either way the image is decoded once here, so that a damaged one is found now and not in training.
 """
 
 import zlib
@@ -50,7 +50,7 @@ class Encoded:
 
 
 def encode(place: Locator, settings: Settings) -> Encoded | str:
-    """Read and encode one image; a text says why it is unusable."""
+    """Read and encode one image. Returns the reason, as text, if it is unusable."""
     try:
         data = place.read()
         return _encode(data, settings)

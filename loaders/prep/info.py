@@ -47,7 +47,7 @@ def describe_source(source: Source) -> list[tuple[str, str]]:
 
 
 def contact_sheet(source: Source, output: Path, force: bool = False) -> int:
-    """Write a PNG with images spread evenly over the data set, their class below each; the number shown."""
+    """Write a PNG with images spread evenly over the data set, their class below each. Returns how many."""
     if not len(source):
         raise UserError(f"{printable(source.path)}: no images to show")
     shown = np.unique(np.linspace(0, len(source) - 1, min(len(source), _COLUMNS * _ROWS)).round().astype(int))

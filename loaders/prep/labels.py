@@ -1,4 +1,4 @@
-"""Label splits as text files: which few images may show their labels.
+"""Label splits as text files: which few images count as labelled.
 
 The choice is that of :func:`loaders.split.stratified_split`, so ``cocor-train`` without a list and a list written here
 with the same fraction and seed mean the same images. The file can be read by people and other programs: comment lines
@@ -36,7 +36,7 @@ class Checked:
 
 
 def write_labels(source: Source, fraction: float, seed: int, output: Path, force: bool = False) -> int:
-    """Write the split; the number of images in it. Raises :class:`UserError` if the source has no labels."""
+    """Write the split. Returns its number of images. Raises :class:`UserError` if the source has no labels."""
     if not (source.labels >= 0).any():
         raise UserError(f"{printable(source.path)}: has no labels; give class folders, or --labels with a label file")
     order = np.array(source.order(), np.int64)  # the order in which training sees them
@@ -57,7 +57,7 @@ def write_labels(source: Source, fraction: float, seed: int, output: Path, force
 
 
 def check_labels(path: Path, source: Source) -> Checked:
-    """Hold a list, ours or anybody's, against a data set.
+    """Check a list, written by cocor-prep or not, against a data set.
 
     Raises :class:`UserError` naming the line of an image that is unknown, doubled or without label, and if a digest
     in the list's head shows that names were changed after it was written.

@@ -1,4 +1,4 @@
-"""Where the bytes of one source image lie: small values that travel to worker processes and read there."""
+"""Where the bytes of one source image lie: small objects that are sent to worker processes and read there."""
 
 import functools
 import os

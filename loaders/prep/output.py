@@ -1,8 +1,8 @@
 """Outputs that appear only when complete.
 
 A file or folder is made under a hidden temporary name beside its target, flushed to the disk and renamed. A process
-that dies leaves at most such a hidden name: loaders skip hidden names, and the next run for the same target removes
-what no living process holds a lock on.
+that dies leaves at most such a hidden name. Loaders skip hidden names, and the next run for the same target removes
+those that no living process has locked.
 """
 
 import contextlib
@@ -139,7 +139,7 @@ def glob_escape(name: str) -> str:
 
 
 def flush_tree(path: Path) -> None:
-    """Bring a file, or everything below a folder, to the disk: one ``syncfs`` where a thousand fsyncs would crawl."""
+    """Flush a file, or everything below a folder, to the disk: one ``syncfs`` instead of thousands of slow fsyncs."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         syncfs = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)

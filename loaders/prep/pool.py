@@ -1,4 +1,4 @@
-"""Work spread over processes, with results in the order of the tasks and no way to hang.
+"""Work spread over processes, with results in the order of the tasks. Nothing can hang.
 
 The parent talks to each worker through a pipe of its own, and nothing else is shared: no queue, lock or shared memory
 that a killed process could leave held or behind. A worker that dies (killed, out of memory, crashed in a decoder)
@@ -23,15 +23,15 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 _PR_SET_PDEATHSIG = 1
-_AHEAD = 2  # tasks a worker has been handed: one to work on, one to go on with
-_WINDOW = 8  # tasks a worker by which results may be ahead of the first that is missing
+_AHEAD = 2  # tasks handed to a worker: the one it works on and the next
+_WINDOW = 8  # results per worker that may wait for an earlier one
 _HEAVY_PIXELS = 32_000_000
 _token: tuple[Connection, Connection] | None = None  # in a worker: the pipe with the one token for heavy work
 
 
 @contextlib.contextmanager
 def one_at_a_time(pixels: int) -> Iterator[None]:
-    """A context for decoding: huge images take turns, so that memory stays bounded whatever the number of workers."""
+    """A context for decoding: huge images take turns across workers, so that memory stays bounded."""
     if _token is None or pixels <= _HEAVY_PIXELS:
         yield
         return
@@ -79,7 +79,7 @@ def in_order(
 def _collect(
     pipes: dict[Connection, deque[int]], tasks: Iterable[Task], name: Callable[[int], str]
 ) -> Generator[Result, None, None]:
-    """Hand out tasks to whoever has few; yield results when it is their turn."""
+    """Keep every worker supplied with tasks; yield results in the order of the tasks."""
     numbered = enumerate(tasks)
     ready: dict[int, Result] = {}
     turn, more = 0, True
@@ -129,7 +129,7 @@ def _death(given: deque[int], name: Callable[[int], str]) -> UserError:
 
 
 def _work(pipe: Connection, function: Callable, token: tuple[Connection, Connection], parent: int) -> None:
-    """A worker: die with the parent, leave Ctrl-C to it, answer tasks until it closes the pipe."""
+    """A worker process: answer tasks until the pipe closes, ignore Ctrl-C, die with the parent."""
     global _token
     _token = token
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""What a prepared data set knows of itself: settings, classes, counts, and every image's name, label, size, checksum.
+"""The record of a prepared data set: settings, classes, counts, and every image's name, label, size and checksum.
 
 One block of bytes, stored inside a ``.beton`` file or as the hidden file ``.cocor-prep`` of a prepared folder:
 
@@ -78,7 +78,7 @@ class Record:
         return cls(names, labels, header["classes"], sizes, crcs, header["facts"])
 
     def _checked(self) -> "Record":
-        """The record itself; ValueError if a stranger's could lead its reader astray."""
+        """The record itself; ValueError if its parts contradict each other or a name would lead out of a folder."""
         if not all(isinstance(name, str) for name in self.classes) or not isinstance(self.facts, dict):
             raise ValueError("classes or facts of the wrong type")
         for name in self.classes:

@@ -177,7 +177,7 @@ def _notes(name: str, image: Image.Image) -> list[str]:
 
 
 def _reason(data: bytes, reason: str) -> str:
-    """Say what a file is instead of an image, where its first bytes tell."""
+    """``reason``, or what the file is instead of an image, if its first bytes show that."""
     start = data[:256].lstrip().lower()
     if start.startswith((b"<!doctype html", b"<html", b"<?xml", b"<head")):
         return "a web page or XML, not an image"

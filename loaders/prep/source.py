@@ -46,7 +46,7 @@ class Source:
         return len(self.names)
 
     def order(self) -> list[int]:
-        """The order in which the images are stored, and in which training sees them: by name, but as in a file."""
+        """The order in which images are stored and training sees them: by name, or as they are if ``in_order``."""
         if self.in_order:
             return list(range(len(self)))
         return sorted(range(len(self)), key=lambda i: sort_key(self.names[i]))

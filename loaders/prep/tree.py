@@ -29,7 +29,7 @@ class TreeWriter:
             raise UserError(f"{printable(name)}: another image has this name here; rename one") from None
 
     def finish(self, order: np.ndarray, modes: np.ndarray, record: Record) -> None:
-        """Write the record; ``order`` and ``modes`` mean nothing here."""
+        """Write the record; ``order`` and ``modes`` do not matter here."""
         for name in record.classes:
             (self._root / name).mkdir(exist_ok=True)  # a class may be empty
         (self._root / FOLDER_RECORD).write_bytes(record.to_bytes())

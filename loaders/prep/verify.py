@@ -1,4 +1,4 @@
-"""Is a prepared data set still what was written? Checksums, structure, and that every image decodes to its size.
+"""Verify that a prepared data set is still what was written: structure, checksums, and every image's decoded size.
 
 Works on ``.beton`` files and on folders that ``cocor-prep convert`` made. Damage is listed image by image.
 """
@@ -41,7 +41,7 @@ def verify(path: Path, workers: int | None = None) -> tuple[int, list[tuple[str,
 
 
 def check_all(checks: list[_Check]) -> list[str]:
-    """What is wrong with each of some stored images ("" for nothing): a worker's task."""
+    """What is wrong with each of several stored images, "" for nothing: a worker's task."""
     return [_check(*check) for check in checks]
 
 
