@@ -1,4 +1,4 @@
-"""The data sets' own formats: from the folder that an archive unpacks to, to names, classes and splits.
+"""Readers of the data sets' own formats: from the folder that an archive unpacks to, to names, classes and splits.
 
 Every reader takes the folder that holds the marker file and returns a :class:`Listed`: which files, of which class, and
 which of them are for training, validation (where the authors fixed it) and testing. Nothing is decoded here.
@@ -18,7 +18,7 @@ Rows = list[tuple[str, int]]  # (file relative to the root, class)
 
 @dataclass(frozen=True)
 class Listed:
-    """``splits``: rows by split, of "train", "test" and where the authors fixed it "val", or "all" where nothing is."""
+    """``splits``: rows of "train", "test" and, where the authors fixed it, "val"; rows of "all" if they fixed none."""
 
     root: Path
     classes: list[str]

@@ -1,11 +1,12 @@
-"""The command ``cocor-eval``: what has an encoder learned?
+"""The command ``cocor-eval``: evaluates an encoder by probes on its frozen features.
 
     cocor-eval linear runs/moco --data data/cifar10
     cocor-eval transfer runs/moco runs/moco_cocor --datasets all --root data
 
-Weights may be of any origin. Numbers go to the terminal and, with the picture, to ``--output``. Under torchrun ranks
-share the encoding and the search for neighbours; solvers run on the first alone. Exit codes: 0 done, 2 a mistake in the
-call or the data, 130 and 143 interrupted.
+Weights may be of any origin. Numbers go to the terminal and, with the picture, to ``--output``. Under torchrun the
+ranks share the encoding and the search for neighbours; solvers run on the main rank alone, except in ``transfer``,
+where every rank solves the same probe, so that they stay in step. Exit codes: 0 done, 2 a mistake in the call or the
+data, 130 and 143 interrupted.
 """
 
 import argparse
@@ -32,7 +33,7 @@ _WEIGHTS = "a run's folder, a file of weights of any origin, timm:NAME or random
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code."""
+    """Run the command. Returns the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
     return launch.command("cocor-eval", lambda: _run(_parser().parse_all(given)), ranks=True)
 
@@ -50,7 +51,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _leave(number: int, frame: object) -> None:
-    """Asked to end: in order, so that no worker is left to complain that this process has gone."""
+    """On SIGTERM, leave through the ``finally`` clauses, which end the data workers."""
     raise SystemExit(128 + number)
 
 

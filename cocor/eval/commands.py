@@ -32,7 +32,8 @@ from loaders.prep.demo import or_demo
 
 
 def in_its_place(options: argparse.Namespace, run: Callable[[argparse.Namespace], None]) -> None:
-    """Join the other ranks, if torchrun started any, and run a command. UserError without the GPU that is asked for."""
+    """Run a command ``run`` on its device, as one rank if torchrun started several. UserError if ``--gpu yes`` finds no
+    GPU, or if the GPU or the machine runs out of memory."""
     if options.gpu == "yes" and not torch.cuda.is_available():
         raise UserError("--gpu yes: PyTorch finds no GPU; leave the flag out to use the CPU")
     options.world = distributed.init(use_gpu=options.gpu != "no" and torch.cuda.is_available())
@@ -61,6 +62,7 @@ def _out_of_memory(error: Exception, options: argparse.Namespace) -> UserError |
 
 
 def linear(options: argparse.Namespace) -> None:
+    """The linear probe: full-batch L-BFGS (:mod:`cocor.eval.linear`) or SGD (:mod:`cocor.eval.sgd_probe`)."""
     unused = ("epochs", "learn_from") if options.probe == "lbfgs" else ("metric", "iterations", "against_sklearn")
     for name in unused:
         if getattr(options, name):
@@ -87,9 +89,9 @@ def linear(options: argparse.Namespace) -> None:
         found.penalty,
     )
     path = _finish(options, encoder, "linear", [*found.lines(), picture], report)
-    if options.against_sklearn:  # which may take minutes: what was found is kept and printed by now
+    if options.against_sklearn:  # may take minutes, so only after the result is saved and printed
         peer = against_sklearn(joined(train.flat(), val), found.penalty, device)
-        _keep(path, report | {"against_sklearn": peer})
+        _save(path, report | {"against_sklearn": peer})
         print(
             f"the same fit from zero: {peer['seconds']:.2f} s here, {peer['seconds_sklearn']:.2f} s scikit-learn; "
             f"objective {peer['objective']:.6f} here, {peer['objective_sklearn']:.6f} there"
@@ -116,6 +118,7 @@ def _linear_by_sgd(options: argparse.Namespace, encoder: Encoder, splits: Splits
 
 
 def knn(options: argparse.Namespace) -> None:
+    """k-NN accuracy for several k (:mod:`cocor.eval.knn`): test images in a bank of the others, or leave-one-out."""
     if options.leave_one_out:
         dataset = inputs.images_to_look_at(options)
         feasible.check_leave_one_out(options, dataset)
@@ -134,7 +137,7 @@ def knn(options: argparse.Namespace) -> None:
         title, notes = _title(encoder, splits), splits.notes
     most = len(bank) - options.leave_one_out
     chosen = options.k or sorted({min(k, most) for k in KNN_K})
-    bank, queries = _on(bank, options), _on(queries, options)
+    bank, queries = _to_device(bank, options), _to_device(queries, options)
     pairs = (queries.values, queries.labels, bank.values, bank.labels)
     how = {"temperature": options.temperature, "leave_one_out": options.leave_one_out}
     found = dict(zip(chosen, knn_curve(*pairs, chosen, **how), strict=True))
@@ -151,6 +154,7 @@ def knn(options: argparse.Namespace) -> None:
 
 
 def fewshot(options: argparse.Namespace) -> None:
+    """n-shot probes and N-way tasks (:mod:`cocor.eval.fewshot`)."""
     splits = inputs.chosen_splits(options)
     feasible.check_fewshot(options, splits)
     encoder = inputs.chosen_encoder(options, options.weights[0])
@@ -174,6 +178,7 @@ def fewshot(options: argparse.Namespace) -> None:
 
 
 def retrieval(options: argparse.Namespace) -> None:
+    """A contact sheet of nearest training images for a few test images (:mod:`cocor.eval.retrieval`)."""
     inputs.refuse_ten_crops(options)
     splits = inputs.chosen_splits(options)
     feasible.check_retrieval(options, splits)
@@ -194,6 +199,7 @@ def retrieval(options: argparse.Namespace) -> None:
 
 
 def consistency(options: argparse.Namespace) -> None:
+    """Latent similarities and their targets for several checkpoints (:mod:`cocor.eval.consistency`)."""
     if options.world.size > 1:
         raise UserError("consistency runs in one process; start it without torchrun")
     if options.crop or options.filter:
@@ -211,6 +217,7 @@ def consistency(options: argparse.Namespace) -> None:
 
 
 def spectrum(options: argparse.Namespace) -> None:
+    """Singular values of the features of several encoders (:mod:`cocor.eval.spectrum`)."""
     dataset = inputs.images_to_look_at(options)
     encoders = inputs.chosen_encoders(options)
     found = []
@@ -225,6 +232,7 @@ def spectrum(options: argparse.Namespace) -> None:
 
 
 def transfer(options: argparse.Namespace) -> None:
+    """The table of linear probes on the paper's data sets (:mod:`cocor.eval.transfer`)."""
     names = inputs.chosen_datasets(options.datasets)
     encoders = inputs.chosen_encoders(options)
     folder = _output(options, encoders[0])
@@ -252,7 +260,7 @@ def transfer(options: argparse.Namespace) -> None:
         print(f"table: {folder / 'transfer.csv'}, {folder / 'transfer.md'}")
 
 
-def _on(features: Features, options: argparse.Namespace) -> Features:
+def _to_device(features: Features, options: argparse.Namespace) -> Features:
     device = options.world.device
     return Features(features.values.to(device), features.labels.to(device))
 
@@ -279,9 +287,9 @@ def _output(options: argparse.Namespace, encoder: Encoder) -> Path:
 def _finish(
     options: argparse.Namespace, encoder: Encoder, name: str, lines: Sequence[str], report: dict[str, Any]
 ) -> Path:
-    """Keep what was found as JSON, whose place is returned, and print it."""
+    """Save ``report`` as JSON and print ``lines``. Returns the file."""
     path = _output(options, encoder) / f"{name}.json"
-    _keep(path, report)
+    _save(path, report)
     for note in report.get("notes", ()):
         print(f"note: {note}")
     about = report.get("features", {}).get("test")
@@ -294,5 +302,5 @@ def _finish(
     return path
 
 
-def _keep(path: Path, report: dict[str, Any]) -> None:
+def _save(path: Path, report: dict[str, Any]) -> None:
     atomic.write_text(path, json.dumps(report, indent=1, default=str) + "\n")

@@ -1,8 +1,8 @@
-"""How alike an encoder finds an image and its composites: by length, by basic augmentation, and against the MMNN.
+"""Latent similarity of images and their composites: by length, by basic augmentation, and against the MMNN's target.
 
-This is the paper's post-hoc figure (a), for several checkpoints side by side on the same views. With a checkpoint of
-cocor's the similarity is the one that training sees, of embeddings behind the heads (in evaluation mode, so with the
-running statistics of BatchNorm); other weights have no heads, so their backbone features are compared.
+This is the paper's post-hoc figure (a), for several checkpoints side by side on the same views. For cocor's own
+checkpoints the similarity is that of training, of embeddings behind the heads, but in evaluation mode, that is with the
+running statistics of BatchNorm; other weights have no heads, so their backbone features are compared.
 
     DACL  = mean |similarity - g(composition)|          (paper, definition of the DA consistency level)
     order = do the mean similarities fall with length, and does g fall with every added augmentation?
@@ -36,8 +36,8 @@ from loaders.order import BatchOrder
 from loaders.plan import ViewPlan
 from loaders.progress import track
 
-LENGTHS = tuple(range(1, 11))  # as far as the paper's figure goes
-_SINGLES = 4  # composites of length 1 of every image, so that each op gets enough of them
+LENGTHS = tuple(range(1, 11))  # those of the paper's figure
+_SINGLES = 4  # composites of length 1 for every image, so that each op gets enough samples
 _BATCH = 64
 
 
@@ -132,8 +132,8 @@ def _checkpoint(path: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def measure(subjects: Sequence[Subject], dataset: ImageDataset, how: Extraction, seed: int = 0) -> list[Consistency]:
-    """All ``subjects`` on the same views of ``dataset``. A subject without MMNN is held against the first there is,
-    else against its constants. Changes no parameter and no buffer."""
+    """Measure all ``subjects`` on the same views of ``dataset``. The targets of a subject without MMNN are those of the
+    first subject that has one, else its constants. Changes no parameter and no buffer."""
     shared = next((s for s in subjects if s.mmnn is not None), None)
     lengths = (1,) * _SINGLES + LENGTHS[1:]
     plan = ViewPlan(size=how.size, seed=seed, contrastive=(), original="shared", lengths=lengths)

@@ -24,7 +24,7 @@ _SHARE = 0.875  # 224 of 256
 
 @dataclass(frozen=True)
 class CropPlan(ViewPlan):
-    """Shows every image as the originals of a batch: one view, or ten (view-major) for ``crop`` "ten"."""
+    """Shows every image as the originals of a batch: one view, or ten (view-major) if ``crop`` is "ten"."""
 
     contrastive: tuple = ()
     lengths: tuple[int, ...] = ()

@@ -6,7 +6,7 @@
 
 train.beton, val.beton and test.beton, which cocor-prep makes, may stand for the class folders.
 
-What is drawn depends on the protocol's seed and the order in the data set's own lists alone.
+Random splits depend on nothing but the protocol's seed and the order in the data set's own lists.
 """
 
 from dataclasses import dataclass, replace
@@ -36,12 +36,12 @@ _VAL_LABELS = ("LOC_val_solution.csv", "ILSVRC2012_validation_ground_truth.txt")
 
 
 class Absent(UserError):
-    """The data set is not below the root: what ``transfer`` says and goes on from."""
+    """The data set is not below the root. ``transfer`` reports it and goes on with the next one."""
 
 
 @dataclass(frozen=True)
 class Splits:
-    """``notes`` say where the images at hand depart from the protocol."""
+    """The data sets of a probe. ``notes``: where the images at hand depart from the protocol."""
 
     protocol: Protocol
     train: ImageDataset
@@ -130,7 +130,7 @@ def _left_out(*datasets: ImageDataset) -> tuple[str, ...]:
 
 
 def _first(folder: Path, names: tuple[str, ...]) -> Path | None:
-    """The first of these class folders that there is, else the first ``.beton`` file of such a name."""
+    """The first existing folder of these names, else the first existing ``.beton`` file."""
     files = (folder / f"{name}.beton" for name in names)
     return next((path for path in (*map(folder.joinpath, names), *files) if path.exists()), None)
 

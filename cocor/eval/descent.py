@@ -1,4 +1,4 @@
-"""L-BFGS on several softmax regressions that differ by their penalty only, step by step together.
+"""L-BFGS on several softmax regressions that differ in their penalty only, in lockstep.
 
     gradient -> memory -> direction -> its logits -> line search -> weights, logits, gradient
 
@@ -16,19 +16,19 @@ from torch import Tensor
 from cocor.eval.lbfgs import Memory
 
 PAIRS = 50  # that approximate a Hessian
-_FLAT = 1e-12  # relative decrease of the objective that counts as none
-_FLAT_STEPS = 3
-_LOOKS = 30  # of one line search, at most
-_SLOPE = 0.1  # share of a line's first slope that may be left
-_NEAR = 0.01  # relative change of the step that is not worth another look
-_ANEW = 50  # iterations after which logits are computed anew, so that rounding does not add up
-_CROWDED = 0.75  # share of the problems that must be open still
-_BLOCK = {"cpu": 2**17, "cuda": 2**25}  # logits that are looked at together: what caches, or what memory can bear
+_FLAT = 1e-12  # a relative decrease of the objective that counts as none
+_FLAT_STEPS = 3  # steps without a decrease after which a problem has converged
+_MOST_EVALUATIONS = 30  # of one line search
+_SLOPE = 0.1  # a line search ends when the slope has fallen to this share of the first
+_NEAR = 0.01  # or when the step would change by less than this share
+_RECOMPUTE = 50  # iterations after which logits are computed from the weights, so that rounding does not add up
+_CROWDED = 0.75  # solved problems are dropped when no more than this share is open
+_BLOCK = {"cpu": 2**17, "cuda": 2**25}  # logits per block of an evaluation: what fits caches, or memory
 
 
 @dataclass(frozen=True)
 class Solution:
-    """``weights`` (K, C); ``loss``: the objective; ``gradient``: the norm of its gradient."""
+    """``weights`` (K, C); ``loss``: the objective there; ``gradient``: the norm of its gradient."""
 
     weights: Tensor
     loss: float
@@ -51,7 +51,7 @@ class Descent:
         self._logits = self._logits_of(self._weights)
         self._error = torch.empty_like(self._logits)
         none = torch.zeros_like(self._penalties)
-        self._loss = self._look(None, none)[0] + self._penalties * _dot(self._weights, self._weights)
+        self._loss = self._evaluate(None, none)[0] + self._penalties * _dot(self._weights, self._weights)
         self._gradient = self._gradient_here()
         # The Hessian at zero weights: its diagonal, since axes do not correlate there.
         classes = start.shape[1]
@@ -64,8 +64,9 @@ class Descent:
     def run(
         self, tolerance: float, iterations: int, after_each: Callable[[int], None] = lambda _: None
     ) -> list[Solution]:
-        """Descend until every gradient's norm is ``tolerance`` or less, or no lower float is left; at most
-        ``iterations``, ``after_each`` of which their number is told. A solution for every penalty, in their order."""
+        """Descend until every gradient's norm is ``tolerance`` or less, or the objective stops decreasing; at most
+        ``iterations``. ``after_each`` is called with the number of iterations done. A solution for every penalty, in
+        their order."""
         found: list[Solution | None] = [None] * len(self._places)
         while True:
             norms = self._gradient.flatten(1).norm(dim=1).double()
@@ -92,7 +93,7 @@ class Descent:
         moved = step.to(direction)[:, None, None] * direction
         self._weights += moved
         self.iterations += 1
-        if self.iterations % _ANEW:
+        if self.iterations % _RECOMPUTE:
             self._logits.addcmul_(step.to(pull)[:, None], pull)
         else:
             self._logits = self._logits_of(self._weights)
@@ -103,25 +104,26 @@ class Descent:
         self._loss, self._gradient = loss, gradient
 
     def _direction(self) -> tuple[Tensor, Tensor]:
-        """(P, K, C), and the objective's slopes (P,) along it."""
+        """The descent directions (P, K, C), and the objectives' slopes (P,) along them."""
         scaled = self._gradient / self._root
         direction = -self._memory.times(scaled.flatten(1)).view_as(scaled) / self._root
-        downhill = _dot(self._gradient, direction) < 0  # all others only by rounding
+        downhill = _dot(self._gradient, direction) < 0  # always, but for rounding
         direction = torch.where(downhill[:, None, None], direction, -scaled / self._root)
         return direction, _dot(self._gradient, direction)
 
     def _line_search(self, direction: Tensor, pull: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
         """Steps (P,) near the minima along ``direction``, by safeguarded Newton, and the cross entropies (P,) there.
 
-        The slope along a line rises with the step, since the objective is convex.
+        ``pull`` (N, P, C): the logits of ``direction``; ``first`` (P,): the slopes at step 0. Since the objective is
+        convex, the slope rises with the step.
         """
         linear = 2 * self._penalties * _dot(self._weights, direction)
         square = 2 * self._penalties * _dot(direction, direction)
         low, high = torch.zeros_like(first), torch.full_like(first, float("inf"))
         proposal = torch.ones_like(first)
-        for _ in range(_LOOKS):
+        for _ in range(_MOST_EVALUATIONS):
             step = proposal
-            entropy, slope, curve = self._look(pull, step)
+            entropy, slope, curve = self._evaluate(pull, step)
             slope, curve = slope + linear + step * square, curve + square
             newton = torch.where(curve > 0, step - slope / curve, float("inf"))
             settled = (slope.abs() <= _SLOPE * first.abs()) | ((newton - step).abs() <= _NEAR * step)
@@ -134,9 +136,9 @@ class Descent:
             proposal = torch.where(settled, step, proposal)
         return step, entropy
 
-    def _look(self, pull: Tensor | None, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The cross entropies (P,) ``step`` (P,) along ``pull`` (N, P, C), their slopes and curvatures; what softmax
-        gives too much or too little to every class stays in ``_error``."""
+    def _evaluate(self, pull: Tensor | None, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Cross entropies (P,) of the logits plus ``step`` (P,) times ``pull`` (N, P, C), their slopes and curvatures
+        along it. Leaves softmax minus one-hot labels (N, P, C) in ``_error``."""
         totals = self._penalties.new_zeros(3, len(self._penalties))
         along = step.to(self._logits)[:, None]
         rows = max(1, _BLOCK.get(self._logits.device.type, 2**20) // self._logits[0].numel())
@@ -144,16 +146,16 @@ class Descent:
             part = slice(start, start + rows)
             pulled = None if pull is None else pull[part]
             logits = self._logits[part] if pulled is None else self._logits[part] + along * pulled
-            right = self._labels[part, None, None].expand(len(logits), logits.shape[1], 1)
+            truth = self._labels[part, None, None].expand(len(logits), logits.shape[1], 1)
             logarithms = logits.log_softmax(2)
-            totals[0] -= logarithms.gather(2, right)[..., 0].sum(0, dtype=torch.float64)
+            totals[0] -= logarithms.gather(2, truth)[..., 0].sum(0, dtype=torch.float64)
             share = torch.exp(logarithms, out=self._error[part])
             if pulled is not None:
                 weighted = share * pulled
                 mean = weighted.sum(2)
-                totals[1] += (mean - pulled.gather(2, right)[..., 0]).sum(0, dtype=torch.float64)
+                totals[1] += (mean - pulled.gather(2, truth)[..., 0]).sum(0, dtype=torch.float64)
                 totals[2] += (weighted.mul_(pulled).sum(2) - mean.square()).clamp_(min=0).sum(0, dtype=torch.float64)
-            share.scatter_add_(2, right, -torch.ones_like(right, dtype=share.dtype))
+            share.scatter_add_(2, truth, -torch.ones_like(truth, dtype=share.dtype))
         return totals[0], totals[1], totals[2]
 
     def _gradient_here(self) -> Tensor:
@@ -165,7 +167,7 @@ class Descent:
         return (self._inputs @ weights.transpose(0, 1).flatten(1)).view(len(self._inputs), len(weights), -1)
 
     def _keep(self, places: list[int]) -> None:
-        """Drop all other problems."""
+        """Drop all problems but those at ``places``."""
         chosen = torch.tensor(places, device=self._penalties.device)
         self._places = [self._places[place] for place in places]
         self._penalties, self._weights = self._penalties[chosen], self._weights[chosen]

@@ -1,4 +1,4 @@
-"""What a command cannot do with its data, as far as labels and numbers tell: said before features are made."""
+"""Checks of a command's data by its labels and counts alone, before hours go into features."""
 
 import argparse
 
@@ -33,20 +33,20 @@ def check_fewshot(options: argparse.Namespace, splits: Splits) -> None:
 
 
 def check_knn(options: argparse.Namespace, splits: Splits) -> None:
-    """UserError unless the test images can ask ``--k`` neighbours of the bank; ten crops are as many members of it."""
+    """UserError unless the bank holds ``--k`` neighbours for the test images; each of ten crops is a member of it."""
     train, val = _known(splits.train), _known(splits.val)
     crops = 10 if options.crop == "ten" else 1
     _check_bank(options, torch.cat([train, val]), len(train) * crops + len(val), len(_known(splits.test)))
 
 
 def check_leave_one_out(options: argparse.Namespace, dataset: ImageDataset) -> None:
-    """As :func:`check_knn`, of a set whose every image asks all others."""
+    """As :func:`check_knn`, for a set each of whose images is classified by all others."""
     labels = _known(dataset)
     _check_bank(options, labels, len(labels) - 1, len(labels))
 
 
 def check_retrieval(options: argparse.Namespace, splits: Splits) -> None:
-    """UserError if the bank is smaller than what every query shows of it."""
+    """UserError if the bank holds fewer images than ``--neighbours``."""
     most = len(splits.train)
     if options.neighbours > most:
         raise UserError(f"--neighbours {options.neighbours}: the bank holds {most:,} images; use that or fewer")

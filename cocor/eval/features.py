@@ -1,11 +1,11 @@
-"""Frozen features of a data set: made once through the loaders, kept on disk, used by every probe.
+"""Frozen features of a data set: computed once through the loaders, cached on disk, used by every probe.
 
     Encoder + ImageDataset + crops -> loader -> backbone in eval mode, without gradient -> Features -> cache
 
-A cache entry is named by the digests of the weights, of the data set with the bytes and times of its files, and of the
-preprocessing, so it is never stale; it is written whole or not at all, so several commands may share a cache. Under
-torchrun every rank computes whole batches of its own, the same ones that a single process would compute, so features do
-not depend on the number of ranks.
+A cache entry is named by a digest of the weights, of the data set with the sizes and modification times of its files,
+and of the preprocessing, so it is never stale; it is written whole or not at all, so several commands may share a
+cache. Under torchrun every rank computes whole batches, the same ones that a single process would compute, so features
+do not depend on the number of ranks.
 """
 
 import hashlib
@@ -74,7 +74,7 @@ def joined(first: Features, second: Features) -> Features:
 
 @dataclass(frozen=True)
 class Extraction:
-    """How features are made: ``size`` is the side of the crops in pixels; ``cache`` None keeps nothing."""
+    """How features are computed: ``size`` is the side of the crops in pixels; without a ``cache`` they are not kept."""
 
     crop: Crop = "full"
     filter: Filter = "bicubic"
@@ -87,14 +87,14 @@ class Extraction:
     world: World = ONE_PROCESS
 
     def key(self, encoder: Encoder, dataset: ImageDataset) -> str:
-        """Names a cache entry: equal for equal features."""
+        """The name of a cache entry: equal for equal features."""
         parts: list[str | int] = [encoder.digest, encoder.architecture, encoder.stem, dataset.digest]
         parts += [self.crop, self.filter, self.size, self.loader, str(self.precision), _files(dataset)]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
 def _files(dataset: ImageDataset) -> str:
-    """A digest of how many bytes the files have and when they last changed."""
+    """A digest of the files' sizes and modification times."""
     paths = [str(dataset.file.path)] if isinstance(dataset, StoredDataset) else dataset.paths
     found = np.zeros((len(paths), 2), np.int64)
     for place, path in enumerate(paths):
@@ -112,42 +112,42 @@ def features_of(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: 
     Raises:
         UserError: images that cannot be read, or features that are not finite.
     """
-    path = _place(encoder, dataset, how)
-    return _complete(encoder, dataset, how, name, path, _cached(path, len(dataset), how))
+    path = _cache_path(encoder, dataset, how)
+    return _with_labels(encoder, dataset, how, name, path, _from_cache(path, len(dataset), how))
 
 
 def features_of_two(
     encoder: Encoder, train: ImageDataset, val: ImageDataset, both: ImageDataset, how: Extraction
 ) -> tuple[Features, Features]:
-    """As :func:`features_of`, for images to learn from that ``both`` holds in this order, if it can: then one loader
-    makes them, since its start costs seconds. They are kept apart all the same."""
-    paths = [_place(encoder, dataset, how) for dataset in (train, val)]
-    first, second = (_cached(path, len(dataset), how) for path, dataset in zip(paths, (train, val), strict=True))
+    """As :func:`features_of`, of two sets. If ``both`` holds their images in this order, one loader serves both, as its
+    start costs seconds; they are cached separately all the same."""
+    paths = [_cache_path(encoder, dataset, how) for dataset in (train, val)]
+    first, second = (_from_cache(path, len(dataset), how) for path, dataset in zip(paths, (train, val), strict=True))
     if first is None and second is None and len(both) == len(train) + len(val):
-        first, second = _made(encoder, both, how, "training and validation images").split([len(train), len(val)])
-        _keep(first, paths[0], how)
-        _keep(second, paths[1], how)
+        first, second = _compute(encoder, both, how, "training and validation images").split([len(train), len(val)])
+        _write_cache(first, paths[0], how)
+        _write_cache(second, paths[1], how)
         barrier()
     return (
-        _complete(encoder, train, how, "training images", paths[0], first),
-        _complete(encoder, val, how, "validation images", paths[1], second),
+        _with_labels(encoder, train, how, "training images", paths[0], first),
+        _with_labels(encoder, val, how, "validation images", paths[1], second),
     )
 
 
-def _complete(
+def _with_labels(
     encoder: Encoder, dataset: ImageDataset, how: Extraction, name: str, path: Path | None, values: Tensor | None
 ) -> Features:
-    """``values`` with their labels, made and kept if there are none."""
+    """``values`` with their labels; computed and cached first if None."""
     if values is None:
-        values = _made(encoder, dataset, how, name)
-        _keep(values, path, how)
+        values = _compute(encoder, dataset, how, name)
+        _write_cache(values, path, how)
         barrier()
     if how.world.main:
         _warn_of_collapse(values, name)
     return Features(values, torch.from_numpy(dataset.labels.copy()))
 
 
-def _made(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: str) -> Tensor:
+def _compute(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: str) -> Tensor:
     began = time.perf_counter()
     values = _extract(encoder.backbone, dataset, how, name)
     seconds = time.perf_counter() - began
@@ -157,13 +157,13 @@ def _made(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: str) -
     return values
 
 
-def _place(encoder: Encoder, dataset: ImageDataset, how: Extraction) -> Path | None:
+def _cache_path(encoder: Encoder, dataset: ImageDataset, how: Extraction) -> Path | None:
     return None if how.cache is None else how.cache / f"{how.key(encoder, dataset)}.safetensors"
 
 
-def _cached(path: Path | None, count: int, how: Extraction) -> Tensor | None:
-    """What is kept for all ranks, which need not share a disk: they make features together or not at all."""
-    values = None if path is None else _read(path, count)
+def _from_cache(path: Path | None, count: int, how: Extraction) -> Tensor | None:
+    """The cached features, if every rank has them: ranks need not share a disk, but compute together or not at all."""
+    values = None if path is None else _read_cache(path, count)
     if how.world.size > 1:
         have = torch.tensor(int(values is not None), device=how.world.device)
         dist.all_reduce(have, dist.ReduceOp.MIN)
@@ -171,16 +171,16 @@ def _cached(path: Path | None, count: int, how: Extraction) -> Tensor | None:
     return values
 
 
-def _read(path: Path, count: int) -> Tensor | None:
+def _read_cache(path: Path, count: int) -> Tensor | None:
     try:
         values = safetensors.torch.load_file(path)["features"]
     except (OSError, KeyError, safetensors.SafetensorError):
-        return None  # not there, or not whole: made anew
+        return None  # missing or damaged
     return values if len(values) == count else None
 
 
-def _keep(values: Tensor, path: Path | None, how: Extraction) -> None:
-    """Into the cache; what took long to make is not lost because it cannot be kept."""
+def _write_cache(values: Tensor, path: Path | None, how: Extraction) -> None:
+    """Write ``values`` to the cache. A failure costs a warning, not the features."""
     if path is None or not how.world.main:
         return
     try:
@@ -208,7 +208,11 @@ def _extract(backbone: nn.Module, dataset: ImageDataset, how: Extraction, name: 
         return found
 
     found = together(own)
-    return _exchange(found, len(dataset), backbone, how) if world.size > 1 else _some(found)
+    if world.size > 1:
+        return _exchange(found, len(dataset), backbone, how)
+    if found is None:
+        raise UserError("a data set without images")
+    return found
 
 
 def _batches(backbone, dataset, how, name):  # type: ignore[no-untyped-def]
@@ -248,7 +252,7 @@ def _rows_of_rank(count: int, batch_size: int, world: World) -> np.ndarray:
 
 
 def _exchange(found: Tensor | None, count: int, backbone: nn.Module, how: Extraction) -> Tensor:
-    """Complete ``found`` by the rows of the other ranks, which are zero here: a sum that rounds nothing."""
+    """Add the rows of all ranks. Rows of other ranks are zero here, so the sum is exact."""
     if found is None:  # fewer batches than ranks
         with torch.no_grad(), evaluating(backbone):
             views = CropPlan(crop=how.crop).views
@@ -261,12 +265,6 @@ def _exchange(found: Tensor | None, count: int, backbone: nn.Module, how: Extrac
     return found
 
 
-def _some(found: Tensor | None) -> Tensor:
-    if found is None:
-        raise UserError("a data set without images")
-    return found
-
-
 def _refuse_infinite(values: Tensor, name: str) -> None:
     bad = torch.cat([~part.flatten(1).isfinite().all(1) for part in values.split(_SHARED_ROWS)]).nonzero()
     if len(bad):
@@ -275,7 +273,7 @@ def _refuse_infinite(values: Tensor, name: str) -> None:
 
 
 def _warn_of_collapse(values: Tensor, name: str) -> None:
-    """Features that are useless for a visible reason: say so before a probe reports chance."""
+    """Warn of features that are nearly constant, before a probe reports chance."""
     sample = values.flatten(0, -2)[:: max(1, len(values) // 4096)]
     norm = sample.norm(dim=1).mean().item()
     spread = (sample - sample.mean(0)).norm(dim=1).mean().item()
@@ -284,7 +282,7 @@ def _warn_of_collapse(values: Tensor, name: str) -> None:
 
 
 def summary(features: Features) -> dict[str, float | int]:
-    """What a report says about features, so that a low accuracy shows its cause."""
+    """What a report says about features, so that it shows the cause of a low accuracy."""
     values = features.values.flatten(0, -2)
     labels = features.labels[features.labels >= 0]
     return {

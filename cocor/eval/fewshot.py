@@ -89,11 +89,11 @@ def check_shots(labels: Tensor, count: int, classes: Sequence[str] = ()) -> None
     for label, images in zip(*(part.tolist() for part in labels[labels >= 0].unique(return_counts=True)), strict=True):
         if images < count:
             name = classes[label] if classes else f"number {label}"
-            raise UserError(f"--shots {count}: class {name} has only {images} images; ask for fewer")
+            raise UserError(f"--shots {count}: class {name} has only {images} images; classify for fewer")
 
 
 def draw_shots(labels: Tensor, count: int, seed: int) -> Tensor:
-    """Places (classes, count) of ``count`` images of every class, in an order that ``seed`` alone decides."""
+    """Places (classes, count) of ``count`` random images of every class; ``seed`` alone decides which."""
     check_shots(labels, count)
     generator = torch.Generator().manual_seed(seed)
     rows = []
@@ -107,8 +107,8 @@ def check_ways(labels: Tensor, shots: int, ways: int) -> None:
     """UserError if fewer than ``ways`` classes of ``labels`` have more than ``shots`` images."""
     enough = int((labels[labels >= 0].unique(return_counts=True)[1] > shots).sum())
     if enough < ways:
-        told = f"only {enough} classes of the test images have more than {shots}"
-        raise UserError(f"--ways {ways}: {told}; --tasks 0 leaves tasks out")
+        reason = f"only {enough} classes of the test images have more than {shots}"
+        raise UserError(f"--ways {ways}: {reason}; --tasks 0 leaves tasks out")
 
 
 @dataclass(frozen=True)
@@ -173,12 +173,12 @@ def _solve(values: Tensor, support: Tensor, queries: Tensor) -> Tensor:
     """Accuracies (T,) of T tasks: places (T, ways, shots) to learn from, (T, ways, queries) to classify."""
     ways, shots = support.shape[1:]
     learn = values[support.flatten(1)]  # (T, n, D)
-    ask = values[queries.flatten(1)]
+    classify = values[queries.flatten(1)]
     kernel = learn @ learn.transpose(1, 2) + 1  # the 1: a bias, penalised as liblinear does
     owner = torch.arange(ways, device=values.device).repeat_interleave(shots)
     signs = torch.where(owner == torch.arange(ways, device=values.device)[:, None], 1.0, -1.0).double()  # (ways, n)
     weights = logistic_regression(kernel[:, None], signs)  # (T, ways, n)
-    scores = (ask @ learn.transpose(1, 2) + 1) @ weights.transpose(1, 2)  # (T, ways * queries, ways)
+    scores = (classify @ learn.transpose(1, 2) + 1) @ weights.transpose(1, 2)  # (T, ways * queries, ways)
     truth = torch.arange(ways, device=values.device).repeat_interleave(queries.shape[-1])
     return (scores.argmax(2) == truth).double().mean(1)
 

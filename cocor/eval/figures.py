@@ -1,6 +1,6 @@
 """The pictures of an evaluation, in the style of :mod:`cocor.panels`.
 
-matplotlib is an extra; without it a command still gives its numbers, and says what is missing (see :func:`drawn`).
+matplotlib is optional: without it a command still reports its numbers and says what is missing (see :func:`drawn`).
 """
 
 from collections.abc import Callable, Sequence
@@ -132,14 +132,14 @@ def draw_table(path: Path, rows: dict[str, dict[str, float]], title: str) -> Non
 
 
 def _distinct(curves: dict[str, list[float]]) -> dict[str, list[float]]:
-    """One curve in the place of two that would hide each other, as top-1 and mean per class do in balanced splits."""
+    """A single curve if the two would hide each other, as top-1 and mean per class do in balanced splits."""
     (first, values), (second, others) = curves.items()
     equal = all(abs(value - other) < 0.05 for value, other in zip(values, others, strict=True))
     return {f"{first} = {second}": values} if equal else curves
 
 
 def drawn(path: Path, draw: Callable[..., None], *arguments: Any) -> str:
-    """Draw, and say where; without matplotlib say that instead, since numbers must not be lost to a picture."""
+    """Draw to ``path`` and return a line that says so; without matplotlib, a line that says that instead."""
     try:
         draw(path, *arguments)
         return f"picture: {path}"

@@ -1,4 +1,4 @@
-"""From the flags of ``cocor-eval`` to what its commands work on: encoders, data sets, features."""
+"""From the flags of ``cocor-eval`` to encoders, data sets and features."""
 
 import argparse
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from loaders.writable import check_folder
 
 
 def chosen_splits(options: argparse.Namespace) -> Splits:
-    """What ``--data`` or ``--dataset`` and ``--root`` name."""
+    """The splits that ``--data``, or ``--dataset`` and ``--root``, name."""
     if (options.data is None) == (options.dataset is None):
         raise UserError("name the images: --data DIR, or --dataset NAME --root DIR")
     if options.data is not None:
@@ -66,12 +66,13 @@ def refuse_ten_crops(options: argparse.Namespace) -> None:
 
 
 def check_writable(options: argparse.Namespace) -> None:
-    """Before hours of work: whether its results can be kept. UserError names the flag."""
+    """UserError, naming the flag, if results or features cannot be written; called before any work."""
     check_folder("--output", options.output or Path("eval"))
     check_folder("--cache", options.cache)
 
 
 def chosen_encoder(options: argparse.Namespace, weights: str) -> Encoder:
+    """The encoder in ``weights``, one of ``WEIGHTS``; the main rank prints a line about it."""
     found = load_encoder(weights, which=options.which, architecture=options.backbone, stem=options.stem)
     if options.world.main:
         print(found.describe())
@@ -86,12 +87,12 @@ def chosen_encoders(options: argparse.Namespace) -> list[Encoder]:
 
 
 def distinct(names: Sequence[str]) -> list[str]:
-    """Every second and later use of a name gets a number."""
+    """``names`` with a number behind the second and later uses of each."""
     return [f"{name} ({names[:at].count(name) + 1})" if name in names[:at] else name for at, name in enumerate(names)]
 
 
 def extraction(options: argparse.Namespace, encoder: Encoder) -> Extraction:
-    """How images are seen that are not learned from in ten crops: as the probe's protocol says, unless flags do."""
+    """How features are computed: as the protocol says, unless flags do. ``--crop ten`` counts as central here."""
     gpu = options.world.device.type == "cuda"
     view = VIEWS[probe_of(options)]
     return Extraction(
@@ -108,15 +109,15 @@ def extraction(options: argparse.Namespace, encoder: Encoder) -> Extraction:
 
 
 def probe_of(options: argparse.Namespace) -> str:
-    """The row of the table of views that holds for a command."""
+    """The key of a command's row in :data:`cocor.eval.protocols.VIEWS`."""
     return str(options.probe if options.command == "linear" else options.command)
 
 
 def features_of_splits(
     options: argparse.Namespace, encoder: Encoder, splits: Splits, val_crop: str | None = None
 ) -> tuple[Features, Features, Features]:
-    """Features of the three splits. ``--crop ten`` is for training images; the others are seen centrally, unless
-    ``val_crop`` says that the validation images are learned from as well."""
+    """Features of the three splits. ``--crop ten`` is for training images; the others give central crops, but with
+    ``val_crop`` "ten" validation images, which are then learned from as well, give ten too."""
     looking = extraction(options, encoder)
     learning = replace(looking, crop="ten") if options.crop == "ten" else looking
     val_how = learning if val_crop == "ten" else looking

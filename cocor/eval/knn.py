@@ -1,10 +1,10 @@
 """Weighted k-nearest-neighbour classification of frozen features (Wu et al., CVPR 2018, section 3.4).
 
-Every query asks the k bank features of largest cosine similarity s; each votes for its class with weight exp(s / T).
-The usual choice is k = 200, T = 0.07; it needs no training, so it shows at once whether an encoder learns.
+For every query, the k bank features of largest cosine similarity s vote for their classes with weight exp(s / T). The
+usual choice is k = 200, T = 0.07. It needs no training, so it shows at once whether an encoder learns.
 
-The result is a function of the features alone: similarities are float32, of equally near neighbours the first in the
-bank count, votes are added as integers, so their order does not matter, and of equal votes the lower class wins.
+The result is deterministic: similarities are float32, ties between neighbours go to the first in the bank, votes are
+summed as integers, so that their order does not matter, and ties between classes go to the lower one.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _ONE_VOTE = 2**40  # the weight of the nearest neighbour; 2**23 neighbours fit i
 class KnnResult:
     """``accuracy`` of top-1 in [0, 1] over ``queries`` labelled queries, with ``k`` of ``bank`` labelled features.
 
-    ``note`` says what differs from what was asked for, or is empty.
+    ``note`` says if ``k`` had to be reduced, else it is empty.
     """
 
     accuracy: float
@@ -107,8 +107,8 @@ def _predict(
     leave_one_out: bool,
     shared: bool = False,
 ) -> Tensor:
-    """Classes (len(ks), N). If the work is ``shared``, ranks take chunks in turn: those of a single process, so that
-    nothing is rounded otherwise."""
+    """Classes (len(ks), N). If ``shared``, ranks share out the chunks that a single process would compute, so that
+    rounding does not depend on their number."""
     if not (torch.isfinite(queries).all() and torch.isfinite(bank).all()):
         raise ValueError("features are not finite")
     bank = F.normalize(bank.float(), dim=1)
@@ -168,7 +168,7 @@ def _nearest(similarity: Tensor, k: int) -> tuple[Tensor, Tensor]:
     columns = columns.gather(1, order)
     least = values[:, -1:]
     tied = ((similarity >= least).sum(dim=1) > k).nonzero().flatten()
-    if len(tied):  # topk chose among equals as it pleased
+    if len(tied):  # topk may have chosen any of the equals
         rows, least = similarity[tied], least[tied]
         above, equal = rows > least, rows == least
         missing = k - above.sum(dim=1, keepdim=True)

@@ -1,10 +1,10 @@
-"""Where the encoder lies in a file of weights, and which one it is: seen from names and shapes alone.
+"""Finds the encoder in a file of weights, and its architecture, from names and shapes alone.
 
     tensors by name -> prefix, below which an encoder begins -> usual names -> architecture and stem by the shapes
 
 Prefixes of known programs come first, in a fixed order. Where none of them leads to a whole encoder, a known pair of
 encoder and average within a wrapper does (``model.encoder_q.`` and ``model.encoder_k.``), and any other prefix that
-leads to one, if it is the only one: nothing is guessed between a student and its teacher.
+leads to one, if it is the only one: between a student and its teacher the user must choose.
 """
 
 import re
@@ -74,7 +74,7 @@ _FIRST = re.compile(r"(conv1|conv1\.0|stem\S*|patch_embed\.proj|features\.0\S*|c
 
 @dataclass(frozen=True)
 class Named:
-    """What the user or the file says of the model, where they do; ``image_size`` matters to transformers alone."""
+    """What the user or the file says about the model, or None; ``image_size`` matters to transformers only."""
 
     architecture: str | None
     stem: str | None
@@ -84,7 +84,7 @@ class Named:
 @dataclass(frozen=True)
 class Layout:
     """``tensors`` of an encoder by timm's names, found below ``prefix``, as ``origin`` writes them. ``architecture`` is
-    timm's name of it, None where neither words nor shapes tell."""
+    timm's name of it, None where neither the user, the file nor the shapes give one."""
 
     prefix: str
     origin: str
@@ -108,7 +108,7 @@ class Fit:
 
 
 class Models(dict[tuple[str, str, int | None], nn.Module]):
-    """Models by architecture, stem and image size, built when they are asked for, and only once."""
+    """Models by architecture, stem and image size, each built once, on first use."""
 
     def __missing__(self, key: tuple[str, str, int | None]) -> nn.Module:
         self[key] = build_backbone(*key)
@@ -128,11 +128,11 @@ def fit(model: nn.Module, layout: Layout) -> Fit:
 
 
 def recognise(file: WeightFile, which: Which, named: Named, models: Models) -> Layout:
-    """The encoder's place in ``file``: a whole one where there is one, else the most likely. ``models`` keeps what was
-    built to see that.
+    """The layout of the encoder in ``file``: of a whole one if there is any, else of the most likely one. ``models``
+    caches the models built for the comparison.
 
     Raises:
-        UserError: none begins anywhere, or two whole ones do at places that tell nothing.
+        UserError: there is none, or there are two whole ones and their prefixes do not say which is the trained one.
     """
     known = next(_known(file, which, named), None)
     if known is not None and _matches(known, named, models).whole:
@@ -215,7 +215,7 @@ def _layout(prefix: str, origin: str, below: dict[str, Tensor], named: Named) ->
 
 
 def _distinct(layouts: Iterable[Layout]) -> list[Layout]:
-    """Without those that hold the same values as one before, as where a program has a module under two names."""
+    """Without layouts that repeat the values of an earlier one, as where a program has a module under two names."""
     found: list[Layout] = []
     for layout in layouts:
         if not any(_equal(layout.tensors, other.tensors) for other in found):

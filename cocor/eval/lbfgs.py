@@ -26,7 +26,7 @@ class Memory:
 
     @property
     def known(self) -> int:
-        """Places in use."""
+        """How many pairs are stored."""
         return min(self._added, self._pairs)
 
     def keep(self, problems: Tensor) -> None:
@@ -36,7 +36,7 @@ class Memory:
         self._gamma = self._gamma[problems]
 
     def add(self, step: Tensor, change: Tensor) -> None:
-        """Remember pairs (problems, size) in the place of the oldest, but none whose product rounding has spoilt."""
+        """Add a pair (problems, size) in the place of the oldest; zeros where rounding has made s.y <= 0."""
         product = (step * change).sum(1, keepdim=True).double()
         useful = product > 0
         self._gamma = torch.where(useful, product / change.square().sum(1, keepdim=True).double(), self._gamma)

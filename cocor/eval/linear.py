@@ -4,8 +4,8 @@
     train + val -> refit from that solution -> test, once
 
 Protocol of AugSelf's transfer evaluation, which follows Kornblith et al. 2019 (see :mod:`cocor.eval.softmax` for the
-objective). One thing is added: features are divided by one number, the root mean square of the training features, since
-the fixed grid would otherwise mean something else for an encoder whose features are a thousand times larger.
+objective). One thing is added: features are divided by one number, the root mean square of the training features;
+otherwise the fixed grid would not suit an encoder whose features are a thousand times larger.
 """
 
 import time
@@ -23,7 +23,7 @@ from loaders.errors import UserError
 
 PENALTIES: tuple[float, ...] = tuple(torch.logspace(*GRID, dtype=torch.float64).tolist())
 _SEARCH_TOLERANCE = 1e-5  # of the gradient, while choosing; the refit goes ten times further
-_ROWS = 65536  # that are summed at once
+_ROWS = 65536  # summed at a time
 _MOST_DOUBLES = 2**28  # feature values that are solved in float64; more of them in float32
 
 
@@ -108,7 +108,7 @@ def linear_probe(
     iterations: int = 1000,
     device: torch.device | str = "cpu",
 ) -> LinearResult:
-    """Choose, refit and test as the module's text says. Ten-crop training features count as ten samples an image.
+    """Choose the penalty, refit and test, as the module's docstring says. Ten-crop features are ten samples an image.
 
     Without ``val`` nothing is chosen: ``penalties`` is the one to use.
 
@@ -125,7 +125,7 @@ def linear_probe(
 
     def place(features: Features) -> Tensor:
         values = features.values if features.values.ndim == 2 else features.values[:, 4]  # the central crop of ten
-        return values.to(device).to(dtype) * scale  # converted over there
+        return values.to(device).to(dtype) * scale  # converted on the device
 
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -188,8 +188,7 @@ def _predict(inputs: Tensor, fit: Fit) -> Tensor:
 
 
 def check_splits(train: Tensor, val: Tensor, test: Tensor) -> int:
-    """The number of classes, by the labels of the splits, -1 where unknown. UserError for splits that no probe can
-    use: no features need be made to see that."""
+    """The number of classes, from the labels (-1: unknown) of the splits. UserError if no probe can use the splits."""
     train, val, test = (labels[labels >= 0] for labels in (train, val, test))
     for name, labels in (("training", train), ("validation", val), ("test", test)):
         if not len(labels):

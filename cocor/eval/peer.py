@@ -1,4 +1,4 @@
-"""The probe's last fit again, by this package and by scikit-learn: is it the same minimum, and who is faster?"""
+"""The probe's refit once more, by this package and by scikit-learn, to compare their minima and times."""
 
 import time
 from collections.abc import Callable
@@ -17,12 +17,12 @@ _ITERATIONS = 5000  # at most
 
 
 def check_peer(classes: int) -> None:
-    """UserError if there is nothing to compare with: no scikit-learn, or a problem that it writes down otherwise."""
+    """UserError if scikit-learn is missing, or solves another problem: of two classes it fits one weight vector."""
     try:
         import sklearn.linear_model  # noqa: F401
     except ImportError:
         raise UserError("--against-sklearn needs scikit-learn: pip install scikit-learn") from None
-    if classes < 3:  # of two, scikit-learn keeps only the difference of their weights
+    if classes < 3:  # for two it penalises only the difference of their weights
         raise UserError("--against-sklearn needs three classes or more")
 
 

@@ -1,4 +1,4 @@
-"""Every constant of the evaluations, with its source: data sets, views, probes, in tables.
+"""Every constant of the evaluations with its source, in tables: data sets, views, probes.
 
 Sources: [A] AugSelf's released data and evaluation code, which the paper follows; [C] CASSLE's, which adds Cars and
 Aircraft, and ten crops for few shots; [K] Kornblith et al. 2019 and SimCLR, appendix B.8; [L] LooC's table; [M] MoCo's

@@ -1,7 +1,7 @@
 """Nearest neighbours of query images, as numbers and as a contact sheet (paper, figure 1 (b)).
 
-A row is a query and what the encoder finds most alike, nearest first, with the cosine similarity; a frame tells whether
-the class agrees. Looking at rows tells what an encoder attends to, which no accuracy does.
+A row is a query and its nearest neighbours in the bank, nearest first, with their cosine similarities; the colour of a
+frame says whether the classes agree. Such rows show what an encoder attends to, which an accuracy cannot.
 """
 
 from dataclasses import dataclass

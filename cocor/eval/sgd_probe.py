@@ -37,7 +37,7 @@ _SEED = 0  # of order, crops and first weights
 
 @dataclass(frozen=True)
 class SgdResult:
-    """Test accuracies in [0, 1] of the last epoch. ``views``: what was learned from."""
+    """Test accuracies in [0, 1] after the last epoch. ``views``: a description of the training views."""
 
     top1: float
     class_mean: float
@@ -59,7 +59,7 @@ class SgdResult:
 
 
 class Views(Protocol):
-    """``labels`` int64 (N,) of the images to learn from; ``batch``: how many of them a step sees."""
+    """Training views: ``labels`` int64 (N,) of the images, ``batch`` images a step, ``said`` for the report."""
 
     labels: Tensor
     batch: int
@@ -71,7 +71,7 @@ class Views(Protocol):
 
 
 class FixedViews:
-    """The same features of every image in every epoch, in another order."""
+    """The same cached features in every epoch, reshuffled; a last, shorter batch is dropped."""
 
     said = "features without augmentation"
 
@@ -90,7 +90,8 @@ class FixedViews:
 
 
 class RandomCrops:
-    """Every image through a new random resized crop and flip in every epoch, encoded on the fly by all ranks."""
+    """A new random resized crop and flip of every image in every epoch, encoded on the fly by all ranks; images that
+    fill no batch are dropped."""
 
     said = "random resized crops and flips"
 
@@ -143,7 +144,8 @@ def sgd_probe_on_crops(
 
 
 def shared_batch(count: int, how: Extraction) -> int:
-    """How many of ``count`` images the ranks encode at once. UserError if there are fewer images than ranks."""
+    """How many of ``count`` images the ranks encode together: the largest multiple of their number within
+    ``how.batch_size``. UserError if there are fewer images than ranks."""
     size = how.world.size
     if count < size:
         raise UserError(f"{count} images with labels cannot be shared by {size} ranks")

@@ -4,8 +4,8 @@
 
 Three things make the grid of penalties fast; none changes the minimum:
 
-    axes          Features turn into the eigenbasis of their second moment, which changes no norm. There the Hessian is
-                  close to diagonal, curvature * eigenvalue + 2 w, by which L-BFGS is preconditioned. Where there are
+    axes          Features are rotated into the eigenbasis of their second moment, which keeps norms. There the Hessian
+                  is close to diagonal, curvature * eigenvalue + 2 w, by which L-BFGS is preconditioned. If there are
                   fewer images than dimensions, the span of the images is enough.
     batches       Several penalties share every matrix product; those that have converged leave.
     line search   Logits are linear in the weights. So a step needs no pass over the features: Newton's method finds the
@@ -24,10 +24,10 @@ from torch import Tensor
 from cocor.eval.descent import PAIRS, Descent, Solution
 from loaders.progress import Pulse, track
 
-_AXES = 8192  # dimensions up to which features are turned; the eigenvalues of more would take minutes
-_TOGETHER = 5  # penalties at least; more would all start far from their minima
-_MOST_TOGETHER, _FULL = 15, 2**23  # and at most, on a GPU that fewer logits than these would not keep busy
-_ROWS = 65536  # that are turned at once
+_AXES = 8192  # dimensions up to which features are rotated; the eigenvalues of more would take minutes
+_TOGETHER = 5  # penalties solved at once; with more, the weaker ones would start too far from their minima
+_MOST_TOGETHER, _FULL = 15, 2**23  # on a GPU up to so many, if fewer logits than these would not keep it busy
+_ROWS = 65536  # rotated at a time
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,18 @@ class SoftmaxRegression:
         inputs = torch.cat([features, torch.ones_like(features[:, :1])], dim=1)
         self.labels, self.classes = labels.to(features.device), classes
         self._axes, self._moments = _axes(inputs)
-        self._inputs = _turned(inputs, self._axes)
+        self._inputs = _rotated(inputs, self._axes)
         error = features.new_full((len(features), classes), 1 / classes)
         error.scatter_add_(1, self.labels[:, None], -torch.ones_like(error[:, :1]))
         self._scale = (self._inputs.T @ error).norm().item()  # of the gradient at zero weights
 
     def objective(self, weights: Tensor, penalty: float) -> float:
-        """At ``weights`` (D + 1, C), the last row being the bias."""
-        turned = self._axes.T @ weights
-        outside = weights.double().square().sum() - turned.double().square().sum()  # of the span of the images
-        logits = self._inputs @ turned
+        """The objective at ``weights`` (D + 1, C), the last row being the bias."""
+        rotated = self._axes.T @ weights
+        outside = weights.double().square().sum() - rotated.double().square().sum()  # outside the span of the images
+        logits = self._inputs @ rotated
         entropy = torch.nn.functional.cross_entropy(logits, self.labels, reduction="none").double().sum()
-        return (entropy + penalty * (turned.double().square().sum() + outside.clamp(min=0))).item()
+        return (entropy + penalty * (rotated.double().square().sum() + outside.clamp(min=0))).item()
 
     def fit(self, penalty: float, start: Tensor | None = None, *, iterations: int = 1000) -> Fit:
         """As :func:`fit_all`, for one penalty."""
@@ -79,21 +79,21 @@ class SoftmaxRegression:
         ``tolerance`` times that at zero. Several are solved at once, the strongest first; the next ones start from the
         last solution, that of the weakest so far."""
         strongest_first = sorted(range(len(penalties)), key=lambda place: -penalties[place])
-        turned = self._inputs.new_zeros(self._inputs.shape[1], self.classes) if start is None else self._axes.T @ start
+        rotated = self._inputs.new_zeros(self._inputs.shape[1], self.classes) if start is None else self._axes.T @ start
         together, found, pulse = self._together(), {}, Pulse()
         parts = range(0, len(penalties), together)
         for at in track(parts, len(penalties), "solving", "penalties", together, even=False):  # weak ones take longer
             places = strongest_first[at : at + together]
             chosen = [penalties[place] for place in places]
-            descent = Descent(self._inputs, self.labels, self._moments, chosen, turned)
+            descent = Descent(self._inputs, self.labels, self._moments, chosen, rotated)
 
-            def told(done: int, first: int = at + 1, last: int = at + len(places)) -> None:
+            def report(done: int, first: int = at + 1, last: int = at + len(places)) -> None:
                 pulse.beat(f"solving: penalties {first} to {last} of {len(penalties)}, {done} iterations")
 
-            solutions = descent.run(tolerance * self._scale, iterations, told)
+            solutions = descent.run(tolerance * self._scale, iterations, report)
             for place, solution in zip(places, solutions, strict=True):
                 found[place] = self._fit(solution)
-                turned = solution.weights
+                rotated = solution.weights
         return [found[place] for place in range(len(penalties))]
 
     def _fit(self, solution: Solution) -> Fit:
@@ -101,7 +101,7 @@ class SoftmaxRegression:
         return Fit(self._axes @ solution.weights, solution.loss, gradient, solution.iterations, solution.converged)
 
     def _together(self) -> int:
-        """How many penalties are solved at once, as far as memory reaches."""
+        """How many penalties are solved at once, within the free memory."""
         images, axes = self._inputs.shape
         each = (4 * images + (3 * PAIRS + 8) * axes) * self.classes * self._inputs.element_size()
         room, wanted = 2**31, _TOGETHER
@@ -132,8 +132,8 @@ def _axes(inputs: Tensor) -> tuple[Tensor, Tensor]:
     return (vectors if axes is None else axes @ vectors).to(inputs), values.clamp(min=0).to(inputs)
 
 
-def _turned(inputs: Tensor, axes: Tensor) -> Tensor:
-    """``inputs`` (N, D) along ``axes`` (D, K), in their place if there are as many: a copy would not always fit."""
+def _rotated(inputs: Tensor, axes: Tensor) -> Tensor:
+    """``inputs`` (N, D) in the basis ``axes`` (D, K): in place if K = D, since a copy would not always fit."""
     if axes.shape[1] < axes.shape[0]:
         return inputs @ axes
     for part in inputs.split(_ROWS):

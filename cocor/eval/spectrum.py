@@ -1,6 +1,6 @@
 """How many dimensions an encoder uses: the singular values of its centred features (paper, figure "post-hoc" (b)).
 
-Collapse shows as singular values that fall to nothing. Two numbers sum the curve up: the effective rank, which is the
+Collapse shows as singular values that fall to zero. Two numbers summarise the curve: the effective rank, which is the
 exponential of the entropy of the normalised singular values (Roy & Vetterli 2007), and how many principal components
 hold 90 % of the variance.
 """
@@ -17,7 +17,7 @@ from loaders.errors import UserError
 
 @dataclass(frozen=True)
 class Spectrum:
-    """``values``: singular values of the covariance's square root, falling, so that their squares are variances."""
+    """``values``: square roots of the eigenvalues of the covariance, in descending order."""
 
     name: str
     values: tuple[float, ...]

@@ -1,7 +1,7 @@
 """The paper's transfer table: one linear probe on each of its data sets, for one or several encoders.
 
-Sets that are not there are named and passed over. The table is written anew after every set, so a run that is stopped
-keeps what it has, and the cached features make a second start quick.
+Missing sets are named and skipped. The table is rewritten after every set, so an interrupted run keeps its results, and
+cached features make the next one quick.
 """
 
 import csv

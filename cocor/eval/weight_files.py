@@ -1,9 +1,10 @@
 """Tensors out of a weight file of any origin, without running code that the file may hold.
 
-``.safetensors`` files and everything that ``torch.load(weights_only=True)`` opens: tensors, numbers, text, containers,
-and what SupCon's, Lightning's and other checkpoints hold and is harmless: ``argparse.Namespace``, numpy's numbers and
-arrays. Objects that do nothing take the places of paths and of what some packages keep beside the weights, such as
-configurations, so these packages need not be installed.
+Reads ``.safetensors`` files and everything that ``torch.load(weights_only=True)`` opens: tensors, numbers, text and
+containers; also harmless objects in the checkpoints of SupCon, Lightning and others, that is ``argparse.Namespace`` and
+numpy's scalars and arrays. Paths, and objects that some packages keep beside the weights, such as configurations, are
+replaced by inert stand-ins, so that these packages need not be installed.
+
 Nested dicts (``state_dict``, ``model``, ``training.method``, AugSelf's ``backbone``) become one flat dict of names.
 """
 
@@ -30,7 +31,7 @@ _ONLINE = ("state_dict", "model", "model_state_dict", "model_state", "network", 
 _EMA = ("state_dict_ema", "model_ema", "ema", "ema_state_dict")
 _HINTS = ("architecture", "stem", "image_size")
 _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-# Packages whose objects lie beside weights; nothing of them is imported, called or needed.
+# Packages whose objects lie beside weights. Stand-ins replace these, so the packages are neither imported nor needed.
 _BESIDE = re.compile(r"(pathlib|collections|datetime|enum|omegaconf|mmengine|mmcv|yacs|addict|easydict|lightning"
                      r"|pytorch_lightning|lightning_fabric|classy_vision|vissl|solo|lightly)\.")  # fmt: skip
 _NUMPY_KINDS = "?bBhHiIlLqQefd"
@@ -116,7 +117,7 @@ def _read_pickle(path: Path) -> Any:
 
 
 class _StandIn:
-    """Takes whatever a pickle gives to the object in whose place it is."""
+    """Stands in for an object of a pickle: takes its arguments and state, and drops them."""
 
     def __init__(self, *arguments: object) -> None:
         pass
@@ -129,7 +130,7 @@ def _stand_ins(path: Path, harmless: list[Any]) -> list[Any]:
     try:
         with torch.serialization.safe_globals(harmless):
             names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except Exception:  # a broken file, or one of the oldest format: loading it will tell
+    except Exception:  # a broken file, or one of the oldest format: torch.load will raise
         return []
     return [(_StandIn, name) for name in names if _BESIDE.match(name)]
 

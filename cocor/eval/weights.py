@@ -1,4 +1,4 @@
-"""An encoder from weights of any origin: who wrote the file is seen from its names, and nothing is loaded by halves.
+"""Loads an encoder from weights of any origin: its layout is recognised by names, and it is loaded whole or not at all.
 
     read_weights -> names -> layout (prefix, renaming) -> architecture by the shapes -> timm model, filled, in eval mode
 
@@ -26,7 +26,7 @@ from loaders.errors import UserError
 class Encoder:
     """``backbone`` maps images (B, 3, H, W) to features (B, D). ``matched`` of its ``total`` tensors came from the
     file, whose ``unused`` tensors are heads and the like. ``image_size`` is the side of the crops that it was trained
-    on, as far as is known. ``digest`` (SHA-256) is equal for equal encoders."""
+    on, if the file says so, else the stem's usual one. ``digest`` (SHA-256) is equal for equal encoders."""
 
     backbone: nn.Module
     name: str
@@ -143,7 +143,7 @@ def _step(checkpoint: Path) -> int:
 
 
 def _short_name(path: Path) -> str:
-    """The run's name for files that every run calls alike."""
+    """A name for reports: the run's where every run's file has the same name, else the file's."""
     if path.name == "backbone.safetensors" and path.parent.name:
         return path.parent.name
     if path.parent.name == "checkpoints":
@@ -152,7 +152,7 @@ def _short_name(path: Path) -> str:
 
 
 def _fill(backbone: nn.Module, layout: Layout, path: Path) -> int:
-    """Load the tensors of ``layout`` into ``backbone``; the number of those that matched. UserError unless all do."""
+    """Load the tensors of ``layout`` into ``backbone``. Returns their number. UserError unless they fit as a whole."""
     wanted, found = backbone.state_dict(), layout.tensors
     match = fit(backbone, layout)
     fitting = {name: found[name] for name in match.fitting}
