@@ -1,8 +1,9 @@
-"""What a failure is called, who says so, and the exit code: 2 for a user's mistake, 1 for a bug.
+"""How failures are reported: the message, the process that prints it, and the exit code (2 for a user's mistake, 1 for
+a bug).
 
-A rank that :mod:`cocor.launch` has started writes its failure to a file instead of the shared terminal, and the
-launcher shows the one that came first: the others mostly complain that a rank has gone. Of ranks that torchrun or srun
-have started, one says what all of them would.
+A rank that :mod:`cocor.launch` has started writes its failure to a file instead of the shared terminal. The launcher
+prints only the first one: the others are mostly complaints about a lost peer. Among ranks that torchrun or srun has
+started, only one prints a message that all of them have.
 """
 
 import errno
@@ -19,9 +20,9 @@ from cocor import start, stop
 from loaders.names import printable
 
 USER_ERROR = 2  # exit code
-UNREAD = 128 + signal.SIGPIPE  # exit code where nobody reads the output any more, as a shell tells it of other programs
+UNREAD = 128 + signal.SIGPIPE  # exit code when nobody reads the output: a shell's, for programs that SIGPIPE ends
 
-LAUNCHED = "COCOR_LAUNCHED"  # the launcher's process number, in the environment of ranks that it has started
+LAUNCHED = "COCOR_LAUNCHED"  # environment variable of ranks that cocor.launch has started: the launcher's process id
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or name another folder"),
     **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "check its permissions, or name another one"),
@@ -39,7 +40,7 @@ _SUDDEN_ENDS = {
 
 
 class RanksFailed(Exception):
-    """At least one rank failed: what to print, and the exit code."""
+    """At least one rank failed: the message to print and the exit code."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -47,12 +48,12 @@ class RanksFailed(Exception):
 
     @property
     def may_pass(self) -> bool:
-        """Whether another start may end better: not after a user's mistake, nor where a signal asked for it."""
+        """Whether another start may succeed: not after a user's mistake, nor when a signal asked the ranks to stop."""
         return self.code not in (USER_ERROR, stop.STOPPED, stop.INTERRUPTED)
 
 
 def lacking(error: Exception) -> str:
-    """What the machine lacks if that, and no bug, is behind ``error``: one line with a remedy; else nothing."""
+    """One line that names what the machine lacks and a remedy, if that rather than a bug caused ``error``; else ""."""
     words = " ".join(str(error).split())[:300]
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in words:
         return f"out of memory: lower the batch size, the number of workers or other sizes ({words or 'MemoryError'})"
@@ -66,14 +67,15 @@ def lacking(error: Exception) -> str:
 
 
 def fail(message: str, code: int) -> int:
-    """Tell the user, or in a launched rank the launcher, what happened; returns ``code``."""
+    """Report ``message`` to the user or, in a rank that cocor.launch started, to the launcher; returns ``code``. Of
+    ranks that torchrun or srun started, only the first prints it."""
     if LAUNCHED in os.environ or not _told_by_another(message):
         tell(message, code)
     return code
 
 
 def tell(message: str, code: int) -> None:
-    """As :func:`fail`, by this process for itself: also where a signal has interrupted it."""
+    """As :func:`fail`, but without asking other ranks, so that a signal handler can call it."""
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if LAUNCHED in os.environ and report:
         expected = code in (USER_ERROR, stop.STOPPED, stop.INTERRUPTED)
@@ -91,7 +93,7 @@ def tell(message: str, code: int) -> None:
 
 
 def _told_by_another(message: str) -> bool:
-    """Whether, of ranks that torchrun or srun started, another has said the same (loads PyTorch only for those)."""
+    """Whether another rank that torchrun or srun started has printed the same (loads PyTorch only in such ranks)."""
     if "RANK" not in os.environ and "SLURM_PROCID" not in os.environ:
         return False
     from cocor import said
@@ -100,7 +102,7 @@ def _told_by_another(message: str) -> bool:
 
 
 def first_report(folder: Path) -> dict[str, Any] | None:
-    """What the rank that failed first has to say."""
+    """The report of the rank that failed first, see :func:`tell`; None if there is none."""
     reports = []
     for path in folder.rglob("error.json"):
         with suppress(ValueError):  # killed while writing
@@ -109,10 +111,11 @@ def first_report(folder: Path) -> dict[str, Any] | None:
 
 
 def first_failure(folder: Path, error: Any) -> RanksFailed:
-    """Of all failed ranks the one that failed first; the others mostly complain that it is gone."""
+    """The failure of the rank that failed first. ``folder`` holds the reports of ranks; ``error`` is torch's
+    ``ChildFailedError``, which also knows of ranks that a signal killed before they could report."""
     first = first_report(folder)
     for rank, failure in error.failures.items():
-        # The launcher itself ends the other ranks, by SIGTERM, and by SIGKILL those that outlive that by half a minute.
+        # The launcher itself ends the other ranks: by SIGTERM and, half a minute later, by SIGKILL.
         sudden = failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM
         if sudden and (first is None or failure.timestamp <= first["time"] + 1):
             number = -failure.exitcode

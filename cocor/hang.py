@@ -1,9 +1,9 @@
-"""Leaving where data do not come, as from a disk that does not answer: what is finished is saved without waiting on.
+"""Stopping while the loader hangs, as on a disk that does not answer: save what is finished, without more data.
 
-A signal has asked to stop (:mod:`cocor.stop`), and the thread that trains waits for its next batch. Nothing of the run
-changes meanwhile, so another thread writes the checkpoint, on the main rank and without asking the others, and ends
-the process. Where the main rank itself has its data, and waits in the middle of a step for a rank that has none, the
-step cannot be undone, and the last checkpoint counts.
+A signal has asked to stop (:mod:`cocor.stop`), and the training thread is waiting for its next batch. Nothing of the
+run changes meanwhile, so another thread writes the checkpoint, on the main rank and without collectives, and ends the
+process. If the main rank has its data and is waiting in the middle of a step for a rank that has none, that step cannot
+be undone, and the run resumes from the last checkpoint.
 """
 
 import logging
@@ -17,14 +17,14 @@ from cocor.run import Run
 from loaders.errors import UserError
 from loaders.names import printable
 
-_OTHERS_WAIT = 7.0  # seconds, for the main rank to save: when one rank has left, its launcher ends the others
-_SAVING = 60.0  # seconds after which the disk with the run does not answer either
-_SHOWN = 3  # files
+_OTHERS_WAIT = 7.0  # seconds for the main rank to save: when a rank exits, its launcher ends the others
+_SAVING = 60.0  # seconds after which the disk of the run folder is taken to hang as well
+_SHOWN = 3  # files named in the message
 _log = logging.getLogger(__name__)
 
 
 def leave(run: Run, signum: int) -> NoReturn:
-    """End this process as ``signum`` asked for, with a checkpoint of the last finished step if it can be written."""
+    """End this process, as signal ``signum`` has asked; the main rank first saves the last finished step if it can."""
     position = f"after step {run.done:,} of {run.total:,}: no data for {stop.PATIENCE:.0f} s{_awaited(run)}"
     _log.warning(f"{signal.Signals(signum).name} {position}")
     saved = threading.Event()

@@ -3,10 +3,10 @@
     cocor-train --gpus 4  ->  run()  ->  four times ``python -m cocor.train ...`` by torch.distributed's launcher
     torchrun / srun       ->  run()  ->  this process is a rank already: work at once
 
-Where a rank fails the launcher stops the others, shows the *first* failure only, and leaves with that rank's exit code
-(:mod:`cocor.failures`). Signals to the launcher reach all ranks (:mod:`cocor.stop`). With ``--max-restarts`` ranks that
-died are started again, all of them, and go on from the last checkpoint, as they do when torchrun restarts them. No rank
-outlives its launcher.
+If a rank fails, the launcher stops the others, prints the *first* failure only, and exits with that rank's exit code
+(:mod:`cocor.failures`). Signals to the launcher reach all ranks (:mod:`cocor.stop`). With ``--max-restarts`` all ranks
+are started again after one has died, and go on from the last checkpoint, as they do when torchrun restarts them. No
+rank outlives its launcher.
 """
 
 import ctypes
@@ -32,16 +32,18 @@ from loaders import queues
 from loaders.errors import UserError
 from loaders.names import print_everything
 
-_STARTED = "COCOR_STARTED"  # when it began
-_RESTARTS = "COCOR_RESTARTS"  # how often it has started them again
+# Environment variables that the launcher sets for its ranks.
+_STARTED = "COCOR_STARTED"  # when it began, in seconds since the epoch
+_RESTARTS = "COCOR_RESTARTS"  # how often it has restarted them
 _MOST_WORKERS = 16
 
 
 def command(name: str, body: Callable[[], None], *, ranks: bool = False) -> int:
     """Run a console command's body and return its exit code. A user's mistake becomes one line on stderr. ``ranks``:
-    where it is started several times, as ranks, these meet.
+    torchrun or srun may start the command as several ranks, which then wait to meet each other.
 
-    A rank that has not parted from the others in order (:func:`cocor.distributed.shutdown`) ends here instead.
+    A rank that is still among others, because no :func:`cocor.distributed.shutdown` came before, exits here instead of
+    returning.
     """
     queues.use_all()
     start.open_streams()
@@ -50,10 +52,10 @@ def command(name: str, body: Callable[[], None], *, ranks: bool = False) -> int:
     try:
         start.listen()
         code = _code(name, body, ranks)
-    except SystemExit as asked:  # by a signal; what it says of other endings is said already
-        if isinstance(asked.code, int) and _among_others():
-            leaving.tell_others(asked.code)
-            leaving.end(asked.code)
+    except SystemExit as ending:  # --help, a signal, another rank's failure: the message is printed already
+        if isinstance(ending.code, int) and _among_others():
+            leaving.tell_others(ending.code)
+            leaving.end(ending.code)
         raise
     except KeyboardInterrupt:
         code = stop.INTERRUPTED
@@ -67,7 +69,7 @@ def command(name: str, body: Callable[[], None], *, ranks: bool = False) -> int:
 def _code(name: str, body: Callable[[], None], ranks: bool) -> int:
     try:
         body()
-        sys.stdout.flush()  # not later, where it could not fail in order
+        sys.stdout.flush()  # now, as a failure at interpreter exit could not be reported
         return 0
     except UserError as error:
         return fail_alone(f"{name}: error: {error}", USER_ERROR, ranks)
@@ -98,8 +100,8 @@ def _among_others() -> bool:
 
 
 def fail_alone(message: str, code: int, meet: bool = False) -> int:
-    """Tell the user, and the other ranks, which may know nothing of it, that this one ends; returns ``code``. ``meet``
-    them for that, if they have not met."""
+    """Report a failure that other ranks may know nothing of, to the user and to them; returns ``code``. ``meet``: also
+    if the ranks have not met yet."""
     leaving.alone()
     if meet and not begins() and LAUNCHED not in os.environ:
         from cocor import meeting
@@ -114,7 +116,7 @@ def fail_alone(message: str, code: int, meet: bool = False) -> int:
 
 
 def leave_at_once(message: str, code: int) -> None:
-    """As :func:`fail_alone`, in a process that a signal has interrupted, perhaps while it loads what asks others."""
+    """As :func:`fail_alone`, for a signal handler: it may have interrupted the import of what asks other ranks."""
     if leaving.in_company():
         fail_alone(message, code)
     else:
@@ -123,18 +125,18 @@ def leave_at_once(message: str, code: int) -> None:
 
 
 def begins() -> bool:
-    """Whether this process is the first of a run: not one of the ranks that a launcher starts, perhaps again."""
+    """Whether the user started this process: it is none of the ranks that a launcher starts, or restarts."""
     return not {"RANK", LAUNCHED, "SLURM_STEP_NUM_TASKS"} & os.environ.keys()
 
 
 def speaks() -> bool:
-    """Whether this process says what is worth saying once: the launcher, or the first rank that another one started."""
+    """Whether this process prints what is to be printed once: the launcher, or rank 0 under torchrun or srun."""
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     return begins() or (LAUNCHED not in os.environ and rank == "0")
 
 
 def launched_elsewhere() -> bool:
-    """Whether torchrun or srun has started this process as one of the ranks, and so sees to them."""
+    """Whether torchrun or srun, rather than this module, has started this process as one of the ranks."""
     if begins() or LAUNCHED in os.environ:
         return False
     return place() is not None
@@ -143,8 +145,8 @@ def launched_elsewhere() -> bool:
 def run(config: Config, argv: Sequence[str], work: Callable[[Config, Any], None], module: str) -> None:
     """Do ``work(config, world)`` on every rank that ``config`` asks for.
 
-    ``python -m module *argv`` must lead back here: so the other ranks are started, unless torchrun, Slurm or this
-    function itself has started this process as one of them.
+    ``python -m module *argv`` must lead back here: that is how ranks are started, unless torchrun, Slurm or this
+    function has already started this process as one of them.
 
     Raises:
         UserError: the machine lacks what is asked for.
@@ -160,30 +162,30 @@ def run(config: Config, argv: Sequence[str], work: Callable[[Config, Any], None]
         return _launch(ranks, [module, *argv], config.max_restarts)
     world = distributed.init(use_gpu=bool(config.gpus))
     with stop.obeyed(), distributed.company():
-        work(_going_on(config), world)
-    distributed.shutdown()  # not after an error: it would wait for the other ranks
+        work(_resuming_after_restart(config), world)
+    distributed.shutdown()  # only after success: it waits for the other ranks
     return None
 
 
-def _going_on(config: Config) -> Config:
-    """``config``, which resumes if this rank was restarted after a failure: by the launcher here, or by torchrun."""
-    count = int(os.environ.get(_RESTARTS) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+def _resuming_after_restart(config: Config) -> Config:
+    """``config``, made to resume if :func:`_launch` or torchrun has restarted this rank after a failure."""
+    restarts = int(os.environ.get(_RESTARTS) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     file = config.output / "config.yaml"
-    if not count or not file.is_file():
+    if not restarts or not file.is_file():
         return config
     if config.overwrite and file.stat().st_mtime < float(os.environ.get(_STARTED, "0")):
-        return config  # the first start did not come to overwrite what is there
+        return config  # the first start failed before it overwrote what is there
     elsewhere = config.resume not in (None, "auto")
     if elsewhere and not any((config.output / "checkpoints").glob("step_*.pt")):
-        return replace(config, overwrite=True)  # it did not come to save anything of its own
+        return replace(config, overwrite=True)  # the first start failed before it saved a checkpoint of its own
     return replace(config, resume="auto", overwrite=False)
 
 
 def _die_with_launcher() -> None:
-    """Ask the system to kill this rank when its launcher is gone: it would train on, beside the next one."""
+    """Have the kernel kill this rank when its launcher dies: it would train on, beside the ranks of the next start."""
     if sys.platform == "linux" and (LAUNCHED in os.environ or "TORCHELASTIC_RUN_ID" in os.environ):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.environ.get(LAUNCHED, str(os.getppid())) != str(os.getppid()):  # gone already
+        if os.environ.get(LAUNCHED, str(os.getppid())) != str(os.getppid()):  # it has died before the call
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -229,7 +231,7 @@ def _launch(ranks: int, module_and_arguments: list[str], max_restarts: int) -> N
     for restarts in range(max_restarts + 1):
         os.environ[_RESTARTS] = str(restarts)
         try:
-            with stop.at_once(tell):  # between two starts; PyTorch's launcher leaves handlers of its own behind
+            with stop.at_once(tell):  # again for each start: PyTorch's launcher leaves its own signal handlers behind
                 _start(ranks, module_and_arguments)
             return
         except RanksFailed as failure:
@@ -274,7 +276,7 @@ def _start(ranks: int, module_and_arguments: list[str]) -> None:
 
 
 def _where_modules_are() -> list[str]:
-    """Python's flags with which ``-m`` finds what this process finds: by itself it looks into the current folder first,
-    which may hold a ``loaders/`` or ``random.py`` of the user's."""
+    """Python's flags with which ``-m`` imports what this process imports: by default it looks into the current folder
+    first, which may hold a ``loaders/`` or ``random.py`` of the user's."""
     here = Path.cwd()
     return [] if any(Path(place).absolute() == here for place in sys.path) else ["-P"]

@@ -1,11 +1,11 @@
 """How the console commands begin and end, wherever their output goes and whenever Ctrl-C comes.
 
-Ctrl-C while their modules load, or at the very end, shows no traceback. PyTorch takes seconds to load, and Python's own
-way with Ctrl-C is an exception wherever it happens to be. So until a command looks after signals itself, and after it,
-the system ends the process, as it does with programs that know nothing of signals: a shell sees exit code 130.
+Ctrl-C shows no traceback, not even while modules load (PyTorch takes seconds) or at the very end, where Python would
+raise KeyboardInterrupt wherever it happens to be. Until a command handles signals itself, and after it, SIGINT has its
+default action instead: the system ends the process, and a shell sees exit code 130.
 
-Where an output is closed (``2>&-``) what is said goes nowhere; where its reader has gone (``| head -1``) the command
-ends in silence.
+If an output stream is closed (``2>&-``), what is printed to it is dropped; if its reader has gone (``| head -1``), the
+command ends in silence.
 """
 
 import importlib
@@ -39,30 +39,30 @@ def prepare() -> int:
 
 
 def _command(module: str) -> int:
-    """``main()`` of ``module``, which is loaded first, and looks after Ctrl-C by :func:`listen`."""
+    """Import ``module`` and run its ``main()``, which calls :func:`listen` once it can handle Ctrl-C itself."""
     open_streams()
-    listens = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not so in the background, under nohup
-    if listens:
+    handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not if ignored, as for background jobs
+    if handled:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     main = importlib.import_module(module).main
-    if module.startswith("loaders."):  # which knows nothing of this
+    if module.startswith("loaders."):  # which does not import this module
         listen()
     try:
         return int(main())
     finally:
-        if listens:
+        if handled:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def listen() -> None:
-    """From now on Ctrl-C is a KeyboardInterrupt, where it would end this process."""
+    """Let Ctrl-C raise KeyboardInterrupt from now on, if it would end this process; if it is ignored it stays so."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def open_streams() -> None:
-    """Open what is closed of the standard streams, to nowhere: the next file would get its number, and with it what
-    libraries write there."""
+    """Open those standard streams that are closed, on the null device: the next file to be opened would otherwise get
+    the stream's descriptor, and with it whatever libraries print."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -74,12 +74,12 @@ def open_streams() -> None:
 
 
 def drop_unwritten(stream: TextIO) -> None:
-    """Forget what a full disk or a pipe without a reader does not take of ``stream``: it would be tried again, and
-    fail, when data workers are forked and at the end."""
+    """Discard what ``stream`` still buffers if it cannot be written (a full disk, a pipe without a reader). Python
+    would try again, and fail, at exit and in forked data workers."""
     try:
         stream.flush()
     except (OSError, ValueError):
-        with suppress(OSError, ValueError):  # no file at all
+        with suppress(OSError, ValueError):  # a stream without a file descriptor
             _flush_to_nowhere(stream)
 
 
@@ -95,18 +95,18 @@ def _flush_to_nowhere(stream: TextIO) -> None:
 
 
 def give_up_output() -> bool:
-    """Send nowhere what the standard output does not take, so that Python does not complain of it at its end; returns
-    whether its reader has gone."""
-    looked = select.poll()
-    looked.register(1, 0)  # errors only
-    gone = bool(looked.poll(0))
+    """Redirect stdout to the null device if it cannot be written, so that Python does not complain about it at exit;
+    returns whether its reader has gone."""
+    poll = select.poll()
+    poll.register(1, 0)  # errors only
+    reader_gone = bool(poll.poll(0))
     try:
         sys.stdout.flush()
-        full = False
+        failed = False
     except (OSError, ValueError):
-        full = True
-    if gone or full:
+        failed = True
+    if reader_gone or failed:
         nowhere = os.open(os.devnull, os.O_RDWR)
         os.dup2(nowhere, 1)
         os.close(nowhere)
-    return gone
+    return reader_gone

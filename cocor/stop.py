@@ -4,13 +4,13 @@
     SIGUSR1           Slurm's warning before the time limit           exit code 75
     SIGINT            Ctrl-C                                          exit code 130: a loop in the shell ends as well
 
-Before a step has been made there is nothing to save, and the first signal ends the process at once with the same code:
-without raising anything (:func:`at_once`) while PyTorch loads or compiles, since that may catch it.
-A second signal always does, with 128 plus its number. Schedulers often signal a launcher *and* its ranks, so the same
-request arrives twice; what follows the first signal within half a second counts as an echo of it.
+Before the first step there is nothing to save, and the first signal ends the process at once with the same code. While
+PyTorch loads or compiles it does so without an exception (:func:`at_once`), which they might catch. A second signal
+always ends the process at once, with 128 plus its number. Schedulers often signal a launcher *and* its ranks, so that
+the same request arrives twice: what follows the first signal within half a second counts as an echo of it.
 
-A disk that does not answer delays the end by no more than ``PATIENCE`` seconds: where data are awaited for longer
-(:func:`awaited`), what is finished is saved without them (:func:`without_data`).
+A disk that does not answer delays the end by ``PATIENCE`` seconds at most: if data have been awaited (:func:`awaited`)
+for longer, the finished steps are saved without them (:func:`without_data`).
 """
 
 import os
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import NoReturn, TypeVar
 
-STOPPED = 75  # "temporary failure" of sysexits.h
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h
 INTERRUPTED = 130
 PATIENCE = 15.0  # seconds; schedulers and launchers kill half a minute after they have asked
 
@@ -46,14 +46,14 @@ class Stopped(Exception):
 
 @dataclass
 class _State:
-    deferred: bool = False
-    worth_saving: bool = False
-    signum: int = 0
-    since: float = 0.0
-    give_up: Callable[[int], object] | None = None
-    awaiting: bool = False  # data
+    deferred: bool = False  # within deferred()
+    worth_saving: bool = False  # since progress()
+    signum: int = 0  # the first signal
+    since: float = 0.0  # when it came
+    give_up: Callable[[int], object] | None = None  # see without_data()
+    awaiting: bool = False  # data, see awaited()
     awaited_since: float = 0.0
-    lock: threading.Lock = field(default_factory=threading.Lock)  # of the two above
+    lock: threading.Lock = field(default_factory=threading.Lock)  # of awaiting and awaited_since
 
 
 def _print(message: str, code: int) -> None:
@@ -71,7 +71,7 @@ def requested() -> int:
 
 @contextmanager
 def obeyed() -> Iterator[None]:
-    """Within, signals raise :class:`Stopped`, or are noted where :func:`deferred`."""
+    """Within the block a signal raises :class:`Stopped` or, inside :func:`deferred`, is noted for later."""
     global _state
     _state = _State()
     try:
@@ -83,7 +83,7 @@ def obeyed() -> Iterator[None]:
 
 @contextmanager
 def _received_by(receive: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Only in the main thread; signals that are ignored (nohup) stay so."""
+    """Let ``receive`` handle ``SIGNALS``, but for those that are ignored (nohup). No effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -100,7 +100,8 @@ def _received_by(receive: Callable[[int, FrameType | None], None]) -> Iterator[N
 
 @contextmanager
 def at_once(tell: Callable[[str, int], object]) -> Iterator[None]:
-    """Within, a signal ends the process at once, after ``tell(message, exit code)``, unless :func:`obeyed`."""
+    """Within the block a signal ends the process at once, after ``tell(message, exit code)``, unless inside
+    :func:`obeyed`."""
 
     global _tell
     _tell = tell
@@ -120,8 +121,8 @@ def leave(stopped: Stopped) -> NoReturn:
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Within, and after :func:`progress`, the first signal is only noted, for the caller to look at :func:`requested`.
-    Before there is progress it ends the process at once: a first step may take minutes, to compile."""
+    """Within the block, once there is :func:`progress`, the first signal is only noted, and the caller looks at
+    :func:`requested`. Before that it ends the process at once: the first step may take minutes to compile."""
     state = _state
     state.deferred, state.worth_saving = True, False
     try:
@@ -133,15 +134,16 @@ def deferred() -> Iterator[None]:
 
 @contextmanager
 def _watched(state: _State) -> Iterator[None]:
-    """Within, a thread looks for signals, also where the main thread is inside of a library, and for missing data."""
+    """Within the block a thread looks for a signal that comes while data are awaited: the main thread may be inside a
+    library then, where Python's own signal handlers do not run."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    heard, told = os.pipe()
-    for end in (heard, told):
+    reading, writing = os.pipe()
+    for end in (reading, writing):
         os.set_blocking(end, False)
-    before, over = signal.set_wakeup_fd(told, warn_on_full_buffer=False), threading.Event()
-    watcher = threading.Thread(target=_watch, args=(state, heard, over), name="cocor-stop", daemon=True)
+    before, over = signal.set_wakeup_fd(writing, warn_on_full_buffer=False), threading.Event()
+    watcher = threading.Thread(target=_watch, args=(state, reading, over), name="cocor-stop", daemon=True)
     watcher.start()
     try:
         yield
@@ -149,15 +151,16 @@ def _watched(state: _State) -> Iterator[None]:
         over.set()
         watcher.join()
         signal.set_wakeup_fd(before)
-        os.close(heard)
-        os.close(told)
+        os.close(reading)
+        os.close(writing)
 
 
-def _watch(state: _State, heard: int, over: threading.Event) -> None:
+def _watch(state: _State, wakeups: int, over: threading.Event) -> None:
+    """Read the numbers of signals from ``wakeups``; give the process up if data are awaited for too long after one."""
     number, since = 0, 0.0
     while not over.wait(_LOOK_SECONDS):
         with suppress(BlockingIOError):
-            numbers = [found for found in os.read(heard, 4096) if found in SIGNALS]
+            numbers = [found for found in os.read(wakeups, 4096) if found in SIGNALS]
             if numbers and not number:
                 number, since = numbers[0], time.monotonic()
         with state.lock:
@@ -168,13 +171,14 @@ def _watch(state: _State, heard: int, over: threading.Event) -> None:
 
 
 def without_data(give_up: Callable[[int], object]) -> None:
-    """Let ``give_up(signal number)`` end this process, in another thread, where a signal has come and data do not."""
+    """Have another thread call ``give_up(signal number)``, which must end the process, if a signal has come but no data
+    have for ``PATIENCE`` seconds."""
     _state.give_up = give_up
 
 
 def awaited(items: Generator[Item, None, None]) -> Generator[Item, None, None]:
-    """``items``, known to be waited for: when the process is given up meanwhile, the caller gets no further. So is
-    their end, which waits for what is being read ahead."""
+    """Yield ``items``, marking the time spent on each as waiting for data; while the process is being given up, the
+    caller stays in here. Closing them counts as well, as it waits for what is being read ahead."""
     state = _state
     try:
         while True:
@@ -200,7 +204,7 @@ def _awaiting(state: _State) -> Iterator[None]:
 
 
 def progress() -> None:
-    """Note that there is something to save now."""
+    """Note that there is something to save: a step has been made."""
     _state.worth_saving = True
 
 

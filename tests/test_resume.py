@@ -292,7 +292,7 @@ class TestTheSameCommandAgain:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def going_on(*arguments: str) -> tuple[str | None, bool]:
-            config = launch._going_on(load(["--output", str(tmp_path), "--gpus", "0", *arguments]))
+            config = launch._resuming_after_restart(load(["--output", str(tmp_path), "--gpus", "0", *arguments]))
             return config.resume, config.overwrite
 
         (tmp_path / "config.yaml").touch()
