@@ -28,8 +28,10 @@ def build_backbone(name: str, stem: str = "imagenet", image_size: int | None = N
     """A randomly initialised timm model without classifier: images (B, 3, H, W) -> features (B, D).
 
     ``stem`` "small" is the usual change for images of 32 to 64 pixels: a first convolution of 3x3 with stride 1, and no
-    pooling behind it. ``image_size``: H = W, where it is not timm's; transformers learn an embedding for each place.
-    UserError for unknown names, sizes that the model cannot take, and models whose stem is not a ResNet's.
+    pooling after it. ``image_size`` is H = W, if not timm's default; models with position embeddings are built for it.
+
+    Raises:
+        UserError: an unknown name, a size that the model cannot take, a small stem for a model without ResNet stem.
     """
     if not timm.is_model(name):
         close = difflib.get_close_matches(name, timm.list_models(), n=1)
@@ -51,24 +53,24 @@ def build_backbone(name: str, stem: str = "imagenet", image_size: int | None = N
 def _create(name: str, image_size: int | None) -> nn.Module:
     about = timm.get_pretrained_cfg(name)
     if image_size is not None and about is not None and about.fixed_input_size:
-        with suppress(TypeError):  # not all of these models let their size be set
+        with suppress(TypeError):  # not all models of a fixed size accept img_size
             return timm.create_model(name, num_classes=0, img_size=image_size)
     return timm.create_model(name, num_classes=0)
 
 
 def fixed_size(backbone: nn.Module) -> int | None:
-    """The side in pixels that a transformer's embeddings of places are for; None if it takes any."""
+    """The image side in pixels that a transformer's position embeddings are for; None for models without any."""
     sides = getattr(getattr(backbone, "patch_embed", None), "img_size", None)
     return None if sides is None else int(sides[0])
 
 
 def _try_size(model: nn.Module, name: str, size: int, flag: str) -> None:
-    """Raise a UserError if ``model`` cannot take images of this size: shapes alone go through it, no pixels."""
-    shapes = copy.deepcopy(model).to("meta").eval()
+    """Raise a UserError if ``model`` cannot take images of this size; only shapes are computed, on the meta device."""
+    shapes_only = copy.deepcopy(model).to("meta").eval()
     try:
         with torch.no_grad():
-            shapes(torch.empty(2, 3, size, size, device="meta"))
-    except NotImplementedError:  # an operation that knows no shapes alone: the first batch will show
+            shapes_only(torch.empty(2, 3, size, size, device="meta"))
+    except NotImplementedError:  # an operation without a meta kernel: the first batch will show
         return
     except (AssertionError, RuntimeError, ValueError) as error:
         usual = timm.get_pretrained_cfg(name)
@@ -78,7 +80,8 @@ def _try_size(model: nn.Module, name: str, size: int, flag: str) -> None:
 
 
 def build_method(config: Config, world: World) -> Method:
-    """The method of ``config`` on ``world.device``, equal on all ranks; weights depend on ``seed`` alone."""
+    """The method of ``config`` on ``world.device``, with equal weights on all ranks. They depend on ``seed`` alone, but
+    for a backbone from ``--init``; when a checkpoint is to be resumed, ``--init`` is not read."""
     torch.manual_seed(config.seed)
     backbone = build_backbone(config.backbone, config.stem, config.image_size)
     if config.composite_size:
@@ -136,14 +139,14 @@ def _method(config: Config, world: World, backbone: nn.Module) -> Method:
 
 
 def _synchronise(method: Method, device: torch.device) -> None:
-    """Let BatchNorm see the batches of all ranks, but for MoCo's keys, whose groups are MoCo's own way."""
+    """Synchronise BatchNorm over ranks, except in MoCo's key encoder, which has BatchNorm groups of its own."""
     for name, part in method.named_children():
         if not (isinstance(method, MoCo) and name.startswith("key_")):
             setattr(method, name, synchronise_batch_norm(part, device))
 
 
 def build_target(config: Config, world: World) -> nn.Module | None:
-    """Where target similarities come from: the MMNN, the paper's constants, or None for the plain method."""
+    """The source of target similarities: MMNN, the paper's constants, or None for the plain method."""
     if config.consistency == "none":
         return None
     constants = dict(enumerate(config.constants, start=1))
@@ -154,13 +157,14 @@ def build_target(config: Config, world: World) -> nn.Module | None:
 def load_backbone(backbone: nn.Module, path: Path) -> None:
     """Load the weights in ``path`` (a backbone.safetensors or a checkpoint of a run) into ``backbone``, all of them.
 
-    UserError if the file is missing, unreadable, or holds other weights.
+    Raises:
+        UserError: the file is missing or unreadable, or its names and shapes are not all those of ``backbone``.
     """
     weights = checkpoint.read_backbone(path)
     wanted = backbone.state_dict()
-    strange = sorted(set(weights) ^ set(wanted)) or sorted(k for k in wanted if weights[k].shape != wanted[k].shape)
-    if strange:
+    unfit = sorted(set(weights) ^ set(wanted)) or sorted(k for k in wanted if weights[k].shape != wanted[k].shape)
+    if unfit:
         raise UserError(
-            f"{path}: {len(strange)} of {len(wanted)} weights do not fit --backbone and --stem, such as {strange[0]}"
+            f"{path}: {len(unfit)} of {len(wanted)} weights do not fit --backbone and --stem, such as {unfit[0]}"
         )
     backbone.load_state_dict(weights)

@@ -25,12 +25,12 @@ def identity(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Consistency:
-    """A consistency loss and its derivatives; ``slope`` and ``curvature`` are a number a length or a sample.
+    """A consistency loss and its derivatives, one per length or per sample.
 
-    ``slope`` is the derivative of the loss by the similarities of this rank, where a rank's share counts as the whole
-    batch (see the module's text): by the mean similarity of each length (L,) for the softplus loss, by every single
-    similarity (L, B) for the abs loss. ``curvature`` is minus its derivative by the same length's or sample's target,
-    hence never negative.
+    ``slope`` is the derivative of the loss with respect to this rank's similarities, as if its share were the whole
+    batch (averaging over ranks makes up for that, see the module): to the mean similarity of each length (L,) for the
+    softplus loss, to every single similarity (L, B) for the abs loss. ``curvature``, of the same shape, is minus the
+    derivative of ``slope`` with respect to the target of that length or sample, hence never negative.
     """
 
     loss: Tensor  # scalar; its gradient reaches the similarities, never the targets
@@ -65,9 +65,9 @@ def softplus_loss(
 ) -> Consistency:
     """Mean over lengths of ``softplus(beta k_l) / beta`` with ``k_l = mean_i target - mean_i similarity``.
 
-    ``similarity`` and ``target`` are (L, B). The sign inside softplus is the one of the paper's text and figures (views
-    that came out more alike than asked for are left nearly alone); its eq. "consist_loss_alt" prints the opposite.
-    ``beta`` 1 is the printed formula; a larger one turns the target from a direction into a place.
+    ``similarity`` and ``target`` are (L, B). The sign of ``k_l`` is that of the paper's text and figures (views more
+    similar than their target are hardly pushed apart); its eq. "consist_loss_alt" prints the opposite. ``beta`` 1 is
+    the printed formula, whose pull depends little on the target; a larger one stops pulling once the target is reached.
     """
     weights = _weights(similarity)
     local = similarity.mean(1)
@@ -86,10 +86,10 @@ def abs_loss(
     epsilon: float = 0.05,
     mean_over_ranks: MeanOverRanks = identity,
 ) -> Consistency:
-    """Mean over lengths of ``mean_i phi(similarity_i - target_i)``: the paper's eq. 2 with a smoothed modulus.
+    """Mean over lengths of ``mean_i phi(similarity_i - target_i)``: the paper's eq. 2 with a smoothed absolute value.
 
-    ``phi(r) = sqrt(r^2 + epsilon^2) - epsilon`` (pseudo-Huber of unit slope). The modulus itself, ``epsilon`` 0, has no
-    curvature, so that a bi-level step would never move the MMNN. Shapes as in ``softplus_loss``.
+    ``phi(r) = sqrt(r^2 + epsilon^2) - epsilon`` (pseudo-Huber of unit slope). The absolute value itself, ``epsilon`` 0,
+    has no curvature, so that a bi-level step would never move the MMNN. Shapes as in ``softplus_loss``.
     """
     weights = _weights(similarity)
     residual = similarity.detach() - target.detach()
@@ -110,5 +110,5 @@ def _weights(similarity: Tensor) -> Tensor:
 
 
 def _carrier(slope: Tensor, local: Tensor) -> Tensor:
-    """Zero in value, ``slope`` in gradient: joins the global value to the gradient of this rank's similarities."""
+    """A zero whose gradient is ``slope``: added to the global value, it gives it this rank's gradient."""
     return (slope * (local - local.detach())).sum()

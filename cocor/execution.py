@@ -1,11 +1,11 @@
 """How a training step is executed: as written, compiled, recorded as a CUDA graph, or both (``--execution``).
 
     eager     kernel by kernel, as the code stands: the reference
-    compiled  the backbones through torch.compile, which joins BatchNorm, ReLU and what lies between convolutions
-    graph     the whole step recorded once and played back in a single launch: small batches no longer wait for Python
+    compiled  the backbones through torch.compile, which fuses BatchNorm, ReLU and all else between convolutions
+    graph     the whole step captured once as a CUDA graph and replayed: small batches no longer wait for Python
     fused     compiled, then recorded
 
-Measured on an H100 with ``benchmarks/step.py``; the README has the table. All four make the same step: eager and
+Measured on an H100 with ``benchmarks/step.py``; the README has the table. All four compute the same step: eager and
 graph launch the same kernels, compiled ones round differently in bfloat16.
 """
 
@@ -29,12 +29,12 @@ from loaders.errors import UserError
 
 _log = logging.getLogger(__name__)
 Step = Callable[[Batch, Batch | None, int], Metrics]
-LONG_RUN = 10_000  # steps from which on compiling pays
+LONG_RUN = 10_000  # steps from which compiling pays
 
 
 def choose(config: Config, world: World, steps: int) -> str:
-    """What ``--execution`` means for a run of ``steps`` steps here. ``auto`` compiles only runs that are long enough to
-    win back the minutes that it takes.
+    """The kind of execution for a run of ``steps`` steps: ``--execution``, with ``auto`` resolved for this machine. It
+    compiles only runs that are long enough to win back the minutes that compiling takes.
 
     Raises:
         UserError: CUDA graphs without a GPU, or compiling without a compiler.
@@ -52,8 +52,8 @@ def choose(config: Config, world: World, steps: int) -> str:
         return asked
     if not on_gpu:
         return "eager"
-    # As in cocor.checks.check: forward derivatives cannot be compiled, LARS cannot be recorded. Communication within
-    # the network would cut what is compiled into pieces, two a layer.
+    # As in cocor.checks.check: forward-mode derivatives cannot be compiled, LARS cannot be captured. Communication in
+    # the network (synchronised BatchNorm) would break the compiled graph at every layer.
     synchronises = config.sync_bn and world.size > 1
     compiles, records = config.consistency != "abs" and not synchronises, config.optimiser == "sgd"
     if compiles and steps >= LONG_RUN:
@@ -64,7 +64,7 @@ def choose(config: Config, world: World, steps: int) -> str:
 
 
 def missing_to_compile(device: torch.device) -> str | None:
-    """What torch.compile lacks on this machine, in words: it builds C (on a CPU C++) extensions of Python."""
+    """What torch.compile lacks on this machine, in words; None if nothing. It builds C (on a CPU C++) extensions."""
     variable, names = ("CC", ["gcc", "clang"]) if device.type == "cuda" else ("CXX", ["g++"])
     asked = os.environ.get(variable)
     if not any(map(shutil.which, asked.split()[:1] if asked else names)):
@@ -75,9 +75,9 @@ def missing_to_compile(device: torch.device) -> str | None:
 
 
 def executable(step: TrainingStep, execution: str, parallel: bool | None = None) -> Step:
-    """``step``, to be called like it, executed in the way that :func:`choose` has chosen.
+    """``step`` with the ``execution`` that :func:`choose` returned, to be called as ``step`` is.
 
-    Call it after the step has got the state from which it goes on. ``parallel``: see :class:`RecordedStep`.
+    Load a checkpoint into ``step`` before this, not after it. ``parallel``: see :class:`RecordedStep`.
     """
     if execution in ("compiled", "fused"):
         _log.info("compiling: the first steps take minutes; the compiler keeps its work for later runs")
@@ -88,7 +88,7 @@ def executable(step: TrainingStep, execution: str, parallel: bool | None = None)
 def compile_backbones(step: TrainingStep, backend: str = "inductor") -> None:
     """Compile the backbones of ``step`` in place, at their first use; names of parameters stay as they are."""
     compiled_code.keep(step.config)
-    # The passes of a step differ in gradients, batch size and whether running statistics move: one program for each.
+    # The passes of a step differ in gradients, batch size and whether running statistics move: each is compiled apart.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
     for name, module in step.method.named_children():
         if name.endswith("backbone"):

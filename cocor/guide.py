@@ -1,7 +1,7 @@
-"""What guides the MMNN: a classifier of labelled images on the encoder's features, and the optimisers of both.
+"""What guides the MMNN: a linear classifier of labelled images on the encoder's features, and the optimisers of both.
 
-Paper, eq. 4 and algorithm 1: the MMNN is to set targets after which the encoder's next step lowers the classifier's
-cross-entropy; the classifier learns from the same pass.
+Paper, eq. 4 and algorithm 1: the MMNN learns to set targets such that the encoder's step lowers the classifier's
+cross-entropy; the classifier learns from the same forward pass.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -55,7 +55,7 @@ class Guide:
         self.classifier_schedule = Cosine(total)
 
     def parts(self) -> dict[str, Any]:
-        """All that has a state, by its name in a checkpoint."""
+        """All modules and optimisers that have a state, by their name in a checkpoint."""
         return {
             "mmnn": self.mmnn,
             "mmnn_optimiser": self.mmnn_optimiser,
@@ -64,14 +64,14 @@ class Guide:
         }
 
     def set_rates(self, step: int) -> None:
-        """The learning rates of optimiser step number ``step``."""
+        """Set the learning rates for optimiser step number ``step``."""
         for group in self.mmnn_optimiser.param_groups:
             set_rate(group, self.config.mmnn_lr * self.mmnn_schedule(step))
         for group in self.classifier_optimiser.param_groups:
             set_rate(group, self.config.classifier_lr * self.classifier_schedule(step))
 
     def of_backbone(self, values: Iterable[Item]) -> list[Item]:
-        """Those of ``values``, one a parameter of the encoder's optimiser, that belong to the backbone."""
+        """Those of ``values`` (one per parameter of the encoder's optimiser) that belong to the backbone."""
         return [value for value, inside in zip(values, self._inside, strict=True) if inside]
 
     def logits(self, labelled: Batch) -> Tensor:
@@ -81,21 +81,23 @@ class Guide:
         return self.classifier(features.to(self.classifier.weight.dtype))
 
     def classify(self, labelled: Batch) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Cross-entropy, accuracy and the backbone's gradient over all ranks; the classifier's goes to ``.grad``."""
+        """Cross-entropy (), accuracy () and the gradient of the backbone's parameters, all averaged over ranks; the
+        classifier's gradient goes to ``.grad``."""
         logits = self.logits(labelled)
         cross_entropy = F.cross_entropy(logits, labelled.label)
-        heads = list(self.classifier.parameters())
-        gradients = list(torch.autograd.grad(cross_entropy, [*self._backbone_parameters, *heads]))
+        weight_and_bias = list(self.classifier.parameters())
+        gradients = list(torch.autograd.grad(cross_entropy, [*self._backbone_parameters, *weight_and_bias]))
         reduce_gradients(gradients)
-        of_backbone = len(self._backbone_parameters)
-        for parameter, gradient in zip(heads, gradients[of_backbone:], strict=True):
+        count = len(self._backbone_parameters)
+        for parameter, gradient in zip(weight_and_bias, gradients[count:], strict=True):
             parameter.grad = gradient
         accuracy = (logits.argmax(1) == labelled.label).float().mean()
         means = mean_over_ranks(torch.stack([cross_entropy.detach(), accuracy]))
-        return means[0], means[1], gradients[:of_backbone]
+        return means[0], means[1], gradients[:count]
 
     def step(self, surrogate: Tensor, timer: Timer) -> Tensor:
-        """Steps of MMNN and classifier; ``surrogate`` is of :mod:`cocor.hypergradient`. The norm of its gradient."""
+        """Step MMNN and classifier, after :meth:`classify`. ``surrogate`` is the scalar of :mod:`cocor.hypergradient`;
+        returns the norm of its gradient, ()."""
         self.mmnn_optimiser.zero_grad(set_to_none=True)
         surrogate.backward()
         gradients = [p.grad for p in self.mmnn.parameters() if p.grad is not None]

@@ -1,15 +1,16 @@
-"""The gradient of the labelled cross-entropy in the MMNN's weights, through one step of the encoder.
+"""The gradient of the labelled cross-entropy with respect to the MMNN's weights, through one step of the encoder.
 
 Paper, appendix "Derivation of the Update Rule of the MMNN". With the encoder's step ``theta' = theta - eta grad L`` and
 a consistency loss of curvature ``c`` (``cocor.consistency``: minus its second derivative by similarity and target),
 
     dCE(theta')/d theta_d  =  eta * sum_l c_l <grad CE(theta'), grad sim_l(theta)> * d mean_i g(v_i^l) / d theta_d
 
-and likewise a sample for the abs loss. Momentum and weight decay do not depend on the MMNN within the step, so the
+and likewise per sample for the abs loss. Momentum and weight decay do not depend on the MMNN within the step, so the
 formula is exact for SGD with both. It needs L inner products, where the paper's approximation (``taylor``) needs the
-contrastive loss, the similarities and the cross-entropy once more, at the new weights.
+contrastive loss, the similarities and the cross-entropy a second time.
 
-``exact`` and ``taylor`` return a scalar whose backward pass puts this gradient into the MMNN, and nowhere else.
+``exact``, ``taylor`` and ``released`` return a surrogate: a scalar whose backward pass puts this gradient into the
+MMNN, and nothing anywhere else.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,15 +32,15 @@ def inner_products(
 ) -> Tensor:
     """``<grad CE, grad sim_l>`` of every length: (L,).
 
-    ``similarity_gradients[l][p]`` is the gradient of this rank's mean similarity of length l by parameter p at the
-    weights before the step; ``ce_gradient[p]`` that of the cross-entropy after it, averaged over all ranks. Parameters
-    that the cross-entropy does not reach (heads) are left out of both. Local gradients are enough, as the product is
-    linear: ``mean_over_ranks`` averages L numbers.
+    ``similarity_gradients[l][p]`` is the gradient of this rank's mean similarity of length l with respect to parameter
+    p, at the weights before the step; ``ce_gradient[p]`` that of the cross-entropy after it, averaged over ranks.
+    Parameters that the cross-entropy does not depend on (heads) are left out of both. As the product is linear, local
+    similarity gradients are enough: ``mean_over_ranks`` averages L numbers.
     """
     products = []
     for gradients in similarity_gradients:
         shares = torch._foreach_mul(list(gradients), list(ce_gradient))
-        # The results are dense, in whatever layout; seen as flat they join into one sum instead of hundreds.
+        # The results are dense in memory, in whatever order; as flat views they need one sum instead of hundreds.
         flat = [share.as_strided((share.numel(),), (1,)) for share in shares]
         products.append(torch.cat(flat).sum())
     return mean_over_ranks(torch.stack(products))
@@ -50,40 +51,40 @@ def exact(target: Tensor, curvature: Tensor, products: Tensor, learning_rate: fl
 
     ``target`` (L, B) is the MMNN's output with its graph. ``curvature`` and ``products`` are both (L,), from
     ``softplus_loss`` and ``inner_products``, or both (L, B), from ``abs_loss`` and ``sample_inner_products``.
-    ``learning_rate`` is the encoder's in this step, times (1 + momentum) under Nesterov. With several ranks the MMNN's
-    gradients are to be averaged over the ranks.
+    ``learning_rate`` is the encoder's in this step, times (1 + momentum) under Nesterov. On several ranks the caller
+    averages the MMNN's gradients over ranks.
     """
     return _surrogate(target, learning_rate * curvature * products)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What ``taylor`` compares before and after the step; every value over the global batch."""
+    """What ``taylor`` compares before and after the step; losses and means are those of the global batch."""
 
-    loss: Tensor  # scalar: contrastive plus consistency loss
-    cross_entropy: Tensor  # scalar
-    similarity: Tensor  # (L,) means for the softplus loss, (L, B) for the abs loss
+    loss: Tensor  # (): contrastive plus consistency loss
+    cross_entropy: Tensor  # ()
+    similarity: Tensor  # (L,) means for the softplus loss, this rank's (L, B) for the abs loss
 
 
 def taylor(target: Tensor, curvature: Tensor, before: Measured, after: Measured, floor: float = 1e-4) -> Tensor:
     """The paper's eq. 12 with its sign mended, as a surrogate: ``-dCE * sum_l c_l (d sim_l / dL) * mean_i g``.
 
     Eq. 6 loses a minus between its lines, which eq. 12 inherits. ``dL``, negative in a step that lowers the loss, is
-    kept at least ``floor`` away from zero on its side of it. Shapes as in ``exact``; the curvature is the one before
-    the step.
+    kept at least ``floor`` away from zero without changing its sign. Shapes as in ``exact``; the curvature is the one
+    before the step.
     """
-    fall = (after.loss - before.loss).detach()
-    fall = torch.where(fall > 0, fall.clamp_min(floor), fall.clamp_max(-floor))
-    rise = (after.cross_entropy - before.cross_entropy).detach()
-    moved = (after.similarity - before.similarity).detach()
-    return _surrogate(target, -curvature * rise * moved / fall)
+    loss_change = (after.loss - before.loss).detach()
+    loss_change = torch.where(loss_change > 0, loss_change.clamp_min(floor), loss_change.clamp_max(-floor))
+    ce_change = (after.cross_entropy - before.cross_entropy).detach()
+    similarity_change = (after.similarity - before.similarity).detach()
+    return _surrogate(target, -curvature * ce_change * similarity_change / loss_change)
 
 
 def released(target: Tensor, curvature: Tensor, before: Measured, after: Measured) -> Tensor:
-    """The update of the authors' published code, for comparison: eq. 12 as printed, so with the opposite sign of
+    """The update of the authors' published code, for comparison: eq. 12 as printed, hence with the opposite sign of
     ``taylor``, and with the curvature at the weights *after* the step. Shapes as in ``exact``.
 
-    What their code does besides is left out: a second moving average and a second enqueueing in the same step.
+    Two side effects of their code are left out: per step it updates the moving average and fills the queue twice.
     """
     return -taylor(target, curvature, before, after)
 
@@ -97,11 +98,11 @@ def sample_inner_products(
 ) -> Tensor:
     """``<grad CE, grad sim_i>`` of every single composite view: (L, B), for the abs loss.
 
-    One forward-mode derivative of the similarities along ``direction``, the averaged gradient of the cross-entropy by
-    parameter name of ``method``. It stores no activations, but costs the time of about nine forward passes (ResNet-50
-    on an H100, bf16), because BatchNorm's derivative is not fused. ``composites`` (L, B, 3, H, W), ``originals`` (B, d)
-    embeddings. ``parameters`` are the weights before the step by name, where the module has moved on already; names
-    left out stand as they are in the module.
+    One forward-mode derivative (JVP) of the similarities along ``direction``, the averaged gradient of the
+    cross-entropy by parameter name of ``method``. It stores no activations, but takes the time of about nine forward
+    passes (ResNet-50 on an H100, bf16), because BatchNorm's derivative is not fused. ``composites`` (L, B, 3, H, W),
+    ``originals`` (B, d) embeddings. ``parameters`` holds the weights before the step by name, for a module that has
+    taken the step already; others are taken from the module.
     """
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         for module in method.modules():
@@ -111,9 +112,9 @@ def sample_inner_products(
                     "use consistency: softplus or hypergradient: taylor"
                 )
     embed = _Composites(method)
-    present = dict(method.named_parameters()) | dict(parameters or {})
-    fixed = {f"method.{name}": value.detach() for name, value in present.items() if name not in direction}
-    moving = {f"method.{name}": present[name].detach() for name in direction}
+    weights_before = dict(method.named_parameters()) | dict(parameters or {})
+    fixed = {f"method.{name}": value.detach() for name, value in weights_before.items() if name not in direction}
+    primal = {f"method.{name}": weights_before[name].detach() for name in direction}
     tangent = {f"method.{name}": value for name, value in direction.items()}
 
     def similarity(weights: dict[str, Tensor], images: Tensor) -> Tensor:
@@ -123,7 +124,7 @@ def sample_inner_products(
     rows = []
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # fused attention has no forward-mode derivative
         for images in composites:
-            rows.append(torch.func.jvp(lambda weights, x=images: similarity(weights, x), (moving,), (tangent,))[1])
+            rows.append(torch.func.jvp(lambda weights, x=images: similarity(weights, x), (primal,), (tangent,))[1])
     return torch.stack(rows)
 
 
@@ -139,5 +140,7 @@ class _Composites(nn.Module):
 
 
 def _surrogate(target: Tensor, coefficient: Tensor) -> Tensor:
+    """A scalar whose derivative is ``coefficient`` with respect to the mean target of each length (L,) or to every
+    single target (L, B)."""
     coefficient = coefficient.detach()
     return (coefficient * (target.mean(1) if coefficient.ndim == 1 else target)).sum()

@@ -1,13 +1,13 @@
 """The monotone mapping network (MMNN): from a composition vector to the optimal latent similarity.
 
 Paper, section "Imposing Monotonicity to the Learnable Model". The network is 14-64-1,
-``g(v) = 1 - [softplus(b) + a.v + u.relu(W v + c)]`` with ``a, W, u > 0``: never above 1, the largest cosine, and
-strictly lower with every further augmentation, because the linear path ``a.v`` has no dead zone and never gets lost in
-rounding. The weights are positive through softplus, where the paper's reference (deep lattice networks) projects.
+``g(v) = 1 - [softplus(b) + a.v + u.relu(W v + c)]`` with ``a, W, u > 0``: at most 1, the largest cosine, and strictly
+lower with every further augmentation, because the linear path ``a.v`` has no dead zone and its slope is kept above
+rounding errors. Softplus keeps the weights positive; the paper's reference (deep lattice networks) projects them.
 
-Before training it is fitted to the paper's constants (table "Constant l_d*"), since a random network predicts
-similarities far outside [-1, 1] and then neither loss nor hyper-gradient moves. ``Constants`` is the ablation without
-MMNN and has the same call signature.
+Before training the network is fitted to the paper's constants (table "Constant l_d*"): a random one predicts
+similarities far outside [-1, 1], where the gradients of loss and hyper-gradient vanish. ``Constants`` is the ablation
+without MMNN and has the same call signature.
 """
 
 from collections.abc import Mapping
@@ -24,10 +24,10 @@ OPS = len(BASIC)
 HIDDEN = 64  # units
 LONGEST_FITTED = 10  # the paper goes up to composites of 10 augmentations
 
-# Smallest slope of g in a count, as a share of the network's whole weight. Float32 resolves 6e-8 of a value, so a step
-# of this size survives rounding at any length that occurs, whatever the weights have grown to.
+# Smallest slope of g in a count, as a share of the network's total weight (see MMNN.forward). Float32 resolves 6e-8 of
+# a value, so one more augmentation lowers g at any length that occurs, however large the weights have grown.
 SLOPE_FLOOR = 1e-4
-FIT_RESTRAINT = 1e-9
+FIT_RESTRAINT = 1e-9  # weight of the penalty on moving the raw weights
 
 # Paper, table "Constant l_d* used for the comparison with the MMNN": length of a composite -> similarity.
 CONSTANTS: dict[str, dict[int, float]] = {
@@ -42,9 +42,9 @@ def constants_for(method: str) -> dict[int, float]:
 
 
 def similarity_at(constants: Mapping[int, float], length: int) -> float:
-    """Piecewise linear through ``constants``, continued in a straight line beyond both ends.
+    """The similarity at ``length``: piecewise linear through ``constants``, extrapolated linearly beyond both ends.
 
-    A single constant is joined to (0, 1): an image is as similar to itself as can be.
+    A single constant is joined with the point (0, 1), as an image has similarity 1 to itself.
     """
     constants = constants if len(constants) > 1 else {0: 1.0, **constants}
     known = sorted(constants)
@@ -55,7 +55,7 @@ def similarity_at(constants: Mapping[int, float], length: int) -> float:
 
 
 def check_constants(constants: Mapping[int, float]) -> None:
-    """Refuse with ``UserError`` what no strictly decreasing, concave network with ``g <= 1`` can represent."""
+    """Raise a UserError for constants that no strictly decreasing, concave network with ``g <= 1`` can represent."""
     known = sorted(constants)
     if not known or known[0] < 1:
         raise UserError("constants: name at least one length of composites, each of 1 or more")
@@ -72,7 +72,7 @@ def check_constants(constants: Mapping[int, float]) -> None:
 
 
 class Constants(nn.Module):
-    """The ablation without MMNN: one fixed similarity a length of composite, clipped to [-1, 1]."""
+    """The ablation without MMNN: one fixed similarity per length of composite, clipped to [-1, 1]."""
 
     table: Tensor
 
@@ -96,8 +96,8 @@ class MMNN(nn.Module):
     def __init__(self, constants: Mapping[int, float] = CONSTANTS["moco"]) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        # Hidden units differ in their weights, so that they can come to stand for different combinations of ops, and
-        # in the length at which they set in, so that the fit can bend anywhere in the range of lengths.
+        # Hidden units differ in their weights, so that they can learn different combinations of ops, and in the length
+        # from which they are active, so that the fit can bend anywhere in the range of lengths.
         weights = torch.empty(HIDDEN, OPS).uniform_(0.3, 0.5, generator=generator)
         onsets = torch.linspace(0.0, 6.0, HIDDEN)
         self.linear = nn.Parameter(_softplus_inverse(torch.full((OPS,), 0.05)))
@@ -113,7 +113,7 @@ class MMNN(nn.Module):
             counts = composition.to(self.linear.dtype)
             linear, hidden, output = F.softplus(self.linear), F.softplus(self.hidden), F.softplus(self.output)
             offset = F.softplus(self.bias)
-            # An upper bound of the bracket at length 1: the floor of the slopes grows with it.
+            # An upper bound of the bracket at length 1, with which the smallest slope grows.
             weight = 1.0 + offset + linear.sum() + output @ (hidden.sum(1) + F.relu(self.hidden_bias))
             linear = linear + SLOPE_FLOOR * weight
             activity = F.relu(F.linear(counts, hidden, self.hidden_bias))
@@ -121,18 +121,18 @@ class MMNN(nn.Module):
 
     @torch.no_grad()
     def fit_to_constants(self, constants: Mapping[int, float]) -> None:
-        """Fit ``g`` to one similarity a length before training, in float64 on the CPU, well under a second.
+        """Fit ``g`` to one similarity per length, before training: in float64 on the CPU, in well under a second.
 
-        Every composite of lengths 1 to 3 and a fixed sample of the longer ones (up to 10) is drawn towards the constant
-        of its length; lengths without a constant towards the straight continuation. Only offset, linear path and output
-        weights move: ``g`` is linear in them, so that L-BFGS works on one small quadratic form. ``UserError`` for
-        constants that a decreasing concave function cannot meet.
+        A least-squares fit of all composites of lengths 1 to 3 and a fixed sample of longer ones (up to 10) to the
+        constant of their length, with little weight to the extrapolated value of :func:`similarity_at` where there is
+        none. Only offset, linear path and output weights move: ``g`` is linear in these after softplus, so that L-BFGS
+        minimises one small quadratic form. UserError for constants that a decreasing concave function cannot meet.
         """
         check_constants(constants)
         counts, targets, importance = _fitting_set(constants)
         hidden, hidden_bias = F.softplus(self.hidden.cpu().double()), self.hidden_bias.cpu().double()
         length = counts.sum(1, keepdim=True)
-        # One column a weight: what it adds to the bracket, directly and through the floor of the slopes.
+        # One column per weight: what it adds to the bracket, directly and through the smallest slope.
         design = torch.cat([torch.ones_like(length), counts, F.relu(F.linear(counts, hidden, hidden_bias))], 1)
         reach = torch.cat([torch.ones(1 + OPS).double(), hidden.sum(1) + F.relu(hidden_bias)])
         design += SLOPE_FLOOR * length * reach
@@ -150,7 +150,7 @@ class MMNN(nn.Module):
             optimiser.zero_grad()
             with torch.enable_grad():
                 x = F.softplus(raw)
-                # The second term keeps weights that the fit does not need from dying out in softplus' flat end.
+                # The penalty keeps weights that the fit does not need out of the flat end of softplus.
                 error = 0.5 * x @ quadratic @ x - linear @ x + FIT_RESTRAINT * (raw - start).square().sum()
                 error.backward()
             return error.item()

@@ -14,14 +14,14 @@ from loaders.errors import UserError
 
 
 class OnlineKnn:
-    """Measures a backbone with a bank of training images and held-out queries, both seen as central crops."""
+    """k-NN accuracy of a backbone, with a bank of training images and held-out queries, both as central crops."""
 
     def __init__(self, config: Config, bank: Loader, queries: Loader, precision: torch.dtype) -> None:
         self.config, self.bank, self.queries, self.precision = config, bank, queries, precision
 
     def __call__(self, backbone: nn.Module, interrupted: Callable[[], object] = bool) -> KnnResult | None:
-        """Top-1 accuracy of ``backbone`` in evaluation mode, which it leaves as it found it. None if ``interrupted``,
-        asked before every batch, was true."""
+        """Top-1 accuracy of ``backbone`` in evaluation mode; its parts then return to their own modes. None if
+        ``interrupted``, called after every batch, returned something true."""
         with evaluating(backbone):
             queries, query_labels = self._features(backbone, self.queries, interrupted)
             bank, bank_labels = self._features(backbone, self.bank, interrupted)
@@ -55,7 +55,7 @@ class OnlineKnn:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """``module`` in evaluation mode; every part returns to its own mode afterwards."""
+    """Put ``module`` into evaluation mode; every part returns to its own mode when the block ends."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:

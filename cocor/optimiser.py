@@ -1,10 +1,11 @@
-"""Optimisers: SGD, for the encoder also LARS where a method's authors use it.
+"""Optimisers: SGD and, for the encoder, LARS where a method's authors use it.
 
-A learning rate is a number, or a tensor on the device, which :func:`set_rate` writes without waiting: a recorded step
-reads it anew each time it is played back.
+A learning rate is a number or a tensor on the device. :func:`set_rate` writes the tensor without waiting, and a CUDA
+graph of the step reads it at each replay.
 
-LARS (You et al. 2017; timm's) gives every weight its own step: the gradient with its decay is scaled by
-``0.001 |w| / (|gradient| + decay |w|)``. Biases and the weights of normalisation stay out of both, as in BYOL.
+LARS (You et al. 2017; timm's) scales the step of every weight tensor: its gradient plus weight decay is multiplied by
+``0.001 |w| / (|gradient| + decay |w|)``. With ``--no-decay-biases``, as in BYOL, biases and normalisation parameters
+get neither that factor nor weight decay.
 """
 
 from collections.abc import Iterable
@@ -20,20 +21,20 @@ from cocor.methods.base import Method
 
 
 def build_optimiser(config: Config, method: Method) -> Optimizer:
-    """The optimiser of ``method``'s parameter groups, whose ``fixed_lr`` is for the caller to heed."""
+    """The encoder's optimiser, of ``method``'s parameter groups. The caller is to respect their ``fixed_lr``."""
     groups: list[dict[str, Any]] = [
         {**group, "params": [p for p in group["params"] if p.requires_grad]}  # timm freezes some
         for group in method.parameter_groups(config.weight_decay)
     ]
     if not config.decay_biases:
-        groups = [part for group in groups for part in _apart(group)]
+        groups = [part for group in groups for part in _split(group)]
     if config.optimiser == "lars":
         return Lars(groups, lr=config.lr, momentum=config.momentum, always_adapt=True)
     return sgd(groups, config.lr, config.momentum)
 
 
 def sgd(parameters: Iterable[Any], lr: float, momentum: float, weight_decay: float = 0.0) -> torch.optim.SGD:
-    """SGD of parameters or groups of them; on a GPU one kernel for all."""
+    """SGD of parameters or parameter groups; fused into one kernel on a GPU."""
     parameters = list(parameters)
     first = parameters[0]["params"][0] if isinstance(parameters[0], dict) else parameters[0]
     return torch.optim.SGD(
@@ -50,21 +51,21 @@ def set_rate(group: dict[str, Any], rate: float) -> None:
 
 
 def rates_to_device(optimiser: Optimizer) -> None:
-    """Hold the learning rates in tensors beside the parameters. What loads a state makes them numbers again."""
+    """Hold the learning rates in tensors on the parameters' device. ``load_state_dict`` makes them numbers again."""
     for group in optimiser.param_groups:
         if not isinstance(group["lr"], Tensor):
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=group["params"][0].device)
 
 
 def state_of(optimiser: Optimizer) -> dict[str, Any]:
-    """The optimiser's ``state_dict``, with learning rates as numbers wherever they are held."""
+    """The optimiser's ``state_dict``, with learning rates as numbers even if they are held in tensors."""
     state = optimiser.state_dict()
     groups = [{**group, "lr": float(group["lr"])} for group in state["param_groups"]]
     return {**state, "param_groups": groups}
 
 
-def _apart(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """``group`` in two: its weights, and its biases and normalisation, which neither decay nor does LARS scale them."""
+def _split(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """``group`` in two: its weights; its biases and normalisation parameters, without weight decay and LARS' factor."""
     weights = [p for p in group["params"] if p.ndim > 1]
     others = [p for p in group["params"] if p.ndim <= 1]
     parts = [{**group, "params": weights}, {**group, "params": others, "weight_decay": 0.0, "always_adapt": False}]
@@ -73,10 +74,11 @@ def _apart(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def trust_ratios(optimiser: Optimizer) -> list[Tensor] | None:
-    """What the coming step multiplies each parameter's gradient by, besides the learning rate: scalars in the order of
-    the optimiser's parameters; None for SGD, where it is 1.
+    """LARS' factor on each parameter's gradient in the coming step, besides the learning rate: tensors () in the order
+    of the optimiser's parameters; None for SGD, where it is 1.
 
-    Call it with the gradients in place, before the step. It tells the hyper-gradient how far a weight really moves.
+    Call it with the gradients in place, before the step. The hyper-gradient needs it, as it is part of the derivative
+    of the step.
     """
     if not isinstance(optimiser, Lars):
         return None

@@ -1,11 +1,11 @@
-"""How composites pull on the encoder: similarities of a batch, their gradients, and the consistency loss made of them.
+"""How composites pull on the encoder: similarities of a batch, their gradients, and the consistency loss.
 
-    begin   embeddings, target and similarity of each length; its gradient, kept length by length
+    begin   embeddings, targets and similarities, length by length, each with its gradient
     finish  the consistency loss of all lengths together (``cocor.consistency``)
     add     slope_l times the gradient of length l, on top of the contrastive gradient
 
-The gradients are taken length by length because the exact hyper-gradient is made of their inner products with another
-one; the consistency loss itself then costs no further backward pass.
+The gradient of each length is kept by itself, because the exact hyper-gradient needs its inner product with the
+cross-entropy's. The consistency loss then needs no backward pass of its own: its gradient is a linear combination.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,13 +30,13 @@ class Lengths:
 
     target: Tensor  # (L, B) with the MMNN's graph
     originals: Tensor  # (B, d)
-    gradients: list[Sequence[Tensor]]  # a list of parameter gradients a length, see Puller._gradients
-    similarity: list[Tensor]  # a detached (B,) a length
+    gradients: list[Sequence[Tensor]]  # per length, one tensor per parameter, see Puller._gradients
+    similarity: list[Tensor]  # per length (B,), detached
 
 
 @dataclass
 class Pull:
-    """The consistency loss of a batch and what later parts of the step need of it."""
+    """The consistency loss of a batch, and what the rest of the step needs."""
 
     consistency: Consistency
     target: Tensor  # as in Lengths
@@ -65,38 +65,38 @@ class Puller:
         self._autocast, self._streams = autocast, streams
 
     def begin(self, batch: Batch, timer: Timer) -> Lengths:
-        """Similarities and their gradients. With streams they are still under way when this returns."""
+        """Similarities and their gradients. On streams of their own they may still be running when this returns."""
         with timer("original"):
             originals = self.originals(batch)
             target = self._target(batch.composition)
         lengths = Lengths(target, originals, [], [])
-        for at, images in enumerate(batch.composites):
-            with timer("composites"), self._streams.beside(at):
+        for number, images in enumerate(batch.composites):
+            with timer("composites"), self._streams.beside(number):
                 with self._autocast():
                     embedding = self._method.embed_composite(images)
                 similarity = latent_similarity(embedding[None], originals)[0]
-                lengths.gradients.append(self._gradients(similarity, target[at], len(batch.composites)))
+                lengths.gradients.append(self._gradients(similarity, target[number], len(batch.composites)))
                 lengths.similarity.append(similarity.detach())
         return lengths
 
     def finish(self, lengths: Lengths) -> Pull:
-        """Wait for all lengths; the consistency loss made of them."""
+        """Wait for all lengths, and compute their consistency loss."""
         self._streams.join()
         similarity = torch.stack(lengths.similarity)
         consistency = self.consistency(similarity, lengths.target)
         return Pull(consistency, lengths.target, lengths.originals, lengths.gradients, similarity)
 
     def add(self, pull: Pull) -> dict[str, Tensor]:
-        """Add it to the contrastive gradient in ``.grad``; the norms of both, of this rank's share of the batch."""
+        """Add the consistency gradient to the contrastive one in ``.grad``; returns the norms of both, on this rank."""
         weight = self._config.consistency_weight
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        total = [parameter.grad for parameter in self._parameters if parameter.grad is not None]  # so all of them
+        total = [parameter.grad for parameter in self._parameters if parameter.grad is not None]  # all of them
         slopes = [1.0] * len(pull.gradients) if self._config.consistency == "abs" else pull.consistency.slope
         added = torch._foreach_mul(list(pull.gradients[0]), weight * slopes[0])
-        for at in range(1, len(pull.gradients)):
-            torch._foreach_add_(added, torch._foreach_mul(list(pull.gradients[at]), weight * slopes[at]))
+        for number in range(1, len(pull.gradients)):
+            torch._foreach_add_(added, torch._foreach_mul(list(pull.gradients[number]), weight * slopes[number]))
         norms = [torch.stack(torch._foreach_norm(gradients)).norm() for gradients in (total, added)]
         torch._foreach_add_(total, added)
         return {"gradient_contrastive": norms[0], "gradient_consistency": norms[1]}
@@ -108,16 +108,16 @@ class Puller:
         return normalised(embedding.view(-1, len(batch.index), embedding.shape[1]).mean(0))
 
     def consistency(self, similarity: Tensor, target: Tensor) -> Consistency:
-        """The loss of similarities (L, B) that should be as ``target`` (L, B) says."""
+        """The consistency loss of ``similarity`` (L, B) with ``target`` (L, B)."""
         if self._config.consistency == "abs":
             return abs_loss(similarity, target, mean_over_ranks=mean_over_ranks)
         return softplus_loss(similarity, target, beta=self._config.consistency_beta, mean_over_ranks=mean_over_ranks)
 
     def _gradients(self, similarity: Tensor, target: Tensor, lengths: int) -> Sequence[Tensor]:
-        """Parameter gradients of one length: of the mean similarity for softplus, of the loss itself for abs.
+        """Parameter gradients of one length: of its mean similarity for softplus, of its loss for abs.
 
-        The slope of the softplus loss depends on the mean alone, so it can follow later as a factor; that of the abs
-        loss differs from sample to sample.
+        The slope of the softplus loss depends on the mean alone, so :meth:`add` can multiply by it later; that of the
+        abs loss differs between samples.
         """
         if self._config.consistency == "abs":
             output = abs_loss(similarity[None], target[None]).loss / lengths
