@@ -30,21 +30,21 @@ _log = logging.getLogger(__name__)
 
 
 def save(folder: Path, state: Mapping[str, Any], *, keep: int, milestones: int = 0) -> Path:
-    """Write ``state``, whose ``"step"`` counts the finished steps, and keep no more than ``keep`` files up to it, and
-    besides these all whose step is a multiple of ``milestones``.
+    """Write ``state``, whose ``"step"`` counts the finished steps, to a file in ``folder``. Of the files up to that
+    step, only the newest ``keep`` stay, and all whose step is a multiple of ``milestones`` (0: none).
 
-    Tensors are copied to the CPU; wrappers' prefixes (``module.``, ``_orig_mod.``) leave the keys.
+    Tensors are copied to the CPU; prefixes of wrappers (``module.``, ``_orig_mod.``) are removed from the keys.
 
     Raises:
         UserError: the disk is full or the folder not writable; what was there is still there.
-        TypeError: something in ``state`` is no tensor, number, text, list or dict; names its place.
+        TypeError: something in ``state`` is no tensor, number, string, list or dict; names its path.
     """
     path = folder / f"step_{state['step']:07d}.pt"
     with atomic.replacing(path) as temporary:
         write(portable(state), temporary)
     for stale in folder.glob(f".*{atomic.TEMPORARY}"):  # of killed runs
         _remove(stale)
-    # Later steps are damaged or of another run's making: not counted, not touched.
+    # Files of later steps are damaged, or another run's: neither counted nor removed.
     for old in [other for other in _listed(folder) if _step(other) <= _step(path)][keep:]:
         if not milestones or _step(old) % milestones:
             _remove(old)
@@ -106,7 +106,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether a zip holds compressed parts, which torch never writes: a small file could then fill all memory."""
+    """Whether this is a zip file with compressed parts, which torch never writes: a small one could fill all memory."""
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:
@@ -154,14 +154,14 @@ def find(resume: str, output: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def exists(resume: str | None, output: Path) -> bool:
-    """Whether :func:`find` finds something, whatever is in it."""
+    """Whether :func:`find` has a checkpoint to open, or fails to; opens none."""
     return resume is not None and (resume != "auto" or bool(_listed(output / FOLDER)))
 
 
 def compare(state: Mapping[str, Any], config: Config, digest: str) -> list[str]:
-    """How the run that wrote ``state`` differs from the one that ``config`` and the data set's ``digest`` describe, in
-    what enters the arithmetic of its steps: one text a difference, empty if it can go on as if never interrupted. Other
-    images are none with ``--force-data``."""
+    """How the run that wrote ``state`` differs, in what enters the arithmetic of its steps, from the one that
+    ``config`` and the data set's ``digest`` describe: one string per difference, none if it can go on unchanged.
+    With ``--force-data`` other images are no difference."""
     saved, now = state["config"], config.to_dict()
     default = Config().to_dict()
     differences = [
@@ -195,11 +195,11 @@ def read_backbone(path: Path) -> dict[str, Tensor]:
 
 
 def portable(state: Any, place: str = "checkpoint") -> Any:
-    """A copy of ``state`` that loads anywhere: CPU tensors of their own memory, plain containers, keys without the
-    prefixes of compiled and distributed wrappers. TypeError, naming the place, for anything else."""
+    """``state`` as it loads anywhere: CPU tensors with storages of their own, plain containers, keys without the
+    prefixes of compiled and distributed wrappers. TypeError, naming the path (``place``), for anything else."""
     if isinstance(state, Tensor):
         tensor = state.detach().cpu()
-        # A view would drag the whole memory behind it into the file.
+        # A view would drag its whole storage into the file.
         return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
     if isinstance(state, Mapping):
         named = zip(_names(state), state.values(), strict=True)

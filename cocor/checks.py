@@ -1,7 +1,8 @@
-"""Which values of a configuration are in bounds and go together. Each mistake is a line that names what to change.
+"""Which values of a configuration are in bounds and go together. Each mistake is one line that names what to change.
 
-A flag that cannot act beside the run's other settings is worth a warning: who gives it expects something of it, or
-gives the same flags to unlike runs. Files are for several runs: a key of theirs that cannot act waits for other flags.
+A flag that has no effect with the run's other settings is worth a warning, as the user expects one; no more than that,
+as the same flags may be given to unlike runs. Keys of a config file get no warning: a file serves several runs, and
+other flags may make use of them.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +16,7 @@ from loaders.errors import UserError
 
 
 class Need(NamedTuple):
-    """The ``keys`` act only ``where`` a configuration has ``met`` it."""
+    """A condition (``met``; in words ``where``) without which the options ``keys`` have no effect."""
 
     keys: tuple[str, ...]
     where: str
@@ -90,10 +91,10 @@ _WHERE_OTHERS_LAUNCH = Need(
 
 
 def warnings(config: Config, keys: Iterable[str], launched: bool = False) -> list[str]:
-    """A line for each of the flags (``keys``) that led to ``config`` and whose value changes nothing in it.
+    """One line for each flag of the command line (``keys``) whose value has no effect in the resulting ``config``.
 
-    What is 0, false or none asks for nothing and so is never idle. A look at a run (``--dry-run``, ``--profile``) takes
-    the flags of the run. ``launched``: torchrun or srun has started the ranks.
+    Values of 0, false or none ask for nothing and get no line. ``--dry-run`` and ``--profile`` count as the run that
+    they look at. ``launched``: torchrun or srun has started the ranks.
     """
     needs = (_WHERE_OTHERS_LAUNCH, *NEEDS) if launched else NEEDS
     unmet = [need for need in needs if not need.met(config)]
@@ -152,7 +153,8 @@ def check(config: Config) -> None:
 
 
 def check_ranks(config: Config, ranks: int) -> None:
-    """Raise a UserError if the batches cannot be shared out evenly among ``ranks`` processes."""
+    """Raise a UserError if the batches cannot be split evenly among ``ranks`` processes, or if an option of the method
+    does not work on so many."""
     for key in ("batch_size", "labelled_batch_size"):
         size = getattr(config, key)
         if size % ranks:

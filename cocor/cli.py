@@ -75,8 +75,7 @@ def read_flags(
 
 
 def _with_negative_values(argv: Sequence[str]) -> list[str]:
-    """``--constants -0.1,-0.2`` and ``--lr -1e-3`` with an equals sign, since argparse would take such values for
-    flags."""
+    """``--constants -0.1,-0.2`` and the like joined by an equals sign: argparse would take such values for flags."""
     words: list[str] = []
     for word in argv:
         if re.match(r"-\.?\d", word) and words and words[-1].startswith("--") and "=" not in words[-1]:

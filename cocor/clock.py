@@ -10,10 +10,10 @@ Item = TypeVar("Item")
 
 
 class Clock:
-    """Time spent iterating, and the part of it spent waiting for the next batch.
+    """Time spent in a loop over batches, and the part of it spent waiting for the next batch.
 
-    On a GPU, where the host runs ahead, the wait is the time in which the GPU had nothing but the loader's work to do,
-    measured by events around the fetch.
+    On a GPU, whose host runs ahead, the wait is the time in which the device had nothing but the loader's work to do,
+    measured by CUDA events around the fetch.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -23,6 +23,7 @@ class Clock:
         self._fetches: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def timed(self, batches: Iterable[Item]) -> Iterator[Item]:
+        """Yield ``batches``; the clock runs until the iterator is exhausted or closed."""
         iterator = iter(batches)
         self._since = time.perf_counter()
         try:
@@ -52,7 +53,7 @@ class Clock:
         return item
 
     def read(self) -> tuple[float, float]:
-        """(seconds, seconds waited) since the last reading. The device must have caught up."""
+        """(seconds, seconds waited) since the last reading. The device must have finished what was queued by then."""
         now = time.perf_counter()
         seconds, waited = self._seconds, self._waited
         if self._since is not None:

@@ -1,16 +1,17 @@
-"""Where torch.compile keeps its work from one run to the next, and how much of it.
+"""The cache in which torch.compile keeps its work from one run to the next, and its limit.
 
     $XDG_CACHE_HOME/cocor/compiled (else ~/.cache/...)
-        torch-2.14.1-NVIDIA-H100-resnet50-224px-256/    whatever runs of this kind have compiled, several at a time;
-                                                        the last number is of images a rank
-            used                                        locked by each of them; its time is when the last one began
-        .removed/                                       on its way out
+        torch-2.14.1-NVIDIA-H100-resnet50-224px-256/    what runs of this kind have compiled, several at a time; the
+                                                        last number is images per rank
+            used                                        each of them holds a shared lock on it; its modification time
+                                                        is when the last of them began
+        .removed/                                       folders that are being deleted
 
-Folders beyond ``LIMIT`` bytes go when a run begins to compile, those first that have not been used for longest; what is
-used at that time, or was within a day, stays. They go as a whole: PyTorch's files refer to one another, in ways that
-change with its version, and a folder that lacks some of them is not known to work. All of it takes about a second at
-most; what is left over is for the next run. Where the user has chosen a folder (``TORCHINDUCTOR_CACHE_DIR``), that one
-is used, and nothing is deleted.
+When a run begins to compile, folders that exceed ``LIMIT`` bytes in total are deleted, least recently used first, but
+none that is in use or was within a day. Folders are deleted as a whole: PyTorch's files refer to one another, in ways
+that change with its version, and a folder without some of them is not known to work. This takes about a second at most;
+the rest is left to the next run. If the user has chosen a folder (``TORCHINDUCTOR_CACHE_DIR``), that one is used and
+nothing is deleted.
 """
 
 import fcntl
@@ -33,22 +34,22 @@ from loaders.names import printable
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 LIMIT = 5 << 30  # bytes
 _STAYS = 24 * 3600.0  # seconds after the last use
-_LOOKING, _REMOVING = 0.5, 0.5  # seconds, at most
+_LOOKING, _REMOVING = 0.5, 0.5  # seconds at most, to add up sizes and to delete
 _MARK, _REMOVED = "used", ".removed"
 _log = logging.getLogger(__name__)
 _held: list[int] = []  # file descriptors, for as long as this process lives
 
 
 def keep(config: Config) -> None:
-    """Let the compiler keep what it makes for ``config`` beside our other caches rather than in /tmp, which machines
-    empty and do not share."""
+    """Let torch.compile cache its work for ``config`` beside our other caches, not in /tmp, which machines empty and do
+    not share."""
     if not _is_default(os.environ.get(VARIABLE)):
         return
     folder = user_cache() / "compiled"
     place = folder / _name(config)
     try:
         _use(place)
-    except OSError:  # PyTorch's own default has to do
+    except OSError:  # then PyTorch's default folder has to do
         return
     os.environ[VARIABLE] = str(place)
     try:
@@ -58,7 +59,7 @@ def keep(config: Config) -> None:
 
 
 def prune(folder: Path) -> None:
-    """Remove what exceeds ``LIMIT`` in ``folder``, as the module says. One line is logged if something goes."""
+    """Delete what exceeds ``LIMIT`` in ``folder``, see the module. Logs one line if anything is deleted."""
     removed = folder / _REMOVED
     excess = _excess(folder, time.monotonic() + _LOOKING)
     if excess is None:
@@ -77,7 +78,7 @@ def prune(folder: Path) -> None:
 
 
 def _excess(folder: Path, deadline: float) -> list[Path] | None:
-    """The folders that should go, or None if that cannot be found out in time."""
+    """The folders to delete, or None if their sizes cannot be added up before ``deadline``."""
     used = {place: _last_used(place) for place in folder.iterdir() if place.is_dir() and place.name != _REMOVED}
     total, found = 0, []
     for place in sorted(used, key=lambda place: used[place], reverse=True):
@@ -93,7 +94,7 @@ def _excess(folder: Path, deadline: float) -> list[Path] | None:
 
 
 def _sizes(folder: Path) -> Iterator[int]:
-    """Of all files below, in bytes of the disk."""
+    """The bytes on disk of every file below ``folder``."""
     with suppress(FileNotFoundError), os.scandir(folder) as entries:  # compilers rename and remove files
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
@@ -110,8 +111,7 @@ def _last_used(place: Path) -> float:
 
 
 def _use(place: Path) -> None:
-    """Note that this process uses ``place``, until it ends, and make it where it is not there. OSError if it cannot be
-    written to."""
+    """Lock ``place`` as in use until this process ends; makes it if need be. OSError if it cannot be written to."""
     while True:
         place.mkdir(parents=True, exist_ok=True)
         if not os.access(place, os.W_OK):
@@ -127,7 +127,7 @@ def _use(place: Path) -> None:
 
 
 def _move(place: Path, removed: Path) -> bool:
-    """Move ``place`` to the ``removed`` ones, if nobody uses it."""
+    """Move ``place`` into the folder ``removed``, unless it is in use; returns whether it was moved."""
     with suppress(BlockingIOError, FileNotFoundError), (place / _MARK).open("a") as mark:
         fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if _is_at(mark.fileno(), place):
@@ -138,15 +138,16 @@ def _move(place: Path, removed: Path) -> bool:
 
 
 def _is_at(mark: int, place: Path) -> bool:
-    """Whether this open file is the mark of the folder that is there now: another process may have moved it away."""
+    """Whether this open file is the mark of the folder that is at ``place`` now: another process may have moved the
+    folder that it was in."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(mark), (place / _MARK).stat())
     return False
 
 
 def _name(config: Config) -> str:
-    """Of what runs with like programs share, on however many ranks. Those that differ in other things can share it
-    too."""
+    """A folder name that runs with the same compiled programs have in common, on any number of ranks. Runs that differ
+    in other respects may share a folder as well."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     images = config.batch_size // ranks()
     name = f"torch-{torch.__version__}-{device}-{config.backbone}-{config.image_size}px-{images}"
@@ -154,7 +155,7 @@ def _name(config: Config) -> str:
 
 
 def _is_default(folder: str | None) -> bool:
-    """Whether nobody has chosen ``folder``: PyTorch sets the variable to its own default while it loads."""
+    """Whether ``folder`` is not the user's choice: PyTorch sets the variable to its own default while it loads."""
     if folder is None:
         return True
     with suppress(ImportError, KeyError, OSError):  # elsewhere in other versions; a user without a name

@@ -142,7 +142,7 @@ class Config:
 
     @property
     def trains(self) -> bool:
-        """Whether a run is to come of it, rather than a look at one."""
+        """Whether this is a real run, rather than ``--dry-run`` or ``--profile``."""
         return not (self.dry_run or self.profile)
 
     def to_dict(self) -> dict[str, Any]:
@@ -150,8 +150,8 @@ class Config:
         return {key: _plain(value) for key, value in dataclasses.asdict(self).items()}
 
     def save(self, path: Path, header: str = "") -> None:
-        """Write a file that ``--config`` reads back; ``header`` becomes comment lines. What only concerns one start
-        (such as resume and overwrite) is left out."""
+        """Write a file that ``--config`` reads back; ``header`` becomes comment lines. Options that concern a single
+        start (``ONE_START``) are left out."""
         values = {key: value for key, value in self.to_dict().items() if key not in ONE_START}
         comment = "".join(f"# {line}\n" for line in header.splitlines())
         atomic.write_text(path, comment + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
@@ -169,14 +169,14 @@ FREE_TO_CHANGE = ONE_START | {
 
 
 def key_bn_groups(config: Config, ranks: int) -> int:
-    """BatchNorm groups of the keys on each rank. They are groups of the global batch, hence the same on more ranks, as
-    long as there are no more ranks than groups."""
+    """BatchNorm groups of MoCo's keys on each rank. The option counts groups of the global batch: they stay the same on
+    any number of ranks that is not larger."""
     return max(1, config.key_bn_splits // ranks)
 
 
 def labelled_batch_size(config: Config, ranks: int) -> int:
-    """Labelled images a step over all ranks: as asked, or a quarter of the batch, made a multiple of the ranks; at
-    least 2 a rank, for BatchNorm."""
+    """Labelled images per step over all ranks: as configured, else a quarter of the batch, rounded down to a multiple
+    of the ranks but at least 2 per rank, for BatchNorm."""
     if config.labelled_batch_size:
         return config.labelled_batch_size
     return max(2, config.batch_size // 4 // ranks) * ranks

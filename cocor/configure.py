@@ -76,7 +76,7 @@ def load(argv: Sequence[str] | None = None) -> Config:
 
 
 def read(argv: Sequence[str] | None = None) -> tuple[Config, list[str]]:
-    """As :func:`load`, and the keys of the flags on the command line."""
+    """As :func:`load`, with the keys of the flags that were on the command line."""
     parser = cli.parser(Config, "cocor-train", _DESCRIPTION, GROUPS, _NOTES | _method_notes())
     flags, file = cli.read_flags(Config, parser, sys.argv[1:] if argv is None else argv)
     values = flags if file is None else read_yaml(Config, file) | flags
@@ -100,9 +100,9 @@ def _method_notes() -> dict[str, str]:
 
 
 def resolve(values: Mapping[str, Any], name: str | None = None) -> Config:
-    """Fill in what is not in ``values``: the method's own defaults first, then the general ones; check the result.
+    """The checked configuration of ``values``; what they lack comes from the method's own defaults, else the general.
 
-    ``name`` (of the config file) names the default output folder.
+    ``name`` (the config file's stem) names the default output folder.
     """
     method = values.get("method", Config.method)
     baseline = values.get("consistency", Config.consistency) == "none"
@@ -117,8 +117,8 @@ def resolve(values: Mapping[str, Any], name: str | None = None) -> Config:
 
 
 def _mmnn_start(values: Mapping[str, Any], epochs: int) -> dict[str, int]:
-    """The default wait and warm-up of the MMNN; none in a run that they would fill, so that it learns at all."""
+    """The default wait and warm-up of the MMNN; 0 in a run too short for them, so that it learns at all."""
     keys = ("mmnn_wait_epochs", "mmnn_warmup_epochs")
     defaults = {key: getattr(Config, key) for key in keys if key not in values}
-    asked = sum(values[key] for key in keys if key in values)
-    return defaults if asked + sum(defaults.values()) < epochs else dict.fromkeys(defaults, 0)
+    given = sum(values[key] for key in keys if key in values)
+    return defaults if given + sum(defaults.values()) < epochs else dict.fromkeys(defaults, 0)

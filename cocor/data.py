@@ -28,14 +28,14 @@ from loaders.synthetic import synthetic_dataset
 
 _log = logging.getLogger(__name__)
 
-# k-NN looks at no more images than this: enough for a trend, seconds on a GPU.
+# k-NN uses no more images than this: enough for a trend, seconds on a GPU.
 KNN_BANK, KNN_QUERIES = 20_000, 5_000
 _KNN_BATCH = 256
 
 
 @dataclass(frozen=True)
 class Data:
-    """The data sets of a run. ``labelled`` holds the images whose labels may be used, if any are needed."""
+    """The data sets of a run. ``labelled`` holds the images whose labels the MMNN may use; None if it needs none."""
 
     train: ImageDataset
     labelled: ImageDataset | None
@@ -77,7 +77,7 @@ def uses_labels(config: Config) -> bool:
 
 
 def held_out_images(config: Config) -> Path | None:
-    """Where the images lie on which k-NN is measured, if it is."""
+    """The folder of the images on which k-NN is measured; None if it is not."""
     return None if config.loader == "synthetic" else _roots(config)[1]
 
 
@@ -167,8 +167,8 @@ def training_loader(config: Config, data: Data, world: World, dtype: torch.dtype
 
 
 def labelled_loader(config: Config, data: Data, world: World, dtype: torch.dtype, steps: int) -> Loader | None:
-    """The MMNN's batches, in step with epochs of ``steps`` steps, or rather with those of them in which it learns; a
-    small labelled set is passed over many times."""
+    """The MMNN's labelled batches: one for each of the ``steps`` steps of an epoch in which it learns. A small labelled
+    set is repeated within an epoch. None if no labels are needed."""
     if data.labelled is None:
         return None
     order = CyclicOrder(

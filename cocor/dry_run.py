@@ -18,7 +18,7 @@ from cocor.run import Run
 from loaders.batch import Batch
 
 STEPS = 2
-_MOST_TURNS = 20  # of steps whose mean time is taken, where the MMNN learns in some of them only
+_MOST_TURNS = 20  # steps whose mean time is taken, if the MMNN learns in some of them only
 
 
 def report(run: Run) -> None:

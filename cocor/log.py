@@ -1,7 +1,7 @@
-"""What a run says and records: log.txt and the terminal for people, metrics.jsonl for programs.
+"""What a run prints and records: log.txt and the terminal for people, metrics.jsonl for programs.
 
 Metrics stay on the device as running sums; every ``log_every`` steps they are averaged over steps and ranks and read
-with one transfer, so logging never makes the GPU wait. Only the main rank writes; other ranks show warnings on stderr.
+with one transfer. Only the main rank writes files; other ranks print warnings to stderr.
 
     metrics.jsonl   one JSON object a line: {"kind": "train", "step": 100, "loss": ..., "images_per_s": ..., ...}
 """
@@ -61,7 +61,7 @@ def set_up_logging(world: World, file: Path | None = None) -> None:
 
 
 class _Console(logging.Handler):
-    """Writes above a progress bar. What the bar shows itself is left out where there is a bar."""
+    """Writes above the progress bar. Lines that the bar shows anyway (``in_bar``) are left out if there is a bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not (getattr(record, "in_bar", False) and sys.stderr.isatty()):
@@ -91,9 +91,10 @@ class RunLog:
             log.step(step, epoch, lr, metrics)
 
     Args:
-        folder: the run folder; its metrics.jsonl is cut back to ``start_step``, so a resumed run doubles no line.
-        batch_size: images a step over all ranks.
-        again: kinds of lines that are to come again for ``start_step``; all for step 0.
+        folder: the run folder; its metrics.jsonl is cut back to ``start_step``, so a resumed run repeats no line.
+        batch_size: images per step over all ranks.
+        again: kinds of lines of ``start_step`` that are dropped as well, because they will be written again; at step 0
+            all kinds are.
     """
 
     def __init__(
@@ -125,19 +126,19 @@ class RunLog:
         self._bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True, disable=hidden)
 
     def timed(self, batches: Iterable[Item]) -> Iterator[Item]:
-        """``batches``, while measuring the time spent in here against the time spent on what is done with them."""
+        """Yield ``batches``, measuring the time spent waiting for them and the time spent working on them."""
         return self._clock.timed(batches)
 
     def step(self, step: int, epoch: int, lr: float, metrics: Mapping[str, Tensor]) -> dict[str, Any] | None:
-        """Note the scalars of one step; ``step`` counts finished steps of the run. Every rank calls this.
+        """Add the scalars of one step; ``step`` counts finished steps of the run. Every rank calls this.
 
         Returns:
-            what was written, if this was a step to log, else None.
+            The record that was written, if this was a step to log, else None.
         """
         self._add(metrics)
         if step % self.log_every and step < self.total_steps:
             return None
-        means = self._read()  # waits for the device, which makes the times below honest
+        means = self._read()  # waits for the device, so that the times below include its work
         seconds, waited = self._clock.read()
         steps, self._last_step = step - self._last_step, step
         self._recent.append((steps, seconds))
@@ -155,8 +156,8 @@ class RunLog:
         return record
 
     def event(self, kind: str, step: int, epoch: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Write one line to metrics.jsonl, at once. Numbers that are not finite become null. A full disk costs the line
-        and is told of once."""
+        """Write one line to metrics.jsonl, unbuffered; returns its record. Numbers that are not finite become null. On
+        a full disk the line is dropped, with one warning per run."""
         record = {"kind": kind, "step": step, "epoch": epoch, "time_s": round(time.time(), 3)}
         record |= {key: _plain(value) for key, value in values.items()}
         self._write(json.dumps(record, allow_nan=False).encode() + b"\n")
@@ -215,7 +216,7 @@ def duration(seconds: float) -> str:
 
 
 def _truncate(path: Path, step: int, again: Collection[str]) -> None:
-    """Drop the lines of later steps than ``step``, those that come ``again``, and what a killed process left of one."""
+    """Drop lines of later steps than ``step``, lines of ``step`` that will come ``again``, and a half-written one."""
     if not path.exists():
         return
     with (

@@ -2,8 +2,8 @@
 
     train -> build (cocor.run) -> restore (cocor.resume) -> fit: train_epoch, finish_epoch, ...
 
-``fit`` is the loop: take a batch and a labelled batch, make a step, now and then log, measure k-NN, save. A run's
-position is the number of finished steps; everything else follows from it and the configuration.
+``fit`` is the loop: take a batch and a labelled batch, make a step; at intervals log, measure k-NN, save a checkpoint.
+A run's position is the number of finished steps; everything else follows from it and the configuration.
 """
 
 import logging
@@ -37,8 +37,8 @@ _log = logging.getLogger(__name__)
 
 
 def train(config: Config, world: World, asked: Config) -> None:
-    """Train on this rank as ``config`` says, which is what was ``asked`` for, settled for this machine. UserError for
-    whatever the user can mend."""
+    """Train on this rank. ``asked`` is the configuration that the user gave, ``config`` the same with the options that
+    depend on this machine filled in. UserError for whatever the user can mend."""
     set_up_logging(world)
     with ExitStack() as stack:
         lock = RunLock(config.output)
@@ -79,7 +79,7 @@ def _claim(config: Config, lock: RunLock) -> None:
 
 
 def describe(run: Run, checkpoint_read: Path | None) -> None:
-    """Say what is about to happen."""
+    """Log what is about to be trained, and on what."""
     config, data = run.config, run.data
     if checkpoint_read is not None:
         _log.info(f"going on from {checkpoint_read}: {run.done:,} of {run.total:,} steps done")
@@ -124,7 +124,7 @@ def fit(run: Run, log: RunLog) -> None:
 
 
 def train_epoch(run: Run, make_step: Callable[[Batch, Batch | None, int], Metrics], log: RunLog) -> None:
-    """The rest of an epoch, with checkpoints when they are due."""
+    """Train the rest of an epoch, with checkpoints when they are due."""
     config = run.config
     epoch, first = divmod(run.done, run.loader.steps_per_epoch)
     sheet = config.output / "views.png"
@@ -142,7 +142,7 @@ def train_epoch(run: Run, make_step: Callable[[Batch, Batch | None, int], Metric
             if config.log_samples:
                 log.event("samples", run.done, epoch, {"index": gather(batch.index)})
             if run.done % run.loader.steps_per_epoch == 0:
-                return  # what is due now is due after the epoch
+                return  # finish_epoch does what is due now
             seconds = 60 * config.checkpoint_every_minutes
             due = run.world.main and seconds > 0 and time.monotonic() - run.saved >= seconds
             signum, due_anywhere = run.votes(stop.requested(), due)
@@ -150,44 +150,44 @@ def train_epoch(run: Run, make_step: Callable[[Batch, Batch | None, int], Metric
                 leave(run, signum)
             if due_anywhere:
                 resume.save(run, must=False)
-                run.votes.forget()  # in some of these a checkpoint was due still
+                run.votes.forget()  # votes under way were cast before this checkpoint, and would ask for another
 
 
 def seed_step(seed: int, step: int, world: World) -> None:
-    """Make what a network draws itself (dropout, stochastic depth) a function of the step: a checkpoint then needs no
-    state of random numbers, and it does not matter who else has drawn some."""
+    """Make the network's own random numbers (dropout, stochastic depth) a function of seed, step and rank: checkpoints
+    then need no generator state, and it does not matter who else draws from the generator."""
     torch.manual_seed((seed * 1_000_003 + step * 4096 + world.rank) % 2**63)
 
 
 def finish_epoch(run: Run, log: RunLog) -> None:
-    """After an epoch's last step: k-NN and a checkpoint, if it is their turn."""
+    """After an epoch's last step: k-NN and a checkpoint, if they are due."""
     config, last = run.config, run.done == run.total
     epochs = run.done // run.loader.steps_per_epoch
 
-    def turn(every: int) -> bool:
+    def due(every: int) -> bool:
         return last or bool(every and epochs % every == 0)
 
-    run.watch.look(run.step.learning_rate)  # before k-NN, which would only find that features are no numbers
-    run.knn_is_due = turn(config.knn_every)
+    run.watch.look(run.step.learning_rate)  # before k-NN, which could only report that features are not finite
+    run.knn_is_due = due(config.knn_every)
     leave_if_asked(run)
     if run.knn_is_due:
-        # Measured before saving: a run that stops in between and resumes neither doubles nor misses a measurement.
+        # Before saving: a run that stops in between and resumes neither repeats nor misses a measurement.
         measure_knn(run, log)
         if run.knn_is_due or not last:
             leave_if_asked(run)
-    if turn(config.checkpoint_every_epochs) or turn(config.keep_every_epochs):
+    if due(config.checkpoint_every_epochs) or due(config.keep_every_epochs):
         resume.save(run, must=last)
 
 
 def leave_if_asked(run: Run) -> None:
-    """Leave if a signal has reached any rank, which all ranks wait for here."""
+    """Collective: save and stop if a signal has reached any rank."""
     (signum,) = run.votes.now(stop.requested())
     if signum:
         leave(run, signum)
 
 
 def leave(run: Run, signum: int) -> NoReturn:
-    """Write a checkpoint of this very step and stop."""
+    """Write a checkpoint of the step just finished, and stop."""
     if run.world.main:
         _log.info(f"{signal.Signals(signum).name}: writing a checkpoint after step {run.done:,} of {run.total:,}")
     resume.save(run, must=True)
@@ -195,7 +195,8 @@ def leave(run: Run, signum: int) -> NoReturn:
 
 
 def measure_knn(run: Run, log: RunLog) -> None:
-    """k-NN accuracy of the present backbone, on the main rank; the others wait. It stays due if a signal comes."""
+    """Measure the k-NN accuracy of the backbone on the main rank; the others wait. A signal interrupts it, and it stays
+    due."""
     finished = True
     if run.knn is not None:
         with uncompiled():

@@ -1,9 +1,9 @@
 """What a training run measured, read back from its metrics.jsonl.
 
-    metrics.jsonl -> one record a line, checked -> epochs of its steps, lengths of its composites
+    metrics.jsonl -> one checked record per line -> epochs of its steps, lengths of its composites
 
-A line is believed only if what is drawn of it are numbers: text in their place would give an axis of words. JSON's null
-stands for a number that was not finite; infinities and NaN that another program wrote become None as well.
+A record is accepted only if all values that are plotted are numbers: matplotlib would turn strings into categories.
+JSON's null stands for a number that was not finite; infinities and NaN from other programs become None as well.
 """
 
 import json
@@ -24,7 +24,7 @@ _MOST = 2**53
 
 
 def read_run(path: Path) -> list[Record]:
-    """The records of a run's metrics.jsonl; a last line that a running process has half written is left out.
+    """The records of a run's metrics.jsonl; a last line that is half written, as by a running process, is left out.
 
     Raises:
         UserError: there are none, or one is damaged.

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH, _HEIGHT, _DPI = 4.8, 3.8, 110
-_LEGEND, _TITLE = 36, 9  # characters in a line of a legend, and of a title for every inch of its panel
-# Fonts for what matplotlib's own lacks, above all Chinese, Japanese and Korean: those that are installed are asked.
+_LEGEND, _TITLE = 36, 9  # characters per line of a legend; per inch of a panel's width, of a title
+# Fonts for characters that matplotlib's own lacks, above all Chinese, Japanese and Korean; used where installed.
 _FONTS = ("Noto Sans CJK JP", "Noto Sans CJK SC", "Source Han Sans", "WenQuanYi Zen Hei", "Droid Sans Fallback",
           "IPAexGothic", "Hiragino Sans", "PingFang SC", "Yu Gothic", "Microsoft YaHei", "Malgun Gothic",
           "Arial Unicode MS", "Unifont")  # fmt: skip
@@ -81,16 +81,16 @@ def _installed() -> list[str]:
 
 
 def _save(figure: "Figure", temporary: Path, path: Path) -> None:
-    """One warning for all characters that no font has, where matplotlib gives one for each and for each drawing."""
-    with warnings.catch_warnings(record=True) as told:
+    """Save ``figure``, with one warning for all characters that no font has: matplotlib gives several for each."""
+    with warnings.catch_warnings(record=True) as caught:
         figure.savefig(temporary, dpi=_DPI, format=path.suffix[1:])
     lacking: dict[str, None] = {}
-    for one in told:
-        glyph = re.match(r"Glyph (\d+)", str(one.message))
+    for warning in caught:
+        glyph = re.match(r"Glyph (\d+)", str(warning.message))
         if glyph:
             lacking[chr(int(glyph[1]))] = None
         else:
-            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     if lacking:
         some = printable("".join(lacking)[:20])
         _log.warning(f"{path}: boxes stand for {len(lacking)} characters of its names ({some}) that no font here has; "
@@ -98,19 +98,19 @@ def _save(figure: "Figure", temporary: Path, path: Path) -> None:
 
 
 def shown(name: str) -> str:
-    """``name`` as text that matplotlib draws as it is: dollars would begin a formula, and a legend leaves out what
-    begins with an underscore."""
+    """``name`` escaped such that matplotlib draws it literally: dollars would begin a formula, and legends leave out
+    names that begin with an underscore."""
     text = printable(name).replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text
 
 
 def wrapped(text: str, most: int) -> str:
-    """``text`` in lines of at most ``most`` characters, broken after a mark between words where there is one."""
+    """``text`` in lines of at most ``most`` characters, broken after a space or punctuation mark where there is one."""
     lines, rest = [], text
     while len(rest) > most:
         cut = 1 + max(rest.rfind(mark, 1, most) for mark in " -_/,.")
         cut = cut if cut > most // 3 else most
-        cut -= rest[cut - 1] == "\\"  # what it makes no formula stays behind it
+        cut -= rest[cut - 1] == "\\"  # keep the backslash with the dollar that it escapes
         lines.append(rest[:cut].rstrip())
         rest = rest[cut:]
     return "\n".join([*lines, rest])
@@ -121,7 +121,7 @@ def legend_text(name: str) -> str:
 
 
 def legend(axes: "Axes", **options: Any) -> None:
-    """A small legend, where something has a name; long names take several lines."""
+    """Draw a small legend, if any curve has a label; long labels take several lines."""
     handles, names = axes.get_legend_handles_labels()
     if handles:
         lines = [legend_text(name) for name in names]

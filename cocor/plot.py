@@ -145,19 +145,19 @@ def _line(records: list[Record]) -> str:
 
 
 def _curve(records: list[Record], key: str) -> tuple[list[float], list[float]]:
-    """Epochs and values of the training records that have ``key``, which lengths in turn are not in every one; a null,
-    which was not finite, breaks the curve. Empty where it never was a number."""
+    """Epochs and values of the training records that have ``key`` (with ``--lengths-per-step`` not all records have all
+    lengths). A null stands for a value that was not finite and breaks the curve. Empty if no value is a number."""
     train = [r for r in records if r["kind"] == "train"]
-    told = [(epoch, r[key]) for epoch, r in zip(epochs_of(records), train, strict=True) if key in r]
-    if all(value is None for _, value in told):
+    points = [(epoch, r[key]) for epoch, r in zip(epochs_of(records), train, strict=True) if key in r]
+    if all(value is None for _, value in points):
         return [], []
-    return [epoch for epoch, _ in told], [float("nan") if value is None else value for _, value in told]
+    return [epoch for epoch, _ in points], [float("nan") if value is None else value for _, value in points]
 
 
 def summary(records: list[Record]) -> Record:
-    """The numbers of a run that its panels show: k-NN accuracy by epoch, last similarities and targets by length."""
+    """The numbers behind a run's panels: k-NN accuracy by epoch, last similarity and target by length, mean speed."""
     train = [r for r in records if r["kind"] == "train"]
-    # Not every line names every length.
+    # Not every record has every length.
     last = {key: value for record in train for key, value in record.items() if value is not None}
     speeds = [r["images_per_s"] for r in train if r["images_per_s"] is not None]
     return {

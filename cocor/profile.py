@@ -1,9 +1,9 @@
 """``--profile``: where the time of a step goes, as a table and as a trace.
 
-Parts are timed by marks on the device's stream wherever the work changes, so they add up to the whole. For that a step
-runs part after part, compiled if the run would be, but never recorded as a CUDA graph: the host's delays, which a graph
-takes away from small batches, show here. The table sets the times against the cost model: F is one forward pass of the
-encoder over the batch, a backward pass costs 2 F. Where steps differ (``cocor.turns``), both are means over turns.
+Parts are timed by events on the device's stream wherever the work changes, so that they add up to the whole. To that
+end parts run one after another: compiled if the run would be, but not as a CUDA graph, so that launch overhead, which a
+graph removes from small batches, shows here. The table compares the times with the cost model: F is one forward pass of
+the encoder over the batch, a backward pass costs 2 F. If steps differ (``cocor.turns``), both are means over a cycle.
 """
 
 import os
@@ -26,15 +26,15 @@ from loaders.batch import Batch
 from loaders.errors import UserError
 
 WARM_UP, STEPS, TRACED = 5, 20, 3  # steps; STEPS at least, rounded up to whole turns
-_MOST_STEPS = 240  # where a turn is longer, what is in few of its steps weighs little in their mean
-# Forward-equivalents an image of the methods' own losses: views, with 2 F for each backward pass, and second encoders.
+_MOST_STEPS = 240  # of a longer cycle; parts that are in few of its steps weigh little in their mean
+# Forward-equivalents per image of the methods' own losses: views, with 2 F per backward pass, and second encoders.
 CONTRASTIVE_COST = {"moco": 4, "simsiam": 6, "supcon": 6, "byol": 8, "intl": 6}
 _VIEWS_KERNEL = "make_views"
 _Pair = tuple[Batch, Batch | None]
 
 
 class Parts:
-    """Times named parts of a program on ``device``. Parts may lie in each other: the inner one's time is its own."""
+    """Times named parts of a program on ``device``. Parts may be nested; the time of an inner one counts only there."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -52,12 +52,12 @@ class Parts:
             self._mark()
 
     def start(self) -> None:
-        """Forget what was, and begin."""
+        """Begin anew: forget all earlier marks."""
         self._marks = []
         self._mark()
 
     def read(self) -> dict[str, float]:
-        """Seconds of each part since the start; ``other`` is what lay in none. Waits for the device."""
+        """Seconds of each part since the start; ``other`` is time outside all parts. Waits for the device."""
         self._mark()
         if self._device.type == "cuda":
             torch.cuda.synchronize()
@@ -112,9 +112,9 @@ def report(run: Run) -> None:
 
 
 def table(config: Config, seconds: dict[str, float], steps: int, ranks: int) -> list[str]:
-    """Lines of text: each part's milliseconds a step, share of the step, and its F of the cost model, where it has any.
+    """Lines of text: each part's milliseconds per step, its share of the step and, where it has one, its cost in F.
 
-    ``seconds`` are of ``steps`` steps. The views are made beside the step, on a stream of their own.
+    ``seconds`` are those of ``steps`` steps. "views" is no part of the step: they are made on a stream of their own.
     """
     model = costs(config, ranks)
     names = ["data wait", *model, "optimiser", "communication", "logging", "other"]
@@ -136,8 +136,8 @@ def table(config: Config, seconds: dict[str, float], steps: int, ranks: int) -> 
 
 
 def costs(config: Config, ranks: int) -> dict[str, float]:
-    """The cost model: forward-equivalents of each part of a step, in units of the batch. A pass costs in proportion to
-    the pixels, as it does in a network of convolutions."""
+    """The cost model: F of each part of a step, where 1 F is a forward pass over the batch. A pass is taken to cost in
+    proportion to its pixels, as it does in a convolutional network."""
     model: dict[str, float] = {"contrastive": CONTRASTIVE_COST[config.method]}
     if config.consistency != "none":
         originals = config.released_originals if config.recipe == "released" else 1
@@ -156,7 +156,7 @@ def _steps(run: Run, batches: Iterator[_Pair], parts: Parts, count: int) -> None
         metrics = run.step(batch, labelled, run.done)
         with parts("logging"):  # as RunLog adds them up
             sums = {name: value + sums.get(name, 0.0) for name, value in metrics.items()}
-        run.done = (run.done + 1) % run.total  # batches go on and on, with the same turns in every epoch
+        run.done = (run.done + 1) % run.total  # batches never end; turns are the same in every epoch
 
 
 def _endless(run: Run) -> Generator[_Pair, None, None]:
