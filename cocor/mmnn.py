@@ -11,6 +11,7 @@ without MMNN and has the same call signature.
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from itertools import combinations_with_replacement, pairwise
 
 import torch
@@ -89,23 +90,22 @@ class Constants(nn.Module):
 class MMNN(nn.Module):
     """``g(v) = 1 - [softplus(b) + a.v + u.relu(W v + c)]``, strictly decreasing in every count; see the module's text.
 
-    A new network is already fitted to ``constants``; the same arguments always give the same weights. Neither the
-    construction nor the fit touches the global random number generator.
+    A new network is already fitted to ``constants``, one similarity per length; the same arguments always give the same
+    weights, and the global random number generator is left alone. UserError for constants that a decreasing concave
+    function cannot meet.
     """
+
+    linear: nn.Parameter  # (14,), like all but hidden_bias before softplus
+    hidden: nn.Parameter  # (64, 14)
+    hidden_bias: nn.Parameter  # (64,)
+    output: nn.Parameter  # (64,)
+    bias: nn.Parameter  # ()
 
     def __init__(self, constants: Mapping[int, float] = CONSTANTS["moco"]) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        # Hidden units differ in their weights, so that they can learn different combinations of ops, and in the length
-        # from which they are active, so that the fit can bend anywhere in the range of lengths.
-        weights = torch.empty(HIDDEN, OPS).uniform_(0.3, 0.5, generator=generator)
-        onsets = torch.linspace(0.0, 6.0, HIDDEN)
-        self.linear = nn.Parameter(_softplus_inverse(torch.full((OPS,), 0.05)))
-        self.hidden = nn.Parameter(_softplus_inverse(weights))
-        self.hidden_bias = nn.Parameter(-weights.mean(1) * onsets)
-        self.output = nn.Parameter(_softplus_inverse(torch.full((HIDDEN,), 0.05 / HIDDEN)))
-        self.bias = nn.Parameter(_softplus_inverse(torch.tensor(0.15)))
-        self.fit_to_constants(constants)
+        check_constants(constants)
+        for name, value in _fitted(tuple(sorted(constants.items()))).items():
+            self.register_parameter(name, nn.Parameter(value.clone()))
 
     def forward(self, composition: Tensor) -> Tensor:
         """``composition`` (..., 14) uint8 counts -> optimal similarity (...), float32 even under autocast."""
@@ -119,47 +119,63 @@ class MMNN(nn.Module):
             activity = F.relu(F.linear(counts, hidden, self.hidden_bias))
             return 1.0 - (offset + F.linear(counts, linear[None])[..., 0] + F.linear(activity, output[None])[..., 0])
 
-    @torch.no_grad()
-    def fit_to_constants(self, constants: Mapping[int, float]) -> None:
-        """Fit ``g`` to one similarity per length, before training: in float64 on the CPU, in well under a second.
 
-        A least-squares fit of all composites of lengths 1 to 3 and a fixed sample of longer ones (up to 10) to the
-        constant of their length, with little weight to the extrapolated value of :func:`similarity_at` where there is
-        none. Only offset, linear path and output weights move: ``g`` is linear in these after softplus, so that L-BFGS
-        minimises one small quadratic form. UserError for constants that a decreasing concave function cannot meet.
-        """
-        check_constants(constants)
-        counts, targets, importance = _fitting_set(constants)
-        hidden, hidden_bias = F.softplus(self.hidden.cpu().double()), self.hidden_bias.cpu().double()
-        length = counts.sum(1, keepdim=True)
-        # One column per weight: what it adds to the bracket, directly and through the smallest slope.
-        design = torch.cat([torch.ones_like(length), counts, F.relu(F.linear(counts, hidden, hidden_bias))], 1)
-        reach = torch.cat([torch.ones(1 + OPS).double(), hidden.sum(1) + F.relu(hidden_bias)])
-        design += SLOPE_FLOOR * length * reach
-        wanted = 1.0 - targets - SLOPE_FLOOR * length[:, 0]
-        weighted = design * importance[:, None]
-        quadratic, linear = design.T @ weighted, weighted.T @ wanted
+def _initial_weights() -> dict[str, Tensor]:
+    """Before the fit, before softplus. Hidden units differ in their weights, so that they can learn different
+    combinations of ops, and in the length from which they are active, so that the fit can bend anywhere in the range of
+    lengths."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.empty(HIDDEN, OPS).uniform_(0.3, 0.5, generator=generator)
+    onsets = torch.linspace(0.0, 6.0, HIDDEN)
+    return {
+        "linear": _softplus_inverse(torch.full((OPS,), 0.05)),
+        "hidden": _softplus_inverse(weights),
+        "hidden_bias": -weights.mean(1) * onsets,
+        "output": _softplus_inverse(torch.full((HIDDEN,), 0.05 / HIDDEN)),
+        "bias": _softplus_inverse(torch.tensor(0.15)),
+    }
 
-        start = torch.cat([p.detach().cpu().double().view(-1) for p in (self.bias, self.linear, self.output)])
-        raw = start.clone().requires_grad_()
-        optimiser = torch.optim.LBFGS(
-            [raw], max_iter=300, line_search_fn="strong_wolfe", tolerance_grad=1e-9, tolerance_change=1e-13
-        )
 
-        def closure() -> float:
-            optimiser.zero_grad()
-            with torch.enable_grad():
-                x = F.softplus(raw)
-                # The penalty keeps weights that the fit does not need out of the flat end of softplus.
-                error = 0.5 * x @ quadratic @ x - linear @ x + FIT_RESTRAINT * (raw - start).square().sum()
-                error.backward()
-            return error.item()
+@lru_cache(maxsize=16)
+@torch.no_grad()
+def _fitted(constants: tuple[tuple[int, float], ...]) -> dict[str, Tensor]:
+    """Weights with which ``g`` meets one similarity per length, fitted in float64 on the CPU, in well under a second.
 
-        optimiser.step(closure)
-        bias, linear_path, output = raw.detach().split([1, OPS, len(self.output)])
-        self.bias.copy_(bias[0])
-        self.linear.copy_(linear_path)
-        self.output.copy_(output)
+    A least-squares fit of all composites of lengths 1 to 3 and a fixed sample of longer ones (up to 10) to the constant
+    of their length, with little weight to the extrapolated value of :func:`similarity_at` where there is none. Only
+    offset, linear path and output weights move: ``g`` is linear in these after softplus, so that L-BFGS minimises one
+    small quadratic form.
+    """
+    weights = _initial_weights()
+    counts, targets, importance = _fitting_set(dict(constants))
+    hidden, hidden_bias = F.softplus(weights["hidden"].double()), weights["hidden_bias"].double()
+    length = counts.sum(1, keepdim=True)
+    # One column per weight: what it adds to the bracket, directly and through the smallest slope.
+    design = torch.cat([torch.ones_like(length), counts, F.relu(F.linear(counts, hidden, hidden_bias))], 1)
+    reach = torch.cat([torch.ones(1 + OPS).double(), hidden.sum(1) + F.relu(hidden_bias)])
+    design += SLOPE_FLOOR * length * reach
+    wanted = 1.0 - targets - SLOPE_FLOOR * length[:, 0]
+    weighted = design * importance[:, None]
+    quadratic, linear = design.T @ weighted, weighted.T @ wanted
+
+    start = torch.cat([weights[name].double().view(-1) for name in ("bias", "linear", "output")])
+    raw = start.clone().requires_grad_()
+    optimiser = torch.optim.LBFGS(
+        [raw], max_iter=300, line_search_fn="strong_wolfe", tolerance_grad=1e-9, tolerance_change=1e-13
+    )
+
+    def closure() -> float:
+        optimiser.zero_grad()
+        with torch.enable_grad():
+            x = F.softplus(raw)
+            # The penalty keeps weights that the fit does not need out of the flat end of softplus.
+            error = 0.5 * x @ quadratic @ x - linear @ x + FIT_RESTRAINT * (raw - start).square().sum()
+            error.backward()
+        return error.item()
+
+    optimiser.step(closure)
+    bias, linear_path, output = raw.detach().float().split([1, OPS, HIDDEN])
+    return weights | {"linear": linear_path, "output": output, "bias": bias[0]}
 
 
 def _fitting_set(constants: Mapping[int, float]) -> tuple[Tensor, Tensor, Tensor]:
