@@ -1,9 +1,10 @@
 """How a stream of batches is timed: windows of completed batches, and the CPU time of all processes behind them.
 
 A batch counts when the device has finished it, not when the host has queued it; two batches may be in flight, as in
-training, where the host runs ahead. Warm-up (buffers filling, kernels compiling, cuDNN choosing) lies before the first
-window. Where several workers finish a batch each at about the same time, windows span whole bursts of that many
-batches.
+training, where the host runs ahead. Warm-up (buffers filling, kernels compiling, cuDNN choosing algorithms) lies before
+the first window. Windows follow one another without a gap: batches that become ready while the CPU time is read between
+two of them must not come for free. Where several workers each finish a batch at about the same time, windows span whole
+bursts of that many batches.
 """
 
 import time
@@ -18,15 +19,15 @@ import cpu_time
 
 WINDOWS = 3
 _FEWEST_BATCHES = 3  # in a window
-_WARM_UP = 10  # times as many batches as come in a burst, where ranks wait for each other
+_WARM_UP = 10  # bursts, where ranks wait for each other
 _IN_FLIGHT = 2
 _SECONDS_TO_SETTLE = 1.0
 
 
 @dataclass(frozen=True)
 class Window:
-    """Consecutive batches: how many samples, wall-clock seconds, CPU cores that were busy, and the batches' single
-    seconds."""
+    """Consecutive batches: their samples, the wall-clock seconds that they took together (``seconds``) and one by one
+    (``intervals``), and the CPU cores that were busy meanwhile."""
 
     samples: int
     seconds: float
@@ -56,35 +57,36 @@ def completed(counts: Iterable[int], device: torch.device) -> Iterator[int]:
 
 
 def time_windows(counts: Iterable[int], seconds: float, burst: int = 1, warm_up: int = 2) -> list[Window]:
-    """Time batches for ``seconds`` in all, in up to ``WINDOWS`` windows, after ``warm_up`` bursts and batches.
+    """Time batches for ``seconds`` in all, in up to ``WINDOWS`` windows, after at least ``warm_up`` batches.
 
     ``counts`` gives the size of each completed batch and does not end. A slow stream gets fewer windows, at least one.
     """
     stream = iter(counts)
     _warm_up(stream, min(_SECONDS_TO_SETTLE, seconds / 4), max(warm_up, burst), burst)
+    watch = _Stopwatch(stream, burst)
     windows: list[Window] = []
     while not windows or (len(windows) < WINDOWS and sum(w.seconds for w in windows) < seconds):
-        windows.append(_window(stream, seconds / WINDOWS, burst))
+        windows.append(watch.window(seconds / WINDOWS))
     return windows
 
 
 def time_together(counts: Iterable[int], seconds: float, agree: Callable[[int], int], burst: int = 1) -> list[Window]:
-    """As :func:`time_windows`, for ranks that wait for each other in every batch and so must take equally many.
-
-    ``agree`` gives all ranks the main rank's number.
+    """As :func:`time_windows`, for ranks that wait for each other in every batch and so must all take the same number
+    of batches. ``agree`` returns the main rank's number on all ranks.
     """
     stream = iter(counts)
     for _ in range(_WARM_UP * burst):
         next(stream)
-    few = _window(stream, 0.0, burst)
+    few = _Stopwatch(stream, burst).window(0.0)
     batches = agree(max(_FEWEST_BATCHES, round(seconds / WINDOWS * len(few.intervals) / few.seconds)))
     for _ in range(-(-(_IN_FLIGHT + 1) // burst) * burst):  # those in flight were finished while the ranks agreed
         next(stream)
-    return [_window(stream, 0.0, burst, fewest=batches) for _ in range(WINDOWS)]
+    watch = _Stopwatch(stream, burst)
+    return [watch.window(0.0, fewest=batches) for _ in range(WINDOWS)]
 
 
 def _warm_up(stream: Iterator[int], seconds: float, batches: int, burst: int) -> None:
-    """Drop batches, until those that had piled up while the first ones were slow are gone."""
+    """Drop ``batches``, and then more for ``seconds``: during a slow start finished batches pile up."""
     for _ in range(batches):
         next(stream)
     start = time.perf_counter()
@@ -93,17 +95,25 @@ def _warm_up(stream: Iterator[int], seconds: float, batches: int, burst: int) ->
             next(stream)
 
 
-def _window(stream: Iterator[int], seconds: float, burst: int, fewest: int = _FEWEST_BATCHES) -> Window:
-    samples = 0
-    intervals: list[float] = []
-    begin = cpu_time.read()
-    start = last = time.perf_counter()
-    while last - start < seconds or len(intervals) < fewest or len(intervals) % burst:
-        samples += next(stream)
-        now = time.perf_counter()
-        intervals.append(now - last)
-        last = now
-    return Window(samples, last - start, cpu_time.read().cores_since(begin), tuple(intervals))
+class _Stopwatch:
+    """Cuts a stream into windows, each of which begins where the one before it ended; the first one begins now."""
+
+    def __init__(self, stream: Iterator[int], burst: int) -> None:
+        self._stream, self._burst = stream, burst
+        self._last = time.perf_counter()  # when the latest batch was finished
+        self._cpu = cpu_time.read()
+
+    def window(self, seconds: float, fewest: int = _FEWEST_BATCHES) -> Window:
+        """The next ``seconds``, rounded up to whole bursts and to the ``fewest`` batches."""
+        start, samples = self._last, 0
+        intervals: list[float] = []
+        while self._last - start < seconds or len(intervals) < fewest or len(intervals) % self._burst:
+            samples += next(self._stream)
+            now = time.perf_counter()
+            intervals.append(now - self._last)
+            self._last = now
+        earlier, self._cpu = self._cpu, cpu_time.read()
+        return Window(samples, self._last - start, self._cpu.cores_since(earlier), tuple(intervals))
 
 
 def milliseconds(windows: Iterable[Window], percentile: float) -> float:
