@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 from torchvision.transforms import v2
 
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
@@ -73,15 +73,18 @@ class Views(Dataset):
         return [*contrastive, self._finish(original), *(self._finish(make(original)) for make in self._composites)]
 
 
-def data_loader(dataset: Dataset, batch_size: int, workers: int, on_gpu: bool, sample_bytes: int) -> DataLoader:
-    """A DataLoader as tutorials have it. UserError if its batches do not fit into shared memory."""
+def data_loader(
+    dataset: Decoded | Views, batch_size: int, workers: int, steps: int, *, on_gpu: bool, sample_bytes: int
+) -> DataLoader:
+    """A DataLoader as tutorials have it, but for epochs of ``steps`` batches, in which it goes round and round the
+    shuffled images. UserError if its batches do not fit into shared memory."""
     needed = batch_size * sample_bytes * (_AHEAD * workers + 2)
     if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free < needed:
         raise UserError(f"its batches need {needed / 2**30:.1f} GiB of shared memory (/dev/shm); lower --batch-size")
     return DataLoader(
         dataset,
         batch_size,
-        shuffle=True,
+        sampler=RandomSampler(dataset, num_samples=steps * batch_size),
         num_workers=workers,
         pin_memory=on_gpu,
         drop_last=True,

@@ -48,11 +48,6 @@ class Settings:
     backbone: str
     execution: Execution = "eager"
 
-    @property
-    def epoch_images(self) -> int:
-        """Long enough that no epoch ends while it is timed."""
-        return max(2**18 if self.on_gpu else 2**13, 4 * self.batch_size)
-
 
 @dataclass(frozen=True)
 class Measured:
@@ -146,7 +141,6 @@ def _measure_rank(
         torch.bfloat16 if settings.on_gpu else torch.float32,
         settings.workers,
         settings.hw_decoder_load,
-        settings.epoch_images,
         rank,
         settings.ranks,
     )

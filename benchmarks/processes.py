@@ -1,10 +1,14 @@
-"""Functions run in processes of their own, forked from a server that has the heavy modules and nothing else.
+"""Functions run in processes of their own, forked from a server that has imported the heavy modules and nothing else.
 
-The server has imported torch and its like, but touched neither GPU nor threads, so a process starts in milliseconds and
-inherits no state. A process that raises, crashes or hangs gives a text that says so in place of a result.
+The server has touched neither GPU nor threads, so a process starts in milliseconds and inherits no state. A process
+that raises, crashes or hangs yields a text that says so in place of a result. None outlives the caller, as it would
+disturb whatever is measured next.
 """
 
 import multiprocessing
+import os
+import select
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -14,7 +18,7 @@ from loaders.errors import UserError
 
 _PRELOADED = ["torch", "torchvision.transforms.v2", "loaders.open", "loaders.kernels.cpu", "cocor.step", "cocor.build"]
 
-_PARTING = 10.0  # seconds in which a process ends once it has answered
+_PARTING = 10.0  # seconds that a process has to end once it has answered, or once another one has failed
 
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -28,44 +32,48 @@ def alone(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def in_processes(jobs: list[Job], seconds: float) -> list[Any]:
-    """Run every job in a process of its own, all at once; their results, or for a failed one a text that says why."""
+    """Run every job in a process of its own, all at once; their results, or a text that says why there is none."""
     default = multiprocessing.get_start_method()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    running = []
-    for job in jobs:
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_run, args=(sender, default, *job))
-        process.start()
-        sender.close()
-        running.append((process, receiver))
-    deadline = time.monotonic() + seconds
-    answers = []
-    for process, receiver in running:
-        answers.append(_answer(process, receiver, deadline) or f"no result within {seconds:.0f} s")
-        if isinstance(answers[-1], str):  # the others may wait for it
-            deadline = min(deadline, time.monotonic() + _PARTING)
+    running: list[tuple[Any, Any]] = []
+    answers: list[Any] = []
+    try:
+        for job in jobs:
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_run, args=(sender, default, *job))
+            process.start()
+            sender.close()
+            running.append((process, receiver))
+        deadline = time.monotonic() + seconds
+        for process, receiver in running:
+            answers.append(_answer(process, receiver, deadline) or f"no result within {seconds:.0f} s")
+            if isinstance(answers[-1], str):  # the others may wait for it
+                deadline = min(deadline, time.monotonic() + _PARTING)
+    finally:
+        for process, receiver in running:
+            process.kill()
+            process.join()
+            receiver.close()
     return answers
 
 
 def _answer(process: Any, receiver: Any, deadline: float) -> Any:
-    """What the process sends, or how it ended; None if it does neither in time. It has ended afterwards."""
-    answer: Any = None
+    """What the process sends, or how it ended; None if it does neither in time."""
     try:
-        if receiver.poll(max(0.0, deadline - time.monotonic())):
-            answer = receiver.recv()
+        if not receiver.poll(max(0.0, deadline - time.monotonic())):
+            return None
+        answer = receiver.recv()
     except EOFError:
         process.join()
         code = process.exitcode
-        answer = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
-    process.join(0 if answer is None else _PARTING)
-    if process.is_alive():
-        process.kill()
-        process.join()
+        return f"ended by signal {-code}" if code < 0 else f"exit code {code}"
+    process.join(_PARTING)
     return answer
 
 
 def _run(sender: Any, start_method: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    threading.Thread(target=_end_with_reader, args=(sender,), daemon=True).start()
     multiprocessing.set_start_method(start_method, force=True)  # of worker processes: as in anybody's program
     try:
         answer = function(*arguments)
@@ -76,3 +84,11 @@ def _run(sender: Any, start_method: str, function: Callable[..., Any], arguments
         answer = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
     sender.send(answer)
     sender.close()
+
+
+def _end_with_reader(sender: Any) -> None:
+    """End this process as soon as nobody can read its answer any more."""
+    poll = select.poll()
+    poll.register(sender.fileno(), 0)  # errors only, such as that the other end is closed
+    poll.poll()
+    os._exit(1)

@@ -1,7 +1,8 @@
-"""The loaders under test and the baselines, each opened for a stage: endless streams of batches on the device.
+"""The loaders under test and the baselines, each opened for a stage as an endless stream of batches on the device.
 
-A loader's rows are made here and nowhere else. A loader whose library is not installed raises a UserError that says so;
-the table shows it.
+All of them go round and round the images in one long epoch: at its end a loader starts anew, torch's with new worker
+processes, which no window should contain. A loader whose library is not installed raises a UserError that says so; the
+table shows it.
 """
 
 import itertools
@@ -10,7 +11,6 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Literal, cast, get_args
 
-import numpy as np
 import torch
 from PIL.Image import Image
 
@@ -18,7 +18,7 @@ from loaders.batch import Batch, Loader
 from loaders.dataset import ImageDataset
 from loaders.decode import decode
 from loaders.open import LoaderName, open_loader
-from loaders.order import BatchOrder
+from loaders.order import BatchOrder, CyclicOrder
 from loaders.plan import ViewPlan
 from stages import STAGES, Stage, plan_of, views_of
 
@@ -37,15 +37,15 @@ STAGES_OF: dict[Contender, tuple[Stage, ...]] = {
     "pillow": STAGES[:1],
 }
 
+STEPS = 20_000  # of an epoch, more than any row takes
 _BASELINE_BATCH = 64
 
-# Batches for the stages that do not train may be dropped; for these a batch is delivered whole.
-Sized = tuple[int, Batch | None]
+Sized = tuple[int, Batch | None]  # the size of a batch, and the batch where it can be trained on
 
 
 @dataclass(frozen=True)
 class Request:
-    """One rank's share of the work. ``batch_size`` is its own; ``dataset`` holds every image once."""
+    """One rank's share of the work: ``batch_size`` and ``workers`` are its own."""
 
     contender: Contender
     stage: Stage
@@ -56,19 +56,14 @@ class Request:
     dtype: torch.dtype
     workers: int
     hw_decoder_load: float
-    epoch_images: int
     rank: int = 0
     ranks: int = 1
-
-    def long_dataset(self) -> ImageDataset:
-        """The images again and again, as one epoch so long that none ends within a window."""
-        return self.dataset.subset(np.resize(np.arange(len(self.dataset)), self.epoch_images))
 
 
 @dataclass
 class Source:
-    """A stream of (batch size, batch), the batch only where it can be trained on. ``burst``: batches that are finished
-    at about the same time. ``note`` is shown in the table."""
+    """A stream of batches. ``burst``: how many of them are finished at about the same time. ``note`` is shown in the
+    table. ``stack`` holds what is to be closed after the stream."""
 
     batches: Generator[Sized]
     burst: int = 1
@@ -98,9 +93,8 @@ def premade(request: Request) -> Source:
     """One finished batch, handed out again and again: a loader that costs nothing."""
     from loaders.synthetic import SyntheticLoader
 
-    dataset = request.long_dataset()
     loader = SyntheticLoader(
-        dataset, plan_of(request.stage, request.size), order=_order(request, dataset),
+        request.dataset, plan_of(request.stage, request.size), order=_order(request),
         device=request.device, dtype=request.dtype, workers=request.workers, execute=False,
     )  # fmt: skip
     with closing(loader):
@@ -116,30 +110,28 @@ def labelled(request: Request, order: BatchOrder) -> Loader | None:
 
     if request.contender not in OURS:
         return None
-    return _open(
-        request, request.dataset, labelled_plan(Config(image_size=request.size)), order, max(1, request.workers // 4)
-    )  # fmt: skip
+    return _open(request, labelled_plan(Config(image_size=request.size)), order, max(1, request.workers // 4))
 
 
 def _ours(request: Request) -> Source:
     if request.stage == "decode":
         return _dali(request) if request.contender == "dali" else _data_loader_decode(request, decode)
-    dataset = request.long_dataset()
-    loader = _open(request, dataset, plan_of(request.stage, request.size), _order(request, dataset), request.workers)
+    loader = _open(request, plan_of(request.stage, request.size), _order(request), request.workers)
     return _endless(loader, burst=request.workers if request.contender == "torch" else 1)
 
 
-def _open(request: Request, dataset: ImageDataset, plan: ViewPlan, order: BatchOrder, workers: int) -> Loader:
+def _open(request: Request, plan: ViewPlan, order: BatchOrder, workers: int) -> Loader:
     return open_loader(
-        cast(LoaderName, request.contender), dataset, plan, order, device=request.device, dtype=request.dtype,
+        cast(LoaderName, request.contender), request.dataset, plan, order, device=request.device, dtype=request.dtype,
         workers=workers, hw_decoder_load=request.hw_decoder_load,
     )  # fmt: skip
 
 
-def _order(request: Request, dataset: ImageDataset) -> BatchOrder:
-    return BatchOrder(
-        len(dataset), request.batch_size * request.ranks, rank=request.rank, world_size=request.ranks, seed=1
-    )  # fmt: skip
+def _order(request: Request) -> CyclicOrder:
+    ranks = request.ranks
+    return CyclicOrder(
+        len(request.dataset), request.batch_size * ranks, steps=STEPS, rank=request.rank, world_size=ranks, seed=1
+    )
 
 
 def _endless(loader: Loader, burst: int = 1) -> Source:
@@ -156,8 +148,8 @@ def _endless(loader: Loader, burst: int = 1) -> Source:
 def _data_loader_decode(request: Request, decoder: Callable[[str], Image]) -> Source:
     from baseline_torchvision import Decoded, data_loader
 
-    dataset = Decoded(request.long_dataset().paths, decoder)
-    loader = data_loader(dataset, request.batch_size, request.workers, False, 8)
+    dataset = Decoded(request.dataset.paths, decoder)
+    loader = data_loader(dataset, request.batch_size, request.workers, STEPS, on_gpu=False, sample_bytes=8)
     return Source(((len(heights), None) for _ in itertools.count() for heights in loader), request.workers)
 
 
@@ -166,12 +158,12 @@ def _torchvision(request: Request) -> Source:
 
     if request.stage == "decode":
         return _data_loader_decode(request, open_file)
-    dataset = Views(request.long_dataset().paths, request.stage, request.size)
+    dataset = Views(request.dataset.paths, request.stage, request.size)
     sample_bytes = views_of(request.stage) * request.size**2 * 3 * 4
     on_gpu = request.device.type == "cuda"
-    # Batch size does not matter to its rate, but to how long a round of all workers takes: half a minute at 256.
+    # The batch size does not change its rate, but how long it takes all workers to make a batch: half a minute at 256.
     batch_size = request.batch_size if request.stage == "step" else min(request.batch_size, _BASELINE_BATCH)
-    loader = data_loader(dataset, batch_size, request.workers, on_gpu, sample_bytes)
+    loader = data_loader(dataset, batch_size, request.workers, STEPS, on_gpu=on_gpu, sample_bytes=sample_bytes)
 
     def batches() -> Generator[Sized]:
         for _ in itertools.count():
@@ -201,7 +193,7 @@ def _reference(request: Request) -> Source:
     from references import decoding, pillow_decoder, turbo_decoder
 
     make = pillow_decoder if request.contender == "pillow" else turbo_decoder
-    _, name = make()  # before the processes start: what they finish while this one is busy would count too much
+    _, name = make()  # before the processes start, as it takes a while, in which their reports would pile up
     stack = ExitStack()
     counts = stack.enter_context(decoding(make, request.dataset.paths, request.workers))
     return Source(((count, None) for count in counts), note=name, stack=stack)

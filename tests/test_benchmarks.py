@@ -3,20 +3,25 @@
 import hashlib
 import importlib
 import io
+import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hand_clock import wound_by_hand
 from PIL import Image
+from torch.utils.data import DataLoader
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -30,9 +35,10 @@ from cocor import launch  # noqa: E402
 from images import open_images  # noqa: E402
 from loaders.errors import UserError  # noqa: E402
 from loaders.names import available_cores  # noqa: E402
+from loaders.synthetic import SyntheticLoader  # noqa: E402
 from photographs import IMAGENET, make_photographs  # noqa: E402
 from processes import alone, in_processes  # noqa: E402
-from sources import STAGES_OF, Contender  # noqa: E402
+from sources import STAGES_OF, Contender, Request, open_source  # noqa: E402
 from stages import Stage  # noqa: E402
 from throughput import arguments, settings_of  # noqa: E402
 from timing import Window, milliseconds, time_together, time_windows  # noqa: E402
@@ -231,6 +237,33 @@ def test_the_step_benchmark_runs_anywhere(tmp_path: Path) -> None:
         assert row["forward_equivalents_per_s"] == pytest.approx(units * row["images_per_s"])
 
 
+@pytest.mark.parametrize(("loader", "stage"), [("torchvision", "decode"), ("torch", "decode"), ("synthetic", "crops")])
+def test_no_epoch_ends_while_a_row_is_timed(
+    loader: Contender, stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's DataLoader would start new worker processes, which takes longer than a batch."""
+    epochs: list[int] = []
+
+    def count(kind: type, method: str) -> None:
+        begin = getattr(kind, method)
+
+        def counted(self: Any, *words: int) -> Any:
+            epochs.append(1)
+            return begin(self, *words)
+
+        monkeypatch.setattr(kind, method, counted)
+
+    count(DataLoader, "__iter__")
+    count(SyntheticLoader, "epoch")
+    for number in range(4):
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{number}.jpg")
+    dataset = open_images(tmp_path, 4).dataset()
+    request = Request(loader, stage, dataset, 2048, 8, torch.device("cpu"), torch.float32, 1, 0.65)
+    with closing(open_source(request)) as source:
+        sizes = [size for size, _ in itertools.islice(source.batches, 6)]
+    assert sizes == [2048] * 6 and epochs == [1]
+
+
 def test_a_loader_that_fails_costs_its_own_cell_only(photo_folder: Path) -> None:
     images = open_images(photo_folder, 16)
     settings = Settings(False, 1, 4, 16, 1, 0.1, 0.65, "no_such_network")
@@ -248,6 +281,28 @@ def test_processes_report_results_exceptions_and_crashes() -> None:
         alone(int, "x")
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_measuring_process_outlives_its_benchmark(number: signal.Signals, tmp_path: Path) -> None:
+    """It would disturb what is measured next."""
+    told, folder = tmp_path / "process", str(ROOT / "benchmarks")
+    work = f"import os, pathlib, time; pathlib.Path({str(told)!r}).write_text(str(os.getpid())); time.sleep(600)"
+    script = f"import sys; sys.path.insert(0, {folder!r}); import processes; processes.alone(exec, {work!r})"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment, start_new_session=True) as benchmark:
+        wait_until(lambda: told.exists() and told.read_text() != "")
+        benchmark.send_signal(number)
+        assert benchmark.wait(60) != 0
+    wait_until(lambda: not Path("/proc", told.read_text()).exists())
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 def test_windows_count_samples_time_and_whole_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = wound_by_hand(timing, monkeypatch)
 
@@ -262,6 +317,27 @@ def test_windows_count_samples_time_and_whole_bursts(monkeypatch: pytest.MonkeyP
         assert len(window.intervals) == 12 and sum(window.intervals) == pytest.approx(window.seconds)
         assert window.samples == 120 and window.rate == pytest.approx(1000)
     assert (milliseconds(windows, 99), milliseconds(windows, 50)) == (pytest.approx(30), 0)
+
+
+def test_batches_that_finish_while_the_cpu_time_is_read_are_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader goes on meanwhile: windows that did not count that time would be too fast."""
+    clock, made = wound_by_hand(timing, monkeypatch), 1000.0
+
+    def read_slowly() -> cpu_time.Reading:
+        clock.sleep(0.05)
+        return cpu_time.Reading(clock.now, clock.now)  # one core is busy
+
+    def loader() -> Iterator[int]:
+        nonlocal made
+        while True:
+            made += 0.03
+            clock.sleep(max(0.0, made - clock.now))
+            yield 10
+
+    monkeypatch.setattr(timing.cpu_time, "read", read_slowly)
+    windows = time_windows(loader(), 0.9)
+    assert sum(w.samples for w in windows) / sum(w.seconds for w in windows) == pytest.approx(10 / 0.03)
+    assert all(window.cores == pytest.approx(1) for window in windows)
 
 
 def test_batches_that_finish_while_ranks_agree_are_in_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
