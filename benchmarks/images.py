@@ -1,5 +1,6 @@
 """The images that are read: a bounded choice from a folder, in the page cache, and the same in a ``.beton`` file."""
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ _CLASSES = 1000
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """The choice, as it is sent to other processes: names below ``root``, sizes (N, 2), and what decoders can read."""
+    """The chosen images, as they are sent to other processes: names below ``root``, ``sizes`` and ``plain`` as in
+    :class:`ImageDataset`."""
 
     root: Path
     names: list[str]
@@ -24,14 +26,14 @@ class Images:
     plain: np.ndarray
 
     def dataset(self) -> ImageDataset:
-        """As loaders take it. Labels are made up: they do not matter to time, and so any folder will do."""
+        """As loaders take them. Labels are made up: they do not matter to time, and so any folder will do."""
         labels = np.arange(len(self.names), dtype=np.int64) % _CLASSES
         classes = [f"{i:04d}" for i in range(_CLASSES)]
         return ImageDataset(self.root, self.names, labels, classes, self.sizes, self.plain)
 
 
 def open_images(folder: Path, most: int) -> Images:
-    """At most ``most`` images of ``folder``, evenly spaced, each read once so that the page cache has it."""
+    """At most ``most`` images of ``folder``, evenly spaced, each read once so that it is in the page cache."""
     if is_beton(folder):
         raise UserError(f"{folder}: this benchmark starts from image files; give their folder")
     dataset = open_folder(folder, on_error="skip", quiet=True)
@@ -43,7 +45,7 @@ def open_images(folder: Path, most: int) -> Images:
 
 
 def describe(images: Images) -> dict[str, Any]:
-    """Number, and mean pixels and kilobytes."""
+    """Their number, and means of their pixels and kilobytes."""
     kilobytes = [(images.root / name).stat().st_size / 1000 for name in images.names]
     return {
         "name": images.root.name,
@@ -73,12 +75,21 @@ def store(images: Images) -> Path:
     from loaders.prep.source import Source
 
     dataset = images.dataset()
-    path = cache_folder() / f"{dataset.digest[:16]}.beton"
+    path = cache_folder() / f"{_fingerprint(dataset)}.beton"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         source = Source(
             dataset.root, "folder", dataset.names, dataset.labels, dataset.classes, [],
             lambda index: FileBytes(dataset.paths[index]),
         )  # fmt: skip
-        convert(source, path, "beton", Settings())
+        convert(source, path, "beton", Settings(), force=True)  # another process may just have made the same
     return path
+
+
+def _fingerprint(dataset: ImageDataset) -> str:
+    """Of these very files: a data set's digest is that of names and sizes in pixels only."""
+    fingerprint = hashlib.sha256(dataset.digest.encode())
+    for path in dataset.paths:
+        status = Path(path).stat()
+        fingerprint.update(f"{status.st_size} {status.st_mtime_ns}\n".encode())
+    return fingerprint.hexdigest()[:16]

@@ -32,9 +32,10 @@ import step  # noqa: E402
 import timing  # noqa: E402
 from cells import Absent, Measured, Settings, measure  # noqa: E402
 from cocor import launch  # noqa: E402
-from images import open_images  # noqa: E402
+from images import open_images, store  # noqa: E402
 from loaders.errors import UserError  # noqa: E402
 from loaders.names import available_cores  # noqa: E402
+from loaders.stored import open_stored  # noqa: E402
 from loaders.synthetic import SyntheticLoader  # noqa: E402
 from photographs import IMAGENET, make_photographs  # noqa: E402
 from processes import alone, in_processes  # noqa: E402
@@ -262,6 +263,28 @@ def test_no_epoch_ends_while_a_row_is_timed(
     with closing(open_source(request)) as source:
         sizes = [size for size, _ in itertools.islice(source.batches, 6)]
     assert sizes == [2048] * 6 and epochs == [1]
+
+
+def test_ffcv_reads_the_images_that_the_other_loaders_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of another folder whose files have the same names and sizes in pixels."""
+    monkeypatch.setattr("images.cache_folder", lambda: tmp_path / "cache")
+    brightest = []
+    for colour in ("red", "blue"):
+        file = tmp_path / colour / "0.png"
+        file.parent.mkdir()
+        Image.new("RGB", (8, 8), colour).save(file)
+        with open_stored(store(open_images(file.parent, 1))).image(0).decode() as image:
+            brightest.append(int(np.argmax(image.getpixel((4, 4)))))
+    assert brightest == [0, 2]
+
+
+def test_two_processes_may_store_the_same_images_at_once(
+    photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("images.cache_folder", lambda: tmp_path)
+    images = open_images(photo_folder, 4)
+    monkeypatch.setattr(Path, "exists", lambda path: False)  # neither sees the other's file
+    assert store(images) == store(images)
 
 
 def test_a_loader_that_fails_costs_its_own_cell_only(photo_folder: Path) -> None:
