@@ -22,7 +22,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cocor.consistency import MeanOverRanks, identity, latent_similarity
 from cocor.methods.base import Method
-from loaders.errors import UserError
 
 
 def inner_products(
@@ -102,15 +101,9 @@ def sample_inner_products(
     cross-entropy by parameter name of ``method``. It stores no activations, but takes the time of about nine forward
     passes (ResNet-50 on an H100, bf16), because BatchNorm's derivative is not fused. ``composites`` (L, B, 3, H, W),
     ``originals`` (B, d) embeddings. ``parameters`` holds the weights before the step by name, for a module that has
-    taken the step already; others are taken from the module.
+    taken the step already; others are taken from the module. Synchronised BatchNorm has no such derivative
+    (``cocor.checks`` refuses it).
     """
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        for module in method.modules():
-            if isinstance(module, nn.SyncBatchNorm):
-                raise UserError(
-                    "consistency: abs needs forward derivatives, which synchronised BatchNorm lacks; "
-                    "use consistency: softplus or hypergradient: taylor"
-                )
     embed = _Composites(method)
     weights_before = dict(method.named_parameters()) | dict(parameters or {})
     fixed = {f"method.{name}": value.detach() for name, value in weights_before.items() if name not in direction}

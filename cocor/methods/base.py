@@ -1,8 +1,8 @@
-"""What the trainer asks of a contrastive method, and the few helpers that methods share. Not a base trainer.
+"""The interface of a contrastive method, and the few helpers that methods share. Not a base trainer.
 
 A step calls ``contrastive`` once, ``embed_original`` and ``embed_composite`` for the consistency loss, steps the
-optimiser and calls ``after_step``. Every one of these forward passes normalises with its own batch statistics; only
-``contrastive`` moves the running statistics of BatchNorm, which evaluation then uses.
+optimiser and calls ``after_step``. In each of these forward passes BatchNorm normalises with the pass's own batch
+statistics; only ``contrastive`` updates the running statistics, which evaluation uses.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,19 +30,19 @@ class _Joined(torch.autograd.Function):
 
 
 def joined(tensor: Tensor, gather: Gather, rank: int, world: int) -> Tensor:
-    """All ranks' ``tensor`` (B, ...) as (world * B, ...), with the gradient of this rank's share.
+    """The ``tensor`` (B, ...) of all ranks, concatenated: (world * B, ...), differentiable in this rank's share.
 
-    For losses of the whole global batch, which every rank computes alike: the gradient is the global loss's, times
-    ``world``, so that averaging over ranks completes it. Nothing travels in the backward pass.
+    For losses of the global batch that every rank computes alike: this rank's gradient is that of the global loss times
+    ``world``, so that averaging over ranks gives the global gradient. The backward pass needs no communication.
     """
     return tensor if world == 1 else _Joined.apply(tensor, gather, rank, world)
 
 
 class Method(nn.Module):
-    """The interface of a method: an ``nn.Module`` whose ``state_dict`` is complete, so that training can resume.
+    """An ``nn.Module`` whose ``state_dict`` is all that is needed to resume.
 
-    ``backbone`` maps images (B, 3, H, W) to features (B, D). ``metrics`` holds detached tensors of the last
-    ``contrastive`` call, local to the rank: ``loss``, ``feature_std`` and what else the method knows.
+    ``backbone`` maps images (B, 3, H, W) to features (B, D). ``metrics`` holds detached scalars () of the last
+    ``contrastive`` call on this rank: ``loss``, ``feature_std`` and more if the method has any.
     """
 
     backbone: nn.Module
@@ -50,16 +50,16 @@ class Method(nn.Module):
     total_steps: int = 1  # of the run, for what a method schedules itself
 
     def contrastive(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
-        """The method's own loss of views (V, B, 3, H, W), a scalar with gradient. Moves running statistics.
+        """The method's own loss of views (V, B, 3, H, W): a scalar with gradient. Updates running statistics.
 
-        ``labels`` (B,) int64 are for supervised methods; the others do not look at them.
+        ``labels`` (B,) int64 are for supervised methods; others ignore them.
         """
         raise NotImplementedError
 
     def reevaluate(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
-        """The loss of the same batch at the present weights, without gradient and without any change of state.
+        """The loss of the same batch at the current weights, without gradient and without any change of state.
 
-        For use between ``contrastive`` and ``after_step``; what depends on the batch alone (keys, queue) stays.
+        For use between ``contrastive`` and ``after_step``; MoCo's keys and queue are those of ``contrastive``.
         """
         raise NotImplementedError
 
@@ -72,19 +72,20 @@ class Method(nn.Module):
         raise NotImplementedError
 
     def after_step(self) -> None:
-        """What follows the optimiser's step, once a step: moving averages, queues."""
+        """Update moving averages and queues; called once per step, after the optimiser."""
         raise NotImplementedError
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Groups for the optimiser. ``fixed_lr`` tells which of them stay at the base learning rate."""
+        """Parameter groups for the optimiser; those with ``fixed_lr`` stay at the base learning rate."""
         raise NotImplementedError
 
 
 @contextmanager
 def batch_statistics_only(module: nn.Module) -> Iterator[None]:
-    """Let BatchNorm in training mode normalise with batch statistics and leave its running statistics alone.
+    """Within the block BatchNorm in training mode does not update its running statistics.
 
-    Also holds for synchronised BatchNorm and timm's variants. Modules in evaluation mode must stay out of it.
+    Also holds for synchronised BatchNorm and timm's variants. Not for modules in evaluation mode: they would normalise
+    with batch statistics.
     """
     tracking = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
     for norm in tracking:
@@ -102,9 +103,9 @@ def feature_size(backbone: nn.Module) -> int:
 
 
 def feature_std(features: Tensor) -> Tensor:
-    """Standard deviation of l2-normalised features (B, d) over the batch, mean over d, times sqrt(d).
+    """Standard deviation over the batch of l2-normalised features (B, d), averaged over d, times sqrt(d): ().
 
-    About 1 for features spread over the sphere, 0 when all of them have collapsed to one point.
+    About 1 for features that are spread over the sphere, 0 if all have collapsed to one point.
     """
     features = normalised(features.detach())
     return features.std(0, correction=0).mean() * features.shape[1] ** 0.5

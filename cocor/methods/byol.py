@@ -1,10 +1,9 @@
-"""BYOL: an online network predicts what a slowly moving copy of itself, the target, makes of the other view.
+"""BYOL: an online network predicts the other view's projection by a slowly moving copy of itself, the target network.
 
 Source: Grill et al. 2020, their loss ``2 - 2 cos`` in both directions, target momentum ``1 - (1 - m0)(cos(pi k / K) +
 1) / 2`` at step k of K. Projector and predictor have one hidden layer each, with BatchNorm and ReLU, and no biases. The
 target normalises with its own batch statistics, as theirs does. The CoCor paper reports results with BYOL, but not
-where its loss attaches. As with SimSiam, composites pass backbone, projector and predictor of the online network here,
-and the original its backbone and projector without gradient.
+where its loss attaches; here it does as with SimSiam, to the online network (``cocor.methods.predicting``).
 """
 
 import copy
@@ -22,7 +21,7 @@ from cocor.methods.predicting import Predicting
 class BYOL(Predicting):
     """BYOL on ``backbone``: hidden layers of ``hidden`` (projector) and ``predictor_dim``, embeddings of ``dim``.
 
-    ``total_steps`` is the K of the momentum's schedule; ``step`` counts, on the device, so a resumed run goes on in it.
+    ``total_steps`` is the K of the momentum's schedule; the buffer ``step`` counts its k, and is saved in checkpoints.
     """
 
     step: Tensor
@@ -48,7 +47,7 @@ class BYOL(Predicting):
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Move the target's parameters towards the online network's."""
+        """Move the target's parameters towards the online network's (exponential moving average)."""
         targets: list[Tensor] = [*self.target_backbone.parameters(), *self.target_projector.parameters()]
         online: list[Tensor] = [*self.backbone.parameters(), *self.projector.parameters()]
         share = (1.0 - target_momentum(self.step, self.total_steps, self.momentum)).to(targets[0].dtype)
@@ -56,7 +55,7 @@ class BYOL(Predicting):
         self.step += 1
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """One group of the online network; its predictor's learning rate decays with the others'."""
+        """One group, the online network; its predictor's learning rate decays with the others'."""
         online = [*self.backbone.parameters(), *self.projector.parameters(), *self.predictor.parameters()]
         return [{"params": online, "weight_decay": weight_decay, "fixed_lr": False}]
 

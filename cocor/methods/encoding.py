@@ -1,4 +1,4 @@
-"""What the methods have in common: their embedding is a head behind the backbone, and what CoCor compares are these."""
+"""What all methods have in common: an embedding by backbone and head, of which CoCor compares cosine similarities."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ from cocor.methods.base import Method, batch_statistics_only
 
 
 class Encoding(Method):
-    """A method that embeds originals and, if it does not say otherwise, composites by its :meth:`encode`."""
+    """A method that embeds originals and, unless it overrides ``embed_composite``, composites with :meth:`encode`."""
 
     def encode(self, images: Tensor) -> Tensor:
         """Images (N, 3, H, W) -> normalised embeddings (N, dim) with gradient."""

@@ -1,8 +1,8 @@
-"""BatchNorm that normalises groups of the batch apart, in a single forward pass of the network.
+"""BatchNorm with separate statistics for groups of the batch, in a single forward pass of the network.
 
-MoCo's keys need several BatchNorm groups on one GPU. Passing each group through the whole network would do it, but
-convolutions over an eighth of the batch leave the GPU waiting for launches (ResNet-50, batch 256 in 8 groups on an
-H100: 73 ms instead of 37 ms). Here only BatchNorm, whose slices of the batch are contiguous, sees the groups.
+MoCo's keys need several BatchNorm groups on one GPU. One forward pass per group would do, but convolutions over an
+eighth of the batch leave the GPU waiting for launches (ResNet-50, batch 256 in 8 groups on an H100: 73 ms instead of
+37 ms). Here only BatchNorm works on the groups, which are contiguous slices of the batch.
 """
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 class GroupedBatchNorm2d(nn.BatchNorm2d):
     """``nn.BatchNorm2d`` with separate batch statistics in ``groups`` equal slices of the batch; without gradient.
 
-    Equal to the bit to calling the network once a group on the same kernels; the running statistics move once a group.
+    Bitwise equal to one call per group with the same kernels; the running statistics are updated once per group.
     """
 
     groups: int
@@ -37,7 +37,7 @@ class GroupedBatchNorm2d(nn.BatchNorm2d):
         return result
 
     def _by_formula(self, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None) -> Tensor:
-        """The same from plain operations, which a compiler joins with what comes before and after."""
+        """The same from elementary operations, which torch.compile fuses with their neighbours."""
         exact = input.to(torch.promote_types(input.dtype, torch.float32))
         groups = exact.unflatten(0, (self.groups, -1))
         var, mean = torch.var_mean(groups, (1, 3, 4), correction=0, keepdim=True)
@@ -54,9 +54,9 @@ class GroupedBatchNorm2d(nn.BatchNorm2d):
 
 
 def group_batch_norm(module: nn.Module, groups: int) -> bool:
-    """Let every ``nn.BatchNorm2d`` in ``module`` normalise ``groups`` apart; parameters and buffers stay the same.
+    """Turn every ``nn.BatchNorm2d`` in ``module`` into a :class:`GroupedBatchNorm2d`; parameters and buffers stay.
 
-    False, and nothing done, where the module has other kinds of BatchNorm: then pass its groups one by one.
+    Returns False, and changes nothing, if the module has other kinds of BatchNorm: its groups need a pass each then.
     """
     norms = [m for m in module.modules() if isinstance(m, _BatchNorm)]
     if not all(type(norm) is nn.BatchNorm2d and norm.momentum is not None for norm in norms):

@@ -1,10 +1,10 @@
-"""INTL: iterative normalisation whitens a batch, a trace loss makes its eigenvalues equal where that falls short.
+"""INTL: iterative normalisation whitens a batch approximately; a trace loss equalises the remaining eigenvalues.
 
 Source: Weng et al. 2023 ("Modulate Your Spectrum in Self-Supervised Learning") and its authors' code in the default
 setting, "channel whitening": an embedding is centred over its own d values, and the N embeddings of the batch are
 whitened among each other, which takes N < d. Four Newton steps leave eigenvalues below 1; the trace loss pulls every
 image's variance to 1. The projector has three linear layers. The CoCor paper reports results with INTL, but not where
-its loss attaches: here originals (without gradient) and composites are compared before whitening, behind the projector.
+its loss attaches: here to the projector's output, before whitening, of composites and (without gradient) originals.
 """
 
 import math

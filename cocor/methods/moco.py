@@ -1,12 +1,12 @@
 """MoCo v2: contrast with a queue of keys from a slowly moving copy of the encoder.
 
 Source: He et al. 2020 and Chen et al. 2020 ("Improved Baselines with Momentum Contrastive Learning"). The query encoder
-sees view 0 and the key encoder view 1; the loss tells a query's key from the K keys in the queue (1 + K logits).
+sees view 0 and the key encoder view 1; InfoNCE contrasts a query's own key with the K keys in the queue (1 + K logits).
 CoCor embeds both originals and composites with the query encoder, head included (paper, appendix "Experimental Setup
 for Pre-training").
 
-BatchNorm would let the network cheat by matching the batch statistics of queries and keys. So the global batch of keys
-is shuffled and cut into groups with separate statistics, ``key_bn_splits`` on each rank (``cocor.methods.shuffle``).
+Batch statistics shared by a query and its key would let the network cheat. So the global batch of keys is shuffled and
+cut into groups with separate BatchNorm statistics, ``key_bn_splits`` on each rank (``cocor.methods.shuffle``).
 """
 
 import copy
@@ -24,10 +24,10 @@ from loaders.errors import UserError
 
 
 class MoCo(Encoding):
-    """MoCo v2 on ``backbone``. ``gather`` concatenates equally shaped tensors of all ranks along dimension 0, and
-    ``exchange`` sends each rank its part of one.
+    """MoCo v2 on ``backbone`` with a queue of ``queue`` keys. ``gather`` concatenates equally shaped tensors of all
+    ranks along dimension 0; ``exchange`` is an all-to-all of equal parts (``cocor.distributed``).
 
-    ``queue`` counts keys; ``key_bn_splits`` 1 on a single rank encodes the keys as one batch in their own order.
+    With ``key_bn_splits`` 1 on a single rank the keys are encoded as one batch, without shuffling.
     """
 
     queue: Tensor
@@ -56,7 +56,7 @@ class MoCo(Encoding):
         self.temperature, self.momentum, self.key_bn_splits = temperature, momentum, key_bn_splits
         self.gather, self.exchange, self.rank, self.world = gather, exchange, rank, world
         self._groups_inside = key_bn_splits > 1 and group_batch_norm(self.key_backbone, key_bn_splits)
-        # Its own generator: all ranks start from the same queue, whatever they have drawn before.
+        # A generator of its own: all ranks start from the same queue, whatever they have drawn before.
         start = torch.randn(queue, dim, generator=torch.Generator().manual_seed(0))
         self.register_buffer("queue", normalised(start))
         self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))
@@ -80,7 +80,7 @@ class MoCo(Encoding):
 
     @torch.no_grad()
     def reevaluate(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
-        """The loss of the last ``contrastive`` call with the present query encoder and the same keys."""
+        """The loss of the last ``contrastive`` call with the current query encoder and the same keys."""
         with batch_statistics_only(self.backbone):
             return _info_nce(*self._logits(self.encode(views[0])))
 
@@ -107,7 +107,7 @@ class MoCo(Encoding):
         torch._foreach_lerp_(keys, queries, 1.0 - self.momentum)
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """One group of backbone and head; as in the authors' code weight decay spares nothing. No predictor here."""
+        """One group of backbone and head; as in the authors' code biases and BatchNorm decay too. No predictor here."""
         parameters = [*self.backbone.parameters(), *self.head.parameters()]
         return [{"params": parameters, "weight_decay": weight_decay, "fixed_lr": False}]
 
@@ -116,7 +116,7 @@ class MoCo(Encoding):
         if self.world == 1 and self.key_bn_splits == 1:
             return self._encode_key(images)
         groups = self.key_bn_splits * self.world
-        # Channels last is contiguous as (N, H, W, C), so neither sending nor choosing images changes their layout.
+        # Channels-last images are contiguous as (N, H, W, C): indexing and sending them keeps that layout.
         mine = shuffle.shuffled(
             images.permute(0, 2, 3, 1).contiguous(), self.step, groups, world=self.world, rank=self.rank,
             exchange=self.exchange, gather=self.gather,
@@ -129,7 +129,7 @@ class MoCo(Encoding):
         return normalised(self.key_head(self.key_backbone(images)))
 
     def _logits(self, queries: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of the own key (B,) and of the queue (B, K), float32 also under autocast."""
+        """Logits of each query's own key (B,) and of the queue (B, K), float32 even under autocast."""
         if self._keys is None:
             raise RuntimeError("reevaluate needs the keys of contrastive and comes before after_step")
         local = len(queries)

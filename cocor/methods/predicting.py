@@ -1,7 +1,7 @@
-"""What SimSiam and BYOL have in common: a predictor behind the projector, and two views that predict each other.
+"""What SimSiam and BYOL have in common: a predictor after the projector, and two views that predict each other.
 
-The CoCor paper attaches its loss to SimSiam like this: composites pass backbone, projector and predictor, the original
-backbone and projector without gradient (appendix "Experimental Setup for Pre-training").
+CoCor's loss compares composites behind backbone, projector and predictor with the original behind backbone and
+projector, without gradient (paper, appendix "Experimental Setup for Pre-training", for SimSiam).
 """
 
 import torch
@@ -13,7 +13,7 @@ from cocor.methods.encoding import Encoding
 
 
 class Predicting(Encoding):
-    """A method with ``projector`` and ``predictor`` on its backbone; it has its own :meth:`loss_of`."""
+    """A method with ``projector`` and ``predictor`` on its backbone. Subclasses define :meth:`loss_of`."""
 
     projector: nn.Module
     predictor: nn.Module
@@ -30,7 +30,7 @@ class Predicting(Encoding):
 
     @torch.no_grad()
     def reevaluate(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
-        """The loss of ``views`` at the present weights; a second network, if there is one, has not moved yet."""
+        """The loss of ``views`` at the current weights; BYOL's target network has not been updated yet."""
         with batch_statistics_only(self):
             return self.loss_of(views)[0]
 

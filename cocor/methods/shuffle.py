@@ -1,12 +1,12 @@
-"""Shuffled batches for MoCo's keys: which key shares a BatchNorm group with which, and how its image gets there.
+"""Shuffled batches for MoCo's keys: which keys share a BatchNorm group, and how their images get to its rank.
 
 The global batch is cut into as many chunks as there are groups. Each chunk is put into a random order and dealt out in
 equal pieces, one to each group, so that every group holds images of every chunk. The order is a hash of the step: the
-same on all ranks and after a resume, and made on the device. As ranks hold whole chunks and whole groups, each sends
-equally many images to each other one: a rank receives no more than its own share, however many ranks there are. Groups
-depend on their number alone, not on how many ranks share them.
+same on all ranks and after a resume, and computed on the device. As ranks hold whole chunks and whole groups, each
+sends equally many images to each other rank, and none receives more than its own share. The groups depend on their
+number alone, not on the number of ranks.
 
-Groups too small for equal pieces are shuffled as one, and the images then gathered on every rank.
+If groups are too small for equal pieces, the whole batch is shuffled instead, and all images gathered on every rank.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Exchange = Callable[[Tensor], Tensor]
 
 
 def order(step: Tensor, count: int, groups: int) -> Tensor:
-    """(count,) int64: the place in the global batch of every image of the shuffled one, whose groups lie in a row."""
+    """(count,) int64: the index in the global batch of each image of the shuffled one, whose groups are contiguous."""
     if not _deals(count, groups):
         return permutation(step, count)
     chunk = count // groups
@@ -29,8 +29,8 @@ def shuffled(images: Tensor, step: Tensor, groups: int, *, world: int, rank: int
              gather: Exchange) -> Tensor:  # fmt: skip
     """This rank's part (B, ...) of the shuffled global batch, in ``order``, from its part (B, ...) of the batch.
 
-    ``exchange`` sends the r-th of ``world`` equal parts along dimension 0 to rank r and returns what arrives, in the
-    order of senders; ``gather`` joins the parts of all ranks. ``groups`` are those of all ranks.
+    ``exchange`` sends the r-th of ``world`` equal parts along dimension 0 to rank r and returns the parts received, in
+    the order of their senders; ``gather`` concatenates the parts of all ranks. ``groups`` counts those of all ranks.
     """
     local = len(images)
     count, first = world * local, rank * local
@@ -49,13 +49,14 @@ def permutation(step: Tensor, count: int) -> Tensor:
 
 
 def _deals(count: int, groups: int) -> bool:
+    """Whether each chunk can be dealt out in equal pieces."""
     return count % groups**2 == 0
 
 
 def _dealt(step: Tensor, count: int, groups: int) -> Tensor:
-    """The places of all images, chunk by chunk, each chunk in its random order."""
-    inside = _hash(step, count).view(groups, -1).argsort(stable=True)
-    return (inside + torch.arange(groups, device=step.device)[:, None] * (count // groups)).flatten()
+    """The indices of all images, chunk by chunk, each chunk in its random order."""
+    within_chunk = _hash(step, count).view(groups, -1).argsort(stable=True)
+    return (within_chunk + torch.arange(groups, device=step.device)[:, None] * (count // groups)).flatten()
 
 
 def _hash(step: Tensor, count: int) -> Tensor:

@@ -28,7 +28,7 @@ class SimSiam(Predicting):
         super().__init__()
         self._fix_predictor_lr = fix_predictor_lr
         self.backbone = backbone
-        # No linear layer before a BatchNorm has a bias, which BatchNorm would only subtract again.
+        # Linear layers before a BatchNorm need no bias: it would be subtracted again.
         self.projector = nn.Sequential(
             nn.Linear(feature_size(backbone), dim, bias=False),
             nn.BatchNorm1d(dim),

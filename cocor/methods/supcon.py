@@ -1,4 +1,4 @@
-"""SupCon: all views of a class attract each other, all other views of the batch repel.
+"""SupCon: views of the same class attract each other, all other views of the batch repel.
 
 Source: Khosla et al. 2020, their loss "out", which averages over positives outside the logarithm. The head is 2048-2048
 (ReLU)-128. Their code multiplies by temperature / 0.07, which is 1 at its default; here that factor is left out. CoCor
@@ -61,7 +61,7 @@ class SupCon(Encoding):
         return [{"params": parameters, "weight_decay": weight_decay, "fixed_lr": False}]
 
     def _loss(self, embeddings: Tensor, labels: Tensor | None) -> Tensor:
-        """Of (V, B, dim) on this rank; the samples of all ranks come one behind the other, each with its views."""
+        """The global loss of this rank's embeddings (V, B, dim). Rows are ordered by rank, then sample, then view."""
         assert labels is not None
         views = len(embeddings)
         everything = joined(embeddings.transpose(0, 1).contiguous(), self.gather, self.rank, self.world)
@@ -73,8 +73,8 @@ class SupCon(Encoding):
 def supervised_contrastive(embeddings: Tensor, labels: Tensor, temperature: float) -> Tensor:
     """Mean over anchors i of ``-mean_p log(exp(z_i z_p / T) / sum_{a != i} exp(z_i z_a / T))``.
 
-    ``embeddings`` (N, d) are normalised, p runs over the other views of i's label in ``labels`` (N,). An anchor without
-    any such view adds 0 to the mean; with two views an image, every image has one, however lonely its label is.
+    ``embeddings`` (N, d) are normalised, p runs over the other views with i's label in ``labels`` (N,). An anchor
+    without any such view adds 0 to the mean; with two views per image every anchor has at least one.
     """
     logits = embeddings @ embeddings.T / temperature
     itself = torch.eye(len(logits), dtype=torch.bool, device=logits.device)

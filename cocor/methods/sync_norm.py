@@ -1,8 +1,8 @@
 """BatchNorm over the batches of all ranks, as SimSiam, BYOL and INTL use it.
 
-On GPUs it is PyTorch's ``nn.SyncBatchNorm``, which has no CPU version; there it is :class:`GlobalBatchNorm`, in plain
-differentiable operations. Both have BatchNorm's parameters and buffers under the same names, and both leave the running
-statistics alone where ``track_running_stats`` is off.
+On GPUs it is PyTorch's ``nn.SyncBatchNorm``, which has no CPU version; on the CPU :class:`GlobalBatchNorm`, made of
+differentiable operations. Both have BatchNorm's parameters and buffers under the same names, and neither updates the
+running statistics while ``track_running_stats`` is off.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class _MeanOverRanks(torch.autograd.Function):
-    """The mean over ranks, forwards and backwards: every rank's result depends on every rank's share."""
+    """The mean over ranks, in the forward and the backward pass: every rank's result depends on every rank's input."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -33,7 +33,8 @@ def _mean(tensor: Tensor) -> Tensor:
 
 
 class GlobalBatchNorm(_BatchNorm):
-    """BatchNorm of (N, C) or (N, C, H, W) over the equally large batches of all ranks, and what timm puts behind it."""
+    """BatchNorm of (N, C) or (N, C, H, W) over the equally large batches of all ranks, followed by its child modules:
+    timm's variants hold a dropout and an activation."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         pass
@@ -77,12 +78,12 @@ def synchronise_batch_norm(module: nn.Module, device: torch.device) -> nn.Module
 
 
 def _synchronised(norm: _BatchNorm, device: torch.device) -> nn.Module:
-    inside = dict(norm.named_children())  # timm's have a dropout and an activation
+    children = dict(norm.named_children())  # timm's variants: a dropout and an activation
     kind: type[_BatchNorm] = GlobalBatchNorm
     if device.type == "cuda":
-        kind = SyncBatchNormAct if inside else nn.SyncBatchNorm
+        kind = SyncBatchNormAct if children else nn.SyncBatchNorm
     result = kind(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
     result._parameters, result._buffers = norm._parameters, norm._buffers
-    for name, part in inside.items():
+    for name, part in children.items():
         result.add_module(name, part)
     return result.train(norm.training)
