@@ -10,9 +10,9 @@ file="runs/NAME/backbone.safetensors", num_classes=0))``. ResNets also fit torch
     model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
     timm.models.load_checkpoint(model, "runs/NAME/backbone.safetensors")
 
-A transformer that was trained on another image size than timm's own wants it as well: ``img_size=96``.
+A transformer that was trained at another image size than timm's default needs that as well: ``img_size=96``.
 
-The file's metadata tells architecture, stem and training.
+The file's metadata hold architecture, stem, image size, method and step.
 """
 
 from collections.abc import Mapping

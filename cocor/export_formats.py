@@ -5,8 +5,8 @@
     safetensors   NAME/              model.safetensors, config.json, README.md: a folder for the Hugging Face Hub
     detectron2    NAME.pkl           numpy arrays by Detectron2's names, with matching_heuristics
 
-Every file is loaded back, by the program that it is for where that is installed, and must give the same weights; only
-then does its path get reported. A small stem is refused where the other program's model has none.
+Every file is loaded back, by the program that it is for if that is installed, and must give the same weights and
+features. A small stem is refused if the other program's model has none.
 """
 
 import json
@@ -33,7 +33,8 @@ from loaders.errors import UserError
 
 Format = Literal["timm", "torchvision", "safetensors", "detectron2"]
 
-# Wide ones and ResNeXts by WIDTH_PER_GROUP and NUM_GROUPS. None with other stems, norms or attention.
+# Detectron2 builds wide ResNets and ResNeXts with WIDTH_PER_GROUP and NUM_GROUPS; none with other stems, norms or
+# attention.
 _IN_DETECTRON2 = re.compile(r"(resnet\d+|wide_resnet\d+_2|resnext\d+_\d+x\d+d)(\..+)?")
 
 
@@ -53,9 +54,9 @@ def check_possible(encoder: Encoder, form: Format) -> None:
     """UserError if the format cannot hold this encoder."""
     if form == "torchvision":
         model = _torchvision_model(encoder)
-        strange = sorted(set(_weights(encoder)) ^ {name for name in model.state_dict() if not name.startswith("fc.")})
-        if strange:
-            raise UserError(f"--to torchvision: {len(strange)} weights have other names there, such as {strange[0]}")
+        other = sorted(set(_weights(encoder)) ^ {name for name in model.state_dict() if not name.startswith("fc.")})
+        if other:
+            raise UserError(f"--to torchvision: {len(other)} weights have other names there, such as {other[0]}")
     if form == "detectron2":
         bottleneck = "layer1.0.conv3.weight" in _weights(encoder)
         if not bottleneck or encoder.stem != "imagenet" or not _IN_DETECTRON2.fullmatch(encoder.architecture):
@@ -139,7 +140,7 @@ def _write_safetensors(encoder: Encoder, output: Path) -> None:
 
 
 def model_card(encoder: Encoder, features: int) -> str:
-    """The README of an exported folder: what it is, how to load it, what its pixels must look like."""
+    """The README of an exported folder: what it is, how to load it, how to normalise its input."""
     stem = ""
     if encoder.stem == "small":
         stem = (
@@ -202,7 +203,7 @@ def _write_detectron2(encoder: Encoder, output: Path) -> None:
 
 
 def _check_detectron2(encoder: Encoder, output: Path) -> None:
-    """Every weight must be there under its name, and by Detectron2's own ResNet where it is installed."""
+    """Every weight must be there under its name; if Detectron2 is installed, the names must be those of its ResNet."""
     found = pickle.loads(output.read_bytes())["model"]  # just written here
     wanted = {n: v for n, v in _weights(encoder).items() if not n.endswith("num_batches_tracked")}
     equal = all(np.array_equal(found[detectron2_name(name)], value.numpy()) for name, value in wanted.items())
@@ -214,7 +215,7 @@ def _check_detectron2(encoder: Encoder, output: Path) -> None:
 
 
 def detectron2_resnet_names(architecture: str) -> set[str] | None:
-    """The names in Detectron2's own ResNet, the same at every width; None where it is not installed."""
+    """The weight names of Detectron2's ResNet, equal at every width; None if Detectron2 is not installed."""
     try:
         from detectron2.config import get_cfg
         from detectron2.modeling.backbone import build_resnet_backbone
@@ -229,6 +230,7 @@ def detectron2_resnet_names(architecture: str) -> set[str] | None:
 
 
 def _same(encoder: Encoder, model: nn.Module, output: Path) -> None:
+    """Raise a RuntimeError unless ``model``, loaded from ``output``, has the encoder's weights and features."""
     if digest(model) != encoder.digest:
         raise RuntimeError(f"{output} does not give the encoder's weights back")
     side = _only_size(encoder) or 64

@@ -1,4 +1,4 @@
-"""A training step recorded once as a CUDA graph, and played back from then on."""
+"""A training step captured once as a CUDA graph, and replayed from then on."""
 
 import gc
 from collections import Counter
@@ -13,13 +13,13 @@ from cocor.step import Metrics, TrainingStep
 from loaders.batch import Batch
 from loaders.errors import UserError
 
-WARM_UP = 3  # ordinary steps before the recording: they compile, choose algorithms and make the optimisers' moments
-_PARALLEL_BATCH = 128  # images a GPU up to which the lengths run side by side, which then still fits into memory
+WARM_UP = 3  # ordinary steps before the capture: they compile, choose algorithms and allocate the optimisers' state
+_PARALLEL_BATCH = 128  # images per GPU up to which lengths run concurrently: larger batches may not fit into memory
 
 
 @dataclass
 class _Recording:
-    """``compute`` as a CUDA graph that reads ``inputs`` and writes ``values``, those of all metrics in a row."""
+    """``compute`` as a CUDA graph that reads ``inputs`` and writes ``values``, all metrics concatenated."""
 
     graph: torch.cuda.CUDAGraph
     inputs: tuple[Batch, Batch | None]
@@ -40,21 +40,22 @@ class _Recording:
 class RecordedStep:
     """A training step as one CUDA graph.
 
-    The first steps run as usual, since only these may allocate, compile and choose. Then ``compute`` is recorded with
-    its own input tensors; from there on a step copies its batch into these and plays the recording back. With
-    ``parallel`` the lengths run on streams of their own, beside the contrastive part, to fill the GPU; by default small
-    batches do, for it takes the memory of all passes at once.
+    The first steps run as usual: they may allocate, compile and choose algorithms, which a capture must not. Then
+    ``compute`` is captured with input tensors of its own; from there on a step copies its batch into these and replays
+    the graph. With ``parallel`` the lengths run on streams of their own, beside the contrastive part, to fill the GPU.
+    That takes the memory of all passes at once, so that by default only small batches do it.
 
-    Steps with and without a labelled batch are recorded apart, each kind after its own first steps. The two share their
-    memory, as neither needs what the other has left there. Which lengths a step trains on is no matter, only how many.
+    Steps with and without a labelled batch have a graph each, captured after the first steps of that kind. The two
+    share a memory pool, as neither needs what the other has left there. Which lengths a step trains on does not matter
+    to a graph, only how many.
 
-    A batch of other shapes than the recorded ones is an ordinary step.
+    A batch of other shapes than the captured ones is an ordinary step.
     """
 
     def __init__(self, step: TrainingStep, parallel: bool | None = None) -> None:
         self._step = step
         self._parallel = parallel
-        self._ordinary: Counter[bool] = Counter()  # steps made, with a labelled batch and without
+        self._ordinary: Counter[bool] = Counter()  # ordinary steps so far, with (True) and without a labelled batch
         self._recordings: dict[bool, _Recording] = {}
         self._stream = torch.cuda.Stream(step.device)
         self._memory = torch.cuda.graph_pool_handle()
@@ -86,7 +87,7 @@ class RecordedStep:
         self._step.streams.use([torch.cuda.Stream(self._step.device) for _ in batch.composites] if parallel else [])
 
     def _warm_up(self, batch: Batch, labelled: Batch | None) -> Metrics:
-        """An ordinary step, on the stream of the recording: what PyTorch remembers of a stream then fits both."""
+        """An ordinary step, on the stream of the capture: what PyTorch caches per stream then serves both."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             metrics = self._step.compute(batch, labelled)
@@ -99,15 +100,15 @@ class RecordedStep:
         self._step.optimiser.zero_grad(set_to_none=True)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        gc.collect()  # an older recording that is freed during this one would break it
-        # Other threads (loaders, NCCL's watchdog) go on with their work meanwhile.
+        gc.collect()  # an older graph that is freed during a capture would break it
+        # Other threads (loaders, NCCL's watchdog) go on using the device meanwhile.
         recording = torch.cuda.graph(graph, self._memory, self._stream, capture_error_mode="thread_local")
         try:
             with _no_garbage_collection(), recording:
                 metrics = self._step.compute(*inputs)
                 values = torch.cat([value.detach().float().flatten() for value in metrics.values()])
         except RuntimeError as error:
-            for cause in (error, error.__context__):  # ending a broken recording fails as well
+            for cause in (error, error.__context__):  # ending a broken capture raises an error of its own
                 if isinstance(cause, torch.OutOfMemoryError):
                     raise cause from None
             reason = str(error.__context__ or error).strip().splitlines()[0]

@@ -1,8 +1,8 @@
-"""What a checkpoint of a run holds, and how a run goes on from one: at the same place, or not at all.
+"""What a checkpoint of a run holds, and how a run resumes from one: exactly there, or not at all.
 
-A run's position is the number of finished steps; the order of samples and their views follow from it. So it may go on
-on another number of ranks, and sees the same global batches. What changes then is how many images of a rank
-BatchNorm normalises together: that is a change of the method, hence refused unless it is asked for.
+A run's position is the number of finished steps; the order of samples and their views follow from it. A run may
+therefore resume on another number of ranks and still sees the same global batches. But BatchNorm may then normalise
+other numbers of images together: that changes the method, and is refused unless the user asks for it.
 """
 
 import logging
@@ -22,16 +22,16 @@ from cocor.export import export_backbone
 from cocor.run import Run
 from loaders.errors import UserError
 
-_LAYOUT = {"ranks": 0, "images a rank": 0}  # what is no part of the method
+_LAYOUT = {"ranks": 0, "images a rank": 0}  # the part of geometry() that does not change the method
 _log = logging.getLogger(__name__)
 
 
 def save(run: Run, *, must: bool) -> None:
-    """Write a checkpoint and the backbone, on the main rank; the others wait. A full disk is a warning unless the
-    checkpoint ``must`` be written: the next one may find more room.
+    """Write a checkpoint and the backbone, on the main rank; the others wait. If it cannot be written, as on a full
+    disk, that is a warning unless it ``must`` be: the next one may find more room.
 
     Raises:
-        UserError: it cannot be written but must, or the run has lost its way (see :mod:`cocor.watch`).
+        UserError: it cannot be written but must be, weights are not finite, or :mod:`cocor.watch` stops the run.
     """
     run.watch.look(run.step.learning_rate)
     _refuse_lost_weights(run)
@@ -47,8 +47,8 @@ def save(run: Run, *, must: bool) -> None:
 
 
 def save_alone(run: Run) -> None:
-    """As :func:`save` of what must be saved, on the main rank, while the others and the thread that trains wait for
-    something else."""
+    """As :func:`save` with ``must``, but on the main rank alone, without collectives, and in another thread than the
+    one that trains, which is waiting for data."""
     if run.world.device.type == "cuda":
         torch.cuda.set_device(run.world.device)
         torch.cuda.synchronize()  # with the streams of the other thread
@@ -80,10 +80,11 @@ def _write(run: Run) -> None:
 
 
 def restore(run: Run) -> Path | None:
-    """Go on from the checkpoint that ``--resume`` means, if it means one; returns its path.
+    """Load the checkpoint that ``--resume`` asks for into ``run``; returns its path, or None if there is none to load.
 
     Raises:
-        UserError: nothing loads there, or it is of another run, on other images, or on ranks that change the method.
+        UserError: no checkpoint loads, or it is from another run, from other images, or from ranks that change the
+            method.
     """
     config = run.config
     found = None if config.resume is None else checkpoint.find(config.resume, config.output)
@@ -115,7 +116,7 @@ def _refuse_strangers(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def _labelled(run: Run) -> str:
-    """The digest of the images whose labels the MMNN may see; empty if it needs none."""
+    """The digest of the images whose labels the MMNN may use; empty if it needs none."""
     return "" if run.data.labelled is None else run.data.labelled.digest
 
 
@@ -126,7 +127,7 @@ def _other_labels(run: Run, state: Mapping[str, Any]) -> list[str]:
 
 
 def geometry(run: Run) -> dict[str, int]:
-    """How batches are laid out over the ranks: all but the first two is part of what a step means."""
+    """How batches are laid out over the ranks. All but the first two entries are part of what a step computes."""
     config, ranks = run.config, run.world.size
     layout = {"ranks": ranks, "images a rank": config.batch_size // ranks}
     if any(isinstance(module, _BatchNorm) for module in run.step.method.modules()):
@@ -139,7 +140,7 @@ def geometry(run: Run) -> dict[str, int]:
 
 
 def _compare_ranks(run: Run, path: Path, state: Mapping[str, Any]) -> None:
-    """Refuse ranks on which a step would mean something else, unless ``--force-ranks``."""
+    """Refuse a number of ranks on which a step would compute something else, unless ``--force-ranks``."""
     now = geometry(run)
     saved = state["geometry"]
     if saved == now:
@@ -159,7 +160,7 @@ def _show(layout: Mapping[str, int]) -> str:
 
 
 def _agree(run: Run, step: int) -> None:
-    """All ranks must have found the same checkpoint, which file systems of several machines may delay."""
+    """Collective: check that all ranks have found the same checkpoint; network file systems may show it late."""
     last, first = run.votes.now(step, -step)
     if last != -first:
         raise UserError(f"--resume: one rank finds step {-first}, another step {last}; is --output the same for all?")

@@ -50,12 +50,12 @@ class Run:
                 part.close()
 
     def reading(self) -> list[str]:
-        """The files that loaders read at this moment, as far as they know."""
+        """The names of the files that the loaders are reading at this moment, as far as they know."""
         loaders = [self.loader, self.labelled, *((self.knn.bank, self.knn.queries) if self.knn is not None else ())]
         return sorted({name for loader in loaders if loader is not None for name in loader.reading()})
 
     def pairs(self, epoch: int, first: int) -> Generator[tuple[Batch, Batch | None], None, None]:
-        """Batches of an epoch from step ``first`` on, each with its labelled batch, if it has one."""
+        """Batches of an epoch from step ``first`` on, each with its labelled batch or, if it has none, None."""
         turns, number = self.step.turns, epoch * self.loader.steps_per_epoch + first
         with ExitStack() as stack:
             batches = stack.enter_context(closing(stop.awaited(self.loader.epoch(epoch, first))))
@@ -71,15 +71,16 @@ class Run:
 
 
 def build(config: Config, world: World) -> Run:
-    """Open the data and build networks and loaders. Ranks read the folder one after the other's index is cached."""
+    """Open the data and build networks and loaders. The main rank opens the data first, and caches the index of images
+    for the others."""
     data = main_first(lambda: open_data(config))
     precision = torch.bfloat16 if config.precision == "bf16" else torch.float32
     if world.device.type == "cuda":
         torch.backends.cudnn.benchmark = True
         torch.set_float32_matmul_precision("high")
     else:
-        # The threads of an operation wait for each other without sleeping: one that has to share its core with the
-        # loader holds up all others. A small network on two cores is many times faster on one of them.
+        # Threads of an operation spin while they wait for each other: one that shares its core with the loader holds up
+        # all others. On two cores a small network is many times faster with one thread.
         torch.set_num_threads(max(1, min(torch.get_num_threads(), usable_cpus() - 1)))
     method = build_method(config, world)
     loader = training_loader(config, data, world, precision)

@@ -1,4 +1,4 @@
-"""The folder of a run: made by one rank, never mixed up with another run's, never emptied by accident.
+"""The folder of a run: made by the main rank, never shared with another run, never emptied by accident.
 
 runs/NAME/  config.yaml  log.txt  metrics.jsonl  checkpoints/  backbone.safetensors  views.png  (faults.jsonl)
 """
@@ -22,18 +22,18 @@ from loaders.writable import check_file, check_folder
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
-_MARK = "# cocor "  # begins the line of versions in a run's config.yaml
+_MARK = "# cocor "  # how the line of versions begins in a run's config.yaml
 _OF_A_RUN = frozenset(
     {CONFIG, run_lock.FILE, "metrics.jsonl", CHECKPOINTS, "backbone.safetensors", "views.png", "faults.jsonl"}
 )
 
 
 def check(config: Config) -> None:
-    """Raise a UserError if the run must not write to its output folder; changes nothing. Called before anything else is
-    done, and again once nobody else can be writing there.
+    """Raise a UserError if the run must not write to its output folder; changes nothing. Called before anything else,
+    and again once no other process can be writing there.
 
-    A run is only replaced with ``--overwrite``, nothing that is no run ever is, the folders of images and run stay
-    apart, and what a run starts from is not removed.
+    A run is replaced only with ``--overwrite``, and a folder that holds anything else never is. The run folder must not
+    lie in a folder of images or the other way round, and ``--overwrite`` must not remove files that the run reads.
     """
     folder = config.output
     for place in () if config.loader == "synthetic" else (config.data, config.val_data):
@@ -64,10 +64,12 @@ def check_trace(config: Config) -> None:
 
 
 def prepare(config: Config, asked: Config, images: Sequence[Path], lock: RunLock, *, resumes: bool) -> None:
-    """Make the output folder of a new run, or accept that of a run that ``resumes``; save in it what was ``asked`` for.
-    ``lock`` is held afterwards.
+    """Make the output folder of a new run, or accept that of a run that ``resumes``; save the configuration in it, as
+    it was ``asked`` for. ``lock`` is held afterwards.
 
-    UserError as in :func:`check`, with all folders of ``images``, or if another process was faster.
+    Raises:
+        UserError: as in :func:`check`, here for all folders of ``images``; or another process has begun the run
+            meanwhile.
     """
     folder = config.output
     for place in images:
@@ -89,7 +91,7 @@ def prepare(config: Config, asked: Config, images: Sequence[Path], lock: RunLock
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether the folder's config.yaml was written by a run; other programs have files of that name as well."""
+    """Whether a run has written the folder's config.yaml; other programs have files of that name as well."""
     try:
         with (folder / CONFIG).open(encoding="utf-8", errors="replace") as file:
             return any(line.startswith(_MARK) for line in islice(file, 4))
@@ -98,7 +100,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _kept(entry: Path) -> bool:
-    """Whether ``entry`` of an output folder is more than what a run leaves that is killed while it begins."""
+    """Whether ``entry`` of an output folder is more than what a run that is killed at its very start leaves behind."""
     if entry.name == CHECKPOINTS and entry.is_dir():
         return any(entry.iterdir())
     begun = entry.name == run_lock.FILE and entry.stat().st_size == 0
@@ -106,7 +108,7 @@ def _kept(entry: Path) -> bool:
 
 
 def _accept(config: Config, is_run: bool) -> None:
-    """Raise a UserError unless an output folder that is not empty may be resumed in, or emptied."""
+    """Raise a UserError unless a non-empty output folder may be resumed in, or emptied. ``is_run``: it holds a run."""
     folder = config.output
     if not is_run and (config.overwrite or config.resume is not None):
         raise UserError(f"--output {folder} holds something, but no run; choose another --output")
@@ -125,16 +127,16 @@ def _accept(config: Config, is_run: bool) -> None:
 
 
 def refuse_overlap(folder: Path, images: Path) -> None:
-    """Raise a UserError if one of a run's ``folder`` and a folder of ``images`` lies in the other."""
+    """Raise a UserError if a run's ``folder`` lies in a folder of ``images``, or the other way round."""
     output, place = folder.resolve(), images.resolve()
     if output.is_relative_to(place) or place.is_relative_to(output):
         raise UserError(f"--output {folder} and the images in {images} overlap; choose another --output")
 
 
 def _empty(folder: Path) -> None:
-    """Remove a run, but for the file that carries the lock."""
+    """Remove all of a run but the file that carries the lock, which is truncated."""
     try:
-        for entry in sorted(folder.iterdir(), key=lambda entry: entry.name == CONFIG):  # that says it is a run: last
+        for entry in sorted(folder.iterdir(), key=lambda entry: entry.name == CONFIG):  # last, as it marks a run
             if entry.name == run_lock.FILE and not entry.is_symlink():
                 os.truncate(entry, 0)
             elif entry.is_dir() and not entry.is_symlink():
@@ -149,9 +151,8 @@ def _empty(folder: Path) -> None:
 def _save_config(config: Config, asked: Config) -> None:
     """Write the resolved configuration, with the command and the versions that produced the run.
 
-    How many GPUs and threads this machine has is told, but not prescribed to the next one.
+    GPUs and threads of this machine are mentioned in a comment only: the file may be used on another one.
     """
-
     found = ", ".join(f"{name} {version}" for name, version in versions().items())
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     machine = f"{config.gpus or 'no'} GPUs here, {config.workers} threads a loader"

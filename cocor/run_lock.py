@@ -28,7 +28,8 @@ class RunLock:
         self._handle: int | None = None
 
     def take(self, *, make: bool) -> None:
-        """Wait for the lock and hold it. ``make`` it, with the folder there, or do nothing while there is none.
+        """Wait for the lock and hold it. ``make`` the file if there is none, for which the folder must exist; without
+        ``make`` do nothing then.
 
         Raises:
             UserError: another process still holds it after half a minute.
@@ -37,14 +38,14 @@ class RunLock:
             try:
                 handle = os.open(self._path, os.O_RDWR | (os.O_CREAT if make else 0), 0o666)
             except OSError:
-                return  # no run there, or a folder in which nothing can be written, as others will say
+                return  # no run there, or a folder that cannot be written, which run_folder reports
             _held.add(handle)
             self.release()
             self._handle = handle
             self._wait(handle)
 
     def release(self) -> None:
-        """Let others have it. Calling it twice is allowed."""
+        """Release the lock, if it is held."""
         if self._handle is not None:
             _held.discard(self._handle)
             os.close(self._handle)
@@ -52,13 +53,13 @@ class RunLock:
 
     @property
     def held(self) -> bool:
-        """Whether this holds the lock on the file that is there now."""
+        """Whether this holds the lock on the file that is at the path now; another process may have replaced it."""
         with suppress(OSError):
             return self._handle is not None and os.path.samestat(os.fstat(self._handle), self._path.stat())
         return False
 
     def _wait(self, handle: int) -> None:
-        told, start = False, time.monotonic()
+        warned, start = False, time.monotonic()
         while True:
             try:
                 return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -68,17 +69,17 @@ class RunLock:
             waited = time.monotonic() - start
             if waited > _PATIENCE:
                 raise UserError(f"--output {self._folder} is written to by another process; stop it or choose another")
-            if waited > 1 and not told:
+            if waited > 1 and not warned:
                 _log.warning(f"waiting for another process that still uses {self._folder}")
-                told = True
+                warned = True
             time.sleep(0.1)
 
 
-def _let_go() -> None:
-    """A forked data worker shares the lock, and would keep it beyond the end of the run."""
+def _close_in_child() -> None:
+    """A forked data worker shares the lock, and would hold it beyond the end of the run."""
     for handle in _held:
         os.close(handle)
     _held.clear()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_close_in_child)

@@ -12,10 +12,10 @@ from loaders.errors import UserError
 
 @dataclass(frozen=True)
 class Cosine:
-    """Factor on a base learning rate: 0 for ``wait`` steps, a line up over ``warmup`` steps, a cosine to ``final``.
+    """Factor on a base learning rate: 0 for ``wait`` steps, linear warm-up over ``warmup`` steps, cosine to ``final``.
 
-    All lengths are in optimiser steps, counted from 0. The last of ``total`` steps still lies above ``final``, which
-    the cosine reaches at ``total``.
+    All lengths are in optimiser steps, which are numbered from 0. The cosine reaches ``final`` at step ``total``, so
+    that the last step, ``total - 1``, is still above it.
     """
 
     total: int

@@ -1,7 +1,7 @@
-"""``--on-nan skip``: a step whose loss or new weights are no numbers leaves no trace, as if it had not been made.
+"""``--on-nan skip``: a step whose loss or new weights are not finite is undone, as if it had not been made.
 
-Everything a step changes (weights, moments, moving averages, queue, BatchNorm's running statistics) is copied before
-and put back after a step that went wrong. Choosing between old and new happens on the device, without waiting for it.
+Everything that a step changes (weights, momentum buffers, moving averages, queue, BatchNorm's running statistics) is
+copied before a step, and restored if it went wrong. The choice is made on the device, without waiting for it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,24 +30,25 @@ class SkippingStep:
     @torch.no_grad()
     def __call__(self, batch: Batch, labelled: Batch | None, number: int) -> Metrics:
         for name, tensor in self._state():
-            room = self._before.get(name)
-            self._before[name] = tensor.clone() if room is None else room.copy_(tensor)
+            copy = self._before.get(name)
+            self._before[name] = tensor.clone() if copy is None else copy.copy_(tensor)
         with torch.enable_grad():
             metrics = self._execute(batch, labelled, number)
-        fine = self._finite(metrics["loss"])
+        finite = self._finite(metrics["loss"])
         for name, tensor in self._state():
-            # An optimiser makes its moments in its first step; without a gradient they are 0.
+            # Momentum buffers, which an optimiser makes in its first step, would be 0 without it.
             old = self._before.get(name, torch.zeros_like(tensor))
-            tensor.copy_(torch.where(fine, tensor, old))
-        return metrics | {"skipped": (~fine).float()}
+            tensor.copy_(torch.where(finite, tensor, old))
+        return metrics | {"skipped": (~finite).float()}
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
-        """What a step may change, by name. Not the step's ``state_dict``, which waits for learning rates."""
+        """All tensors that a step may change, by name. (The step's own ``state_dict`` would wait for the device, to
+        read learning rates.)"""
         for name, part in self._step.parts().items():
             yield from _tensors(part.state_dict(), name)
 
     def _finite(self, loss: Tensor) -> Tensor:
-        """Whether the loss of all ranks and the weights, which all ranks share, are finite: bool (), on the device."""
+        """Whether the losses of all ranks and the weights, which all ranks share, are finite: bool () on the device."""
         norms = torch._foreach_norm(self._step.weights())
         everything = torch.stack([mean_over_ranks(loss.float()), *(norm.float() for norm in norms)])
         return everything.isfinite().all()

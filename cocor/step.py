@@ -5,12 +5,12 @@
     2. MMNN       gradient of the labelled cross-entropy at theta' through that step (``cocor.hypergradient``)
     3. classifier gradient of the same cross-entropy (paper, eq. 4 and algorithm 1)
 
-The similarities and what they pull on are ``cocor.pull``'s. Without consistency loss, with constant targets, or without
-a labelled batch what is not needed is left out.
+Similarities and their gradients are ``cocor.pull``'s. Parts that a step does not need are left out: without consistency
+loss, with constant targets, or without a labelled batch.
 
-A step never waits for the device. What the host decides is what a step trains on (``share``, see ``cocor.turns``) and
-the learning rates, which ``set_rates`` writes into the optimisers; all else, ``compute``, depends on tensors alone, so
-that it can be recorded once and played back (``cocor.execution``).
+A step never waits for the device. The host decides what a step trains on (``share``, see ``cocor.turns``) and sets the
+learning rates (``set_rates``); all the rest, ``compute``, depends on tensors alone, so that it can be captured as a
+CUDA graph and replayed (``cocor.execution``).
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -56,8 +56,8 @@ class TrainingStep:
     ) -> None:
         self.config, self.method, self.target, self.precision = config, method, target, precision
         self.device = next(method.parameters()).device
-        self.timer: Timer = nullcontext  # told what is being worked on, see cocor.profile
-        self.streams = Streams()  # where the lengths run, beside the contrastive part
+        self.timer: Timer = nullcontext  # a context per part of the step, see cocor.profile
+        self.streams = Streams()  # on which the lengths run, concurrently with the contrastive part
         self.learning_rate = config.lr  # the encoder's in the last step
         self.turns = Turns(config, steps_per_epoch)
         total = config.epochs * steps_per_epoch
@@ -80,7 +80,7 @@ class TrainingStep:
             )  # fmt: skip
 
     def __call__(self, batch: Batch, labelled: Batch | None, step: int) -> Metrics:
-        """Make optimiser step number ``step`` of the run; returns detached scalars, not yet read from the device."""
+        """Make optimiser step number ``step`` of the run; returns detached scalars, still on the device."""
         self.set_rates(step)
         return self.named(self.compute(*self.share(batch, labelled, step)), step)
 
@@ -91,7 +91,7 @@ class TrainingStep:
         return self.turns(batch, labelled, step)
 
     def named(self, metrics: Metrics, step: int) -> Metrics:
-        """``metrics`` of :meth:`compute` as scalars: values for each length of the step get the lengths' names."""
+        """``metrics`` of :meth:`compute` as scalars: ``similarity`` (L,) becomes ``similarity_1`` etc., by length."""
         lengths = [self.config.lengths[place] for place in self.turns.places(step)]
         scalars: Metrics = {}
         for name, value in metrics.items():
@@ -102,7 +102,7 @@ class TrainingStep:
         return scalars
 
     def set_rates(self, step: int) -> None:
-        """The learning rates of optimiser step number ``step``."""
+        """Set the learning rates for optimiser step number ``step``."""
         config, factor = self.config, self.schedule(step)
         self.learning_rate = config.lr * factor
         for group in self.optimiser.param_groups:
@@ -111,8 +111,8 @@ class TrainingStep:
             self.guide.set_rates(step)
 
     def compute(self, batch: Batch, labelled: Batch | None) -> Metrics:
-        """The step itself, on what ``share`` gives, at the learning rates that are set. Returns detached scalars, and
-        values for each length (L,)."""
+        """The step itself, on the batches that ``share`` returns and with the learning rates that are set. Returns
+        detached metrics: scalars (), and values per length (L,)."""
         self.optimiser.zero_grad(set_to_none=True)
         puller, pull = self.puller, None
         lengths = puller.begin(batch, self.timer) if puller is not None else None
@@ -144,19 +144,19 @@ class TrainingStep:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a later process needs to go on from here: weights, queues, moving averages and momenta."""
+        """Everything that a later process needs to resume: weights, queues, moving averages and momentum buffers."""
         return {
             name: state_of(part) if isinstance(part, Optimizer) else part.state_dict()
             for name, part in self.parts().items()
         }
 
     def weights(self) -> list[Tensor]:
-        """All that is learned, detached: it must be finite, and is the same on all ranks."""
+        """All parameters, detached. They must be finite, and are equal on all ranks."""
         modules = [part for part in self.parts().values() if isinstance(part, nn.Module)]
         return [p.detach() for module in modules for p in module.parameters()]
 
     def rates_to_device(self) -> None:
-        """Let ``compute`` find its learning rates on the device, hence in a recording of it too."""
+        """Hold the learning rates on the device, where a captured ``compute`` reads them at each replay."""
         for part in self.parts().values():
             if isinstance(part, Optimizer):
                 rates_to_device(part)
@@ -174,7 +174,7 @@ class TrainingStep:
         return torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32)
 
     def _step_all(self, guide: Guide, batch: Batch, labelled: Batch, contrastive: Tensor, pull: Pull) -> Metrics:
-        """Steps of encoder, MMNN and classifier."""
+        """Step encoder, MMNN and classifier, in this order. The encoder's gradient is in ``.grad``."""
         config = self.config
         before = self._measure(guide, labelled, contrastive, pull) if config.hypergradient != "exact" else None
         old = self._weights_copy() if config.consistency == "abs" and before is None else None
@@ -191,7 +191,7 @@ class TrainingStep:
             else:
                 surrogate = taylor(pull.target, curvature, before, after)
         else:
-            if ratios is not None:  # what a step moves a weight by is part of its derivative
+            if ratios is not None:  # LARS' factors are part of the step's derivative
                 gradient = list(torch._foreach_mul(gradient, guide.of_backbone(ratios)))
             products = self._products(guide, batch, pull, gradient, old)
             surrogate = exact(pull.target, curvature, products, self.optimiser.param_groups[0]["lr"])
@@ -201,11 +201,12 @@ class TrainingStep:
     def _products(
         self, guide: Guide, batch: Batch, pull: Pull, gradient: list[Tensor], old: dict[str, Tensor] | None
     ) -> Tensor:
-        """Inner products of the similarities' gradients with the cross-entropy's: a length, or (abs) a sample."""
+        """Inner products of the similarities' gradients with the cross-entropy's ``gradient``: (L,) or, for the abs
+        loss, (L, B). ``old``: for the abs loss, the weights before the step."""
         if old is None:
             return inner_products([guide.of_backbone(row) for row in pull.gradients], gradient, mean_over_ranks)
-        known = {id(p): name for name, p in self.method.named_parameters()}
-        names = [known[id(p)] for p in guide.of_backbone(self.parameters)]
+        name_of = {id(p): name for name, p in self.method.named_parameters()}
+        names = [name_of[id(p)] for p in guide.of_backbone(self.parameters)]
         direction = dict(zip(names, gradient, strict=True))
         if self.device.type == "cpu":  # whose mixed-precision convolutions have no forward-mode derivative
             composites = batch.composites.to(pull.originals.dtype)
@@ -224,7 +225,7 @@ class TrainingStep:
 
     @torch.no_grad()
     def _remeasure(self, batch: Batch, pull: Pull, cross_entropy: Tensor) -> tuple[Measured, Consistency]:
-        """Loss and similarities of the same batch at the new weights, the MMNN as before."""
+        """Loss and similarities of the same batch at the new weights, with the targets of before the step."""
         puller = self.puller
         assert puller is not None
         with self.autocast():

@@ -7,8 +7,8 @@ import torch
 
 
 class Streams:
-    """Runs parts beside what goes on on the current stream: on streams of their own if some are given by :meth:`use`,
-    else on the current one as well."""
+    """Runs parts of a step concurrently with the current stream, on streams that :meth:`use` sets; without any, on the
+    current stream itself."""
 
     def __init__(self) -> None:
         self._streams: Sequence[torch.cuda.Stream] = ()
@@ -18,7 +18,8 @@ class Streams:
 
     @contextmanager
     def beside(self, number: int) -> Iterator[None]:
-        """Run part ``number`` apart, from here on. The memory of what is made there must live until the step ends."""
+        """Run the block on the stream of part ``number``, after what the current stream has queued so far. Tensors made
+        there must be kept alive until the step ends, as the caching allocator may hand out their memory otherwise."""
         if not self._streams:
             yield
             return
@@ -28,6 +29,6 @@ class Streams:
             yield
 
     def join(self) -> None:
-        """Let what follows wait for all that runs :meth:`beside`."""
+        """Let the current stream wait for all that runs :meth:`beside` it."""
         for stream in self._streams:
             torch.cuda.current_stream().wait_stream(stream)

@@ -2,8 +2,8 @@
 
     main -> launch.run -> on every rank: cocor.loop.train
 
-The launcher needs none of what its ranks need, a mistake in a flag should be told at once, and signals be looked after
-from the first moment: so everything is imported where it is used.
+Everything is imported where it is used: the launcher needs little of what its ranks need, mistakes in flags should be
+reported at once, and signals handled from the first moment.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""Options as fields of a flat dataclass: what their values must be, whether from a file or a flag.
+"""Options as fields of a flat dataclass, and the conversion of their values from files and flags.
 
-A field's annotation says what a value must be, its metadata (see :func:`option`) what it means. All values go through
-one strict :func:`convert`, so ``1e-3`` is a number, ``"False"`` is never true and every error names the key, the value
-and what is allowed.
+A field's annotation is the type of its value; its metadata (see :func:`option`) hold help and bounds. All values go
+through one strict :func:`convert`: ``1e-3`` is a number, ``"False"`` is never true, and every error names the key, the
+value and what is allowed.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from loaders.arguments import nearest
 from loaders.errors import UserError
 
-_shortened = reprlib.Repr()  # a few lines of YAML can make a list that would fill all memory when written out
+_shortened = reprlib.Repr()  # a few lines of YAML with anchors can make a list too large to print
 _shortened.maxlevel, _shortened.maxlist, _shortened.maxdict = 2, 9, 9
 _shortened.maxstring = _shortened.maxother = 200
 
@@ -43,8 +43,8 @@ def check_bounds(values: Any) -> None:
 
 
 def convert(key: str, value: Any, kind: Any) -> Any:
-    """``value`` (text of a flag, or what YAML made of it) as ``kind``: int, float, bool, str, Path, a Literal, a tuple
-    of these, or any of them or None.
+    """``value`` (a flag's string, or whatever YAML has parsed) as ``kind``: int, float, bool, str, Path, a Literal, a
+    tuple of these, or any of them ``| None``.
 
     Raises:
         UserError: names key, value and what is allowed.
@@ -137,7 +137,7 @@ _SCALARS: dict[type, Callable[[Any], Any]] = {
 
 
 def shown(value: Any) -> str:
-    """A value as one would write it behind a flag."""
+    """``value`` as one would write it on the command line."""
     if isinstance(value, tuple):
         return ",".join(shown(part) for part in value)
     if isinstance(value, bool) or value is None:

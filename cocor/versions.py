@@ -1,4 +1,4 @@
-"""The versions of what a result may depend on, for checkpoints and run folders, and of what must go together."""
+"""The versions of packages that a result may depend on, for checkpoints and run folders; a check of torchvision's."""
 
 import platform
 from importlib import metadata
@@ -10,14 +10,14 @@ _PACKAGES = ("torch", "torchvision", "timm", "numpy")
 
 
 def versions() -> dict[str, str]:
-    """Version by name: cocor, Python and the packages that compute. Imports none of them."""
+    """The versions of cocor, Python and ``_PACKAGES``, by name. Imports none of the packages."""
     found = {name: _version(name) for name in _PACKAGES}
     return {"cocor": cocor.__version__, "python": platform.python_version(), **found}
 
 
 def check_pair() -> None:
-    """UserError where torchvision cannot be imported, most often since it was built for another PyTorch. timm needs it,
-    and would end with a traceback about an operator that does not exist."""
+    """UserError if torchvision cannot be imported, most often because it was built for another PyTorch. timm imports
+    it, and would end in a traceback about an operator that does not exist."""
     try:
         import torchvision  # noqa: F401
     except (ImportError, RuntimeError, OSError) as error:
@@ -30,7 +30,7 @@ def check_pair() -> None:
 
 
 def _fitting(torch: str) -> str:
-    """What pip needs to find the torchvision of a PyTorch: 0.(15 + n) goes with 2.n."""
+    """pip's version specifier for the torchvision that goes with a PyTorch: 0.(15 + n) with 2.n; "" if unknown."""
     major, minor, *_ = [*torch.split("."), ""]
     return f"==0.{15 + int(minor)}.*" if major == "2" and minor.isdecimal() else ""
 

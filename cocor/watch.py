@@ -1,11 +1,10 @@
-"""Looks after a run's health: losses that are no numbers, collapsed features, an MMNN that cannot learn, a k-NN
-accuracy that falls.
+"""Watches a run's health: losses that are not finite, collapsed features, an MMNN that cannot learn, falling k-NN
+accuracy.
 
-A few scalars of every step, and which samples it saw, stay on the device; they are read together, every
-``EVERY`` steps and before every checkpoint, so watching never makes the GPU wait. What is found is logged, and a step
-without a finite loss is recorded with its samples:
+A few scalars of every step, and the indices of its samples, stay on the device; they are read together, every ``EVERY``
+steps and before every checkpoint. Findings are logged, and a step without a finite loss is recorded with its samples:
 
-    faults.jsonl   {"kind": "loss not finite", "step": 1234, "losses": [{"loss": ..., ...} a rank], "samples": [...]}
+    faults.jsonl   {"kind": "loss not finite", "step": 1234, "losses": [{"loss": ...} per rank], "samples": [...], ...}
 """
 
 import json
@@ -30,10 +29,10 @@ EVERY = 50  # steps
 MOST_SKIPPED = 50  # steps in succession
 FLAT_STD = 0.02  # of features whose standard deviation would be 1 if they were spread over the sphere
 NEAR_CHANCE = 0.005  # relative distance of the loss from that of guessing
-FALLEN = 0.75  # of the best k-NN accuracy, and five standard deviations of what the queries' number lets expect
-DEAD_GRADIENT = 1e-8  # norm of the MMNN's gradient per learning rate; learning ones have 1e-3
+FALLEN = 0.75  # of the best k-NN accuracy; a fall must also exceed five standard errors of the queries' accuracy
+DEAD_GRADIENT = 1e-8  # norm of the MMNN's gradient over the encoder's learning rate; 1e-3 where the MMNN learns
 _LOSSES = ("loss", "contrastive_loss", "consistency_loss", "labelled_loss")
-_COLUMNS = (*_LOSSES, "contrastive_feature_std", "hypergradient_norm", "skipped")  # a step need not have all
+_COLUMNS = (*_LOSSES, "contrastive_feature_std", "hypergradient_norm", "skipped")  # not every step has all of them
 _log = logging.getLogger(__name__)
 
 
@@ -46,21 +45,21 @@ class Watch:
 
     def __init__(self, config: Config, world: World, names: list[str]) -> None:
         self._config, self._world, self._image_names = config, world, names
-        self._rows = self._samples = torch.empty(0)
+        self._rows = self._samples = torch.empty(0)  # of the steps since the last look, see __call__
         self._labelled: Tensor | None = None
         self._nothing = torch.zeros((), device=world.device)
-        self._filled: list[tuple[frozenset[str], bool]] = []  # a row's metrics, and whether it has a labelled batch
+        self._filled: list[tuple[frozenset[str], bool]] = []  # per row: its metrics; had it a labelled batch
         self._last_step = 0
-        self._skipped_on_end = 0
+        self._skipped_in_a_row = 0
         self._recent: deque[dict[str, float]] = deque(maxlen=EVERY)
         self._warned: set[str] = set()
         self._best_knn = (0.0, 0)  # accuracy, and after how many epochs
 
     def __call__(self, step: int, metrics: Metrics, batch: Batch, labelled: Batch | None, learning_rate: float) -> None:
-        """Note finished step number ``step`` and look at the last ones now and then.
+        """Store the metrics of finished step number ``step``, and :meth:`look` at them every ``EVERY`` steps.
 
         Raises:
-            UserError: a loss was not finite (``--on-nan stop``), or many in succession were not.
+            UserError: a loss was not finite (``--on-nan stop``), or ``MOST_SKIPPED`` in a row were not.
         """
         if not len(self._rows):
             self._rows = torch.empty(EVERY, len(_COLUMNS), device=self._world.device)
@@ -79,7 +78,7 @@ class Watch:
             self.look(learning_rate)
 
     def look(self, learning_rate: float) -> None:
-        """Look at what has been noted since the last time. Raises as a call does."""
+        """Examine the steps stored since the last look. Raises as a call does."""
         filled, self._filled = self._filled, []
         if not filled:
             return
@@ -90,13 +89,14 @@ class Watch:
             if not all(math.isfinite(mean.get(name, 0.0)) for name in _LOSSES) or mean.get("skipped", 0) > 0:
                 self._not_finite(at, self._last_step - len(filled) + 1 + at, rows, labelled)
             else:
-                self._skipped_on_end = 0
+                self._skipped_in_a_row = 0
                 self._recent.append(mean)
         self._warn_of_collapse(learning_rate)
 
     def see_knn(self, accuracy: float, queries: int, epoch: int) -> None:
-        """Features can lose what they had learnt with outputs as spread and losses as low as ever; SimSiam's do at high
-        learning rates. ``accuracy`` of ``queries`` images after ``epoch`` epochs; since the start, or a resumption."""
+        """Warn if k-NN ``accuracy`` of ``queries`` images, after ``epoch`` epochs, is far below the best since this
+        process started. Features can degrade while their spread and the loss stay fine, as SimSiam's do at high
+        learning rates."""
         best, when = self._best_knn
         if accuracy > best:
             self._best_knn = accuracy, epoch
@@ -105,7 +105,8 @@ class Watch:
             self._warn("k-NN", f"{told}: the features get worse; try a lower --lr")
 
     def _not_finite(self, at: int, step: int, losses: list[dict[str, float]], labelled: bool) -> None:
-        """``losses`` of each rank in step ``step``; ``labelled``: whether it had a labelled batch."""
+        """Record step ``step``, in row ``at``, with the ``losses`` of each rank, and warn or raise. ``labelled``: the
+        step had a labelled batch."""
         samples = gather(self._samples[at]).tolist()
         others = gather(self._labelled[at]).tolist() if labelled and self._labelled is not None else []
         self._recent.clear()
@@ -118,8 +119,8 @@ class Watch:
         remedy = f"lower --lr, or try --precision fp32; the step's samples are in {self._config.output / FILE}"
         if self._config.on_nan == "stop":
             raise UserError(f"{told}: {remedy}")
-        self._skipped_on_end += 1
-        if self._skipped_on_end >= MOST_SKIPPED:
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row >= MOST_SKIPPED:
             raise UserError(f"{told}, nor in the {MOST_SKIPPED - 1} before: {remedy}")
         if self._world.main:
             _log.warning(f"{told}: its update is left out; its samples are in {self._config.output / FILE}")
@@ -142,14 +143,14 @@ class Watch:
             self._warn("dead MMNN", f"the MMNN does not learn: no gradient of more than {norm:.2g} {steps}")
 
     def _warn(self, kind: str, message: str) -> None:
-        """Once a run and kind: what goes on would otherwise fill the log."""
+        """Log a warning once per kind: a lasting state would otherwise fill the log."""
         if kind not in self._warned:
             self._warned.add(kind)
             _log.warning(message)
 
 
 def _plain(values: dict[str, float]) -> dict[str, float | str]:
-    """JSON has no infinities."""
+    """Values that are not finite as strings, since JSON has no infinities."""
     return {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
 
 

@@ -12,16 +12,16 @@ from loaders.errors import UserError
 
 
 class _AsWritten(str):
-    """What YAML takes for a number or a date, as it is written in the file."""
+    """The text of a YAML scalar that YAML would parse as a number or a date."""
 
     def __repr__(self) -> str:
         return str(self)
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML's safe subset, without the silent victory of the last of two equal keys, and with numbers as they are
-    written: :func:`convert` knows what a key wants. To YAML 010 is eight, 1:30 is ninety, and a folder called
-    2024_01_02 would become 20240102."""
+    """YAML's safe subset, but repeated keys are an error (YAML silently keeps the last), and numbers stay text for
+    :func:`convert`, which knows the type of a key. YAML would parse 010 as eight, 1:30 as ninety, and the name of a
+    folder 2024_01_02 as 20240102."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         if any(key.tag.endswith(":merge") for key, _ in node.value):
@@ -66,7 +66,7 @@ def read_yaml(options: type, path: Path, chain: tuple[Path, ...] = ()) -> dict[s
 
 
 def _as_in_a_shell(value: Any) -> Any:
-    """A path with its ``$VARIABLES`` filled in, as flags have them."""
+    """A path with its ``$VARIABLES`` expanded, as a shell does it for flags."""
     return os.path.expandvars(value) if isinstance(value, str) else value
 
 
