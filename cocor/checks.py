@@ -109,8 +109,11 @@ def warnings(config: Config, keys: Iterable[str], launched: bool = False) -> lis
 def check(config: Config) -> None:
     """Raise a UserError for values out of bounds or at odds with each other."""
     check_bounds(config)
+    learned = config.consistency != "none" and config.mmnn == "learned"
     mistakes = {
-        "label_fraction: 0 shows no label; use --mmnn constants for that": config.label_fraction <= 0,
+        "label_fraction: 0 shows no label; use --mmnn constants for that": (
+            learned and config.label_split is None and config.label_fraction == 0
+        ),
         f"lengths: {config.lengths} names a length twice": len(set(config.lengths)) < len(config.lengths),
         f"lengths_per_step: {config.lengths_per_step} is more than there are in --lengths {shown(config.lengths)}": (
             config.lengths_per_step > len(config.lengths)
@@ -126,9 +129,7 @@ def check(config: Config) -> None:
         ),
         f"mmnn_wait_epochs: {config.mmnn_wait_epochs} and mmnn_warmup_epochs: {config.mmnn_warmup_epochs} leave "
         f"nothing of {config.epochs} epochs; lower them, raise epochs, or use --mmnn constants": (
-            config.consistency != "none"
-            and config.mmnn == "learned"
-            and config.mmnn_wait_epochs + config.mmnn_warmup_epochs >= config.epochs
+            learned and config.mmnn_wait_epochs + config.mmnn_warmup_epochs >= config.epochs
         ),
         f"queue_size: {config.queue_size} is less than one batch ({config.batch_size})": (
             config.method == "moco" and config.queue_size < config.batch_size

@@ -29,7 +29,9 @@ class Config:
     val_data: Path | None = option(None, "held-out class folders on which k-NN is measured")
     labels: Path | None = option(None, "label file of a flat folder: one `file label` a line")
     label_split: Path | None = option(None, "which images may show their labels to the MMNN, written by cocor-prep")
-    label_fraction: float = option(0.01, "share of the labels shown to the MMNN if there is no --label-split", high=1)
+    label_fraction: float = option(
+        0.01, "share of the labels shown to the MMNN if there is no --label-split", low=0, high=1
+    )
     loader: Loader = option("dali", "who reads and decodes")
     synthetic_images: int = option(51200, "images in an epoch of --loader synthetic", low=1, high=10**8)
     on_error: Literal["stop", "skip"] = option("stop", "at files that cannot be read; skip: others take their place")

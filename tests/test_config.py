@@ -114,7 +114,8 @@ def test_a_word_that_is_neither_true_nor_false_is_refused(tmp_path: Path) -> Non
         (["--temperature", "0"], ["temperature", "too small"]),
         (["--lengths", "0,1"], ["lengths", "0 is too small"]),
         (["--lengths", "1,1"], ["lengths", "twice"]),
-        (["--label-fraction", "0"], ["label_fraction"]),
+        (["--label-fraction", "0"], ["label_fraction", "use --mmnn constants"]),
+        (["--label-fraction", "-0.1", "--mmnn", "constants"], ["label_fraction", "too small"]),
         (["--label-fraction", "1.5"], ["label_fraction", "too large"]),
         (["--queue-size", "128"], ["queue_size", "256"]),
         (["--batch-size", "254", "--gpus", "4"], ["batch_size", "254", "4 ranks", "try 256"]),
@@ -133,6 +134,12 @@ def test_a_word_that_is_neither_true_nor_false_is_refused(tmp_path: Path) -> Non
 def test_a_mistake_on_the_command_line_is_named_with_its_remedy(argv: list[str], parts: list[str]) -> None:
     message = complaint(*argv)
     assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize("flags", ["--mmnn constants", "--consistency none", "--label-split labels.txt"])
+def test_a_share_of_no_labels_is_accepted_where_none_is_drawn(flags: str) -> None:
+    """The first is what a run that needs some is told to use."""
+    assert load([*flags.split(), "--label-fraction", "0"]).label_fraction == 0
 
 
 @pytest.mark.parametrize(
