@@ -75,7 +75,7 @@ def _mapping(path: Path) -> dict[Any, Any]:
         values = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
     except OSError as error:
         raise UserError(f"--config {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, KeyError) as error:  # the last for `!!bool maybe`
         raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if values is None:
         return {}

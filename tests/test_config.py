@@ -158,6 +158,7 @@ def test_a_share_of_no_labels_is_accepted_where_none_is_drawn(flags: str) -> Non
         ("- 3\n", ["key: value"]),
         ("lr: [1\n", ["not YAML", "line 2"]),
         ("<<: {lr: 1}\n", ["<< is not known; name a file to build on with defaults:"]),
+        ("overwrite: !!bool maybe\n", ["not YAML", "maybe"]),
         ("lr: !!python/object/apply:os.system ['true']\n", ["not YAML", "python/object/apply"]),
         ("defaults: nowhere.yaml\n", ["nowhere.yaml", "No such file"]),
     ],
