@@ -97,6 +97,8 @@ class DaliDecoder:
         def work(place: int) -> None:
             pixels = np.asarray(images[place])
             height, width, _ = pixels.shape
+            if (height, width) != tuple(request.sizes[place]):  # compiled code trusts the boxes to lie inside
+                raise RuntimeError(f"an image of {width} x {height} pixels where another size was stated")
             resize_crops(pixels.reshape(-1), height, width, boxes[place], size, out[place])
 
         list(self._pool.map(work, range(len(images))))

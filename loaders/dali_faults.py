@@ -79,9 +79,10 @@ class Recovery:
         return found
 
     def _move_undecodable_to_host(self, requests: Sequence[Request]) -> bool:
-        """Move the images that DALI's CPU decoder refuses to the host; whether there were any."""
+        """Move images that DALI's CPU decoder refuses, or gives another size, to the host; whether there were any."""
         dataset, index = self._delivery.dataset, self._decoded_by_dali(requests)
-        found = index[undecodable(_encoded(dataset, i) for i in index.tolist())]
+        files = (_encoded(dataset, i) for i in index.tolist())
+        found = index[undecodable(files, dataset.sizes[index])]
         self._feed.on_host[found] = True
         for name in dataset.incidents.untold("undecodable", [dataset.names[i] for i in found]):
             _log.warning(f"{printable(name)}: DALI cannot decode it; decoded by Pillow from now on")

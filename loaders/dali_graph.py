@@ -121,8 +121,9 @@ def _end_working() -> None:
             pipeline._pipes.discard(weakref.ref(pipeline))  # DALI's list of what to shut down
 
 
-def undecodable(files: Iterable[np.ndarray]) -> list[int]:
-    """The places of those ``files`` (their bytes, uint8) that DALI cannot decode on the CPU."""
+def undecodable(files: Iterable[np.ndarray], sizes: np.ndarray) -> list[int]:
+    """The places of those ``files`` (their bytes, uint8) that DALI cannot decode on the CPU to images of ``sizes``
+    (N, 2) = (height, width)."""
     dali = load_dali()
     fn = dali.fn
 
@@ -131,9 +132,11 @@ def undecodable(files: Iterable[np.ndarray]) -> list[int]:
         return fn.decoders.image(fn.external_source(name="file"), device="cpu")
 
     found, pipeline = [], one_image()
-    for place, file in enumerate(files):
+    for place, (file, size) in enumerate(zip(files, sizes.tolist(), strict=True)):
         try:
-            pipeline.run(file=[file])
+            shape = pipeline.run(file=[file])[0].shape()[0]  # the output itself must not outlive the pipeline
+            if shape[:2] != tuple(size):
+                found.append(place)
         except RuntimeError:
             found.append(place)
             pipeline = one_image()  # it does not survive an error

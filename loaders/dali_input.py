@@ -61,12 +61,14 @@ class MemoryFile:
 class Request:
     """Jobs of one or more steps, N images: names or bytes uint8, boxes float32 (N, C, 4) top, left, height, width.
 
+    ``sizes`` int32 (N, 2): the height and width that DALI must find in each of ``files``.
     ``on_host``: all of them were decoded on the host. ``kept`` must stay alive until DALI has read it.
     """
 
     jobs: list[Job]
     files: list[np.ndarray]
     boxes: NDArray[np.float32]
+    sizes: NDArray[np.int32]
     on_host: bool
     kept: Sequence[MemoryFile]
 
@@ -108,12 +110,14 @@ class Feed:
         contents = {place: item for place, item in found.items() if not isinstance(item, UnusableImage)}
         boxes = boxes.astype(np.float32)
         boxes[host] = [(0, c * size, size, size) for c in range(boxes.shape[1])]
+        sizes = dataset.sizes[index]
+        sizes[host] = size, boxes.shape[1] * size
         if stored:
-            return Request(jobs, list(contents.values()), boxes, on_host, ())
+            return Request(jobs, list(contents.values()), boxes, sizes, on_host, ())
         kept = {place: MemoryFile(content, dataset.names[index[place]]) for place, content in contents.items()}
         paths = [kept[place].path if place in kept else dataset.paths[i] for place, i in enumerate(index)]
         files = [np.frombuffer(os.fsencode(path), np.uint8) for path in paths]
-        return Request(jobs, files, boxes, on_host, list(kept.values()))
+        return Request(jobs, files, boxes, sizes, on_host, list(kept.values()))
 
     def renewed(self, request: Request, pool: Executor) -> Request:
         """``request`` without images that have turned out unusable since it was made."""

@@ -143,14 +143,15 @@ class TestSkip:
         batches = list(make(name, images).epoch(0))
         assert [len(batch.index) for batch in batches] == [8, 8, 8] and VICTIM not in seen(batches)
 
+    @pytest.mark.parametrize("name", NAMES)
     def test_an_image_of_another_size_is_not_cropped_as_if_it_were_the_old_one(
-        self, make: Callable[..., Loader], photo_copy: Path
+        self, make: Callable[..., Loader], photo_copy: Path, name: LoaderName
     ) -> None:
         images = open_folder(photo_copy, quiet=True)
         Image.new("RGB", (50, 40)).save(photo_copy / "coffee" / "2.jpg")
-        assert VICTIM not in seen(list(make("torch", images).epoch(0)))
+        assert VICTIM not in seen(list(make(name, images).epoch(0)))
         with pytest.raises(UserError, match=r"coffee/2.jpg: has 50 x 40 pixels, and had \d+ x \d+ when"):
-            list(make("torch", images, on_error="stop").epoch(0))
+            list(make(name, images, on_error="stop").epoch(0))
 
     def test_a_file_that_decoders_disagree_on_is_decoded_by_pillow(
         self, make: Callable[..., Loader], photo_copy: Path, caplog: pytest.LogCaptureFixture
