@@ -180,10 +180,17 @@ def _is_plain(image: Image.Image, orientation: int) -> bool:
     if orientation != 1 and (image.format not in _JPEG or orientation == 0 or _has_xmp_orientation(image)):
         return False
     if image.format in _JPEG:
+        if exif_segments(image) > 1:  # Pillow goes by the first orientation, DALI by the last, or crashes on the two
+            return False
         components = getattr(image, "layer", None) or [(1,)]
         return image.info.get("adobe_transform") != 0 and components[0][0] != ord("R")  # else stored as RGB
     tiles = getattr(image, "tile", None) or [(None, None, None, "")]
     return image.format == "PNG" and tiles[0][3] in ("L", "RGB")  # not 16 bits a channel
+
+
+def exif_segments(image: Image.Image) -> int:
+    """How many EXIF segments a JPEG's header has; further ones are off-standard."""
+    return sum(name == "APP1" and data[:5] == b"Exif\0" for name, data in getattr(image, "applist", ()))
 
 
 def _has_xmp_orientation(image: Image.Image) -> bool:

@@ -59,6 +59,15 @@ def oriented_jpeg(orientation: int) -> bytes:
     return jpeg_bytes(image.transpose(turns[orientation]) if orientation in turns else image, exif=exif)
 
 
+def twice_oriented_jpeg(first: int, second: int) -> bytes:
+    """As :func:`oriented_jpeg` with ``first``, before another EXIF segment. Of 6 and 3 DALI's decoder crashes."""
+    one, other = oriented_jpeg(first), oriented_jpeg(second)
+    at = other.index(b"\xff\xe1")
+    segment = other[at : at + 2 + int.from_bytes(other[at + 2 : at + 4], "big")]
+    behind = one.index(b"\xff\xdb")  # the quantisation tables follow the headers
+    return one[:behind] + segment + one[behind:]
+
+
 def ycck_jpeg() -> bytes:
     """A CMYK JPEG as Adobe's programs write it: inverted, stored as YCCK."""
     data = jpeg_bytes(corner_image().convert("CMYK"))
@@ -81,6 +90,7 @@ def good_cases() -> dict[str, bytes]:
     """Readable images that show the corner colours, by file name."""
     image = corner_image()
     cases = {f"exif{i}.jpg": oriented_jpeg(i) for i in range(1, 9)}
+    cases["two_exifs.jpg"] = twice_oriented_jpeg(6, 3)
     cases["plain.jpg"] = jpeg_bytes(image)
     cases["progressive.jpg"] = jpeg_bytes(image, progressive=True)
     cases["cmyk.jpg"] = ycck_jpeg()

@@ -9,7 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from prep_cases import bad_cases, bomb_png, corner_image, good_cases, jpeg_bytes, png_bytes, write_all
+from prep_cases import (
+    bad_cases,
+    bomb_png,
+    corner_image,
+    good_cases,
+    jpeg_bytes,
+    png_bytes,
+    twice_oriented_jpeg,
+    write_all,
+)
 
 from loaders.prep.cli import main
 from loaders.prep.locator import FileBytes
@@ -69,6 +78,7 @@ def test_on_error_stop_names_one_file_and_still_leaves_the_report(
     [
         ("a.JPEG", png_bytes(corner_image()), "PNG named .jpeg"),
         ("a.jpg", good_cases()["exif6.jpg"], "EXIF orientation 6"),
+        ("a.jpg", twice_oriented_jpeg(1, 1), "several EXIF segments"),
         ("a.jpg", good_cases()["cmyk.jpg"], "CMYK"),
         ("a.png", good_cases()["palette.png"], "palette"),
         ("a.png", png_bytes(corner_image().convert("LA")), "transparency"),

@@ -16,7 +16,7 @@ from typing import Literal, TextIO
 
 from PIL import ExifTags, Image
 
-from loaders.decode import ImageFault, decode_file, describe, read_header
+from loaders.decode import ImageFault, decode_file, describe, exif_segments, read_header
 from loaders.names import available_cores, printable
 from loaders.prep.convert import CHUNK
 from loaders.prep.locator import Locator
@@ -163,6 +163,8 @@ def _notes(name: str, image: Image.Image) -> list[str]:
     orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
     if orientation != 1:
         notes.append(f"EXIF orientation {orientation}")
+    if exif_segments(image) > 1:
+        notes.append("several EXIF segments")
     if image.mode in ("CMYK", "YCCK"):
         notes.append("CMYK" if image.info.get("adobe_transform") != 2 else "YCCK")
     elif image.mode.startswith("I"):
