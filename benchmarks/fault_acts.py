@@ -1,4 +1,4 @@
-"""What :mod:`faults` does to a run, and how the run must end: each waits for the end, or raises Broken."""
+"""What :mod:`faults` does to a run. Each fault waits for the run's end, and raises Broken if that is a wrong one."""
 
 import os
 import random
@@ -7,20 +7,19 @@ import time
 from collections.abc import Callable
 
 import fault_runs as runs
-from fault_runs import Broken, Lane, Process, Start
+from fault_runs import Broken, Lane, Start
 
 _STOPPED, _INTERRUPTED, _KILLED = 75, 130, -signal.SIGKILL
 
 
 def kill(run: Start, lane: Lane, rng: random.Random) -> None:
     """The process, which is the launcher where there are ranks."""
-    os.kill(run.pid, signal.SIGKILL)
+    runs.send(run.pid, signal.SIGKILL)
     expect(run, {_KILLED})
 
 
 def kill_everything(run: Start, lane: Lane, rng: random.Random) -> None:
-    for process in runs.processes_of(run, lane):
-        os.kill(process.pid, signal.SIGKILL)
+    runs.end(run, lane)
     expect(run, {_KILLED})
 
 
@@ -29,7 +28,7 @@ def kill_rank(run: Start, lane: Lane, rng: random.Random) -> None:
     restarts = lane.torchrun or "max_restarts" in lane.flags
     victims = [process.pid for process in runs.processes_of(run, lane) if process.rank]
     if victims:
-        os.kill(rng.choice(victims), signal.SIGKILL)
+        runs.send(rng.choice(victims), signal.SIGKILL)
     expect(run, {0} if restarts else {137}, "" if restarts else "ended by SIGKILL")
 
 
@@ -37,7 +36,7 @@ def kill_worker(run: Start, lane: Lane, rng: random.Random) -> None:
     """A data worker of the DataLoader: the run says so and ends."""
     workers = [process.pid for process in runs.processes_of(run, lane) if process.worker]
     if workers:
-        os.kill(rng.choice(workers), signal.SIGKILL)
+        runs.send(rng.choice(workers), signal.SIGKILL)
     # A worker that has just done its last work is not missed.
     expect(run, {2, 0}, "data worker was killed")
 
@@ -45,16 +44,17 @@ def kill_worker(run: Start, lane: Lane, rng: random.Random) -> None:
 def ask_to_stop(run: Start, lane: Lane, rng: random.Random) -> None:
     """By any signal, to the launcher or a rank."""
     number = rng.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-    os.kill(rng.choice([process.pid for process in runs.processes_of(run, lane) if _trains(process, run)]), number)
+    trainers = [process.pid for process in runs.processes_of(run, lane) if process.rank or process.pid == run.pid]
+    runs.send(rng.choice(trainers or [run.pid]), number)
     expect(run, {_INTERRUPTED if number == signal.SIGINT else _STOPPED}, "--resume goes on from there")
 
 
 def ask_twice(run: Start, lane: Lane, rng: random.Random) -> None:
     """The second request is obeyed at once, if the first was not yet."""
-    os.kill(run.pid, signal.SIGTERM)
+    runs.send(run.pid, signal.SIGTERM)
     time.sleep(0.6)
     if not run.ended():
-        os.kill(run.pid, signal.SIGTERM)
+        runs.send(run.pid, signal.SIGTERM)
     expect(run, {_STOPPED, 128 + signal.SIGTERM})
 
 
@@ -106,12 +106,8 @@ FAULTS: dict[str, list[Fault]] = {
 """By kind of run, in the order of their turns."""
 
 
-def _trains(process: Process, run: Start) -> bool:
-    return process.rank or process.pid == run.pid
-
-
 def expect(run: Start, codes: set[int], words: str = "") -> None:
-    """Wait for the run's end, which must be one of ``codes``, then with these ``words``, or its regular end."""
+    """Wait for the run's end: its regular one, or one of the exit ``codes`` after it has printed ``words``."""
     code = run.wait()
     if code not in codes | {0} or (code and words not in run.text()):
         raise Broken(f"exit code {code} instead of {sorted(codes)}, {words!r}: {run.text()[-3000:]}")

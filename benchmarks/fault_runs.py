@@ -1,18 +1,18 @@
 """Small training runs for :mod:`faults`: started again and again in one folder, watched from outside, compared.
 
-A run trains a tiny network on a few images on the CPU. Starts are forked from this process, which has imported
+A run trains a tiny network on a few images on the CPU. Its starts are forked from this process, which has imported
 everything, because importing takes longer than a round; ranks are started by their launcher as always. What a run did
-is read from its files: ``samples`` lines of metrics.jsonl say what it saw, the last checkpoint what it became.
+is read from its files: the ``samples`` lines of metrics.jsonl say what it saw, the last checkpoint what it learned.
 """
 
 import json
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from cocor import checkpoint
 from cocor.train import main
 
 PATIENCE = 60.0  # seconds until a process counts as hanging
-MORE_PATIENCE = 300.0  # where it may be the first of all to run, and compiles
+MORE_PATIENCE = 300.0  # for the first ones of all, which may have to compile
 IMAGES, BATCH, EPOCHS = 64, 8, 4
 STEPS = IMAGES // BATCH * EPOCHS
 COMMON = {
@@ -56,7 +56,8 @@ COMMON = {
 
 @dataclass
 class Lane:
-    """A kind of run. ``reference`` is what the unbroken one became: its samples by epoch and its state's leaves."""
+    """A kind of run. ``reference`` is the :func:`outcome` of an undisturbed one. ``printed`` is the file for what it
+    prints, by default beside ``folder``."""
 
     name: str
     flags: dict[str, Any]
@@ -64,6 +65,7 @@ class Lane:
     torchrun: bool = False
     forked: bool = True  # not after this process has looked at a GPU
     reference: tuple[dict[int, list[int]], dict[str, Any]] | None = None
+    printed: Path | None = None
 
     def command(self, *more: str) -> list[str]:
         values = COMMON | self.flags | {"output": self.folder}
@@ -98,8 +100,9 @@ class Start:
 
 
 def start(lane: Lane, *more: str) -> Start:
-    """Start ``lane`` in a session of its own. Forked, or by torchrun."""
-    output = Path(tempfile.gettempdir(), f"cocor-fault-{os.getpid()}-{lane.name}.txt")
+    """Start ``lane`` in a session of its own, with the flags ``more``."""
+    output = lane.printed or lane.folder.with_name(f"{lane.folder.name}.txt")
+    output.parent.mkdir(parents=True, exist_ok=True)
     output.touch()
     sys.stdout.flush()
     began = time.time()
@@ -136,7 +139,7 @@ def make_images(folder: Path) -> None:
 
 
 class Broken(Exception):
-    """Something went another way than it should: what."""
+    """Something did not go as it should; the message says what."""
 
 
 def wait_until(condition: Callable[[], object], complaint: Callable[[], str], patience: float = PATIENCE) -> None:
@@ -171,7 +174,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def outcome(folder: Path) -> tuple[dict[int, list[int]], dict[str, Any]]:
-    """What a finished run saw, by epoch, and its final state's leaves by path."""
+    """What a finished run saw, by epoch, and the leaves of its final state, by path."""
     seen: dict[int, list[int]] = {}
     for line in records(folder):
         if line["kind"] == "samples":
@@ -228,3 +231,15 @@ def processes_of(run: Start, lane: Lane) -> list[Process]:
             worker = child and not named and b"resource_tracker" not in command
             found.append(Process(int(entry.name), child and named, worker))
     return sorted(found, key=lambda process: process.pid)
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process of a start, unless it has just ended by itself."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def end(run: Start, lane: Lane) -> None:
+    """Kill whatever is left of a start."""
+    for process in processes_of(run, lane):
+        send(process.pid, signal.SIGKILL)

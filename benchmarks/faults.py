@@ -12,10 +12,8 @@ should.
 
 import importlib.util
 import multiprocessing
-import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -112,8 +110,8 @@ class Rounds:
     def end(self, lanes: Sequence[Lane]) -> None:
         """Leave nothing running."""
         for lane in lanes:
-            for process in runs.processes_of(self._last[lane.name], lane) if lane.name in self._last else []:
-                os.kill(process.pid, signal.SIGKILL)
+            if lane.name in self._last:
+                runs.end(self._last[lane.name], lane)
 
     def _find_reference(self, lane: Lane) -> None:
         run = self._last[lane.name] = runs.start(lane)
@@ -213,7 +211,8 @@ def make_lanes(place: Path, disk: Path | None, wanted: Sequence[str]) -> list[La
         convert(open_source(images), stored, "beton", Settings(), workers=1)
         lanes.append(Lane("ffcv", {"data": stored, "loader": "ffcv", "recipe": "released"}, place / "ffcv"))
     if disk is not None:
-        lanes.append(Lane("disk", data | {"loader": "torch", "keep_checkpoints": 2}, disk / "run"))
+        flags = data | {"loader": "torch", "keep_checkpoints": 2}
+        lanes.append(Lane("disk", flags, disk / "run", printed=place / "disk.txt"))
     return [lane for lane in lanes if lane.name in wanted]
 
 

@@ -11,11 +11,12 @@ resumed run is further away than three times the noise.
 
 import argparse
 import importlib.util
-import os
 import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -92,10 +93,17 @@ def _compare(lane: Lane) -> tuple[bool, str]:
     one, two, broken = (
         replace(lane, name=f"{lane.name}-{name}", folder=lane.folder / name) for name in ("one", "two", "resumed")
     )
-    processes = [runs.start(run) for run in (one, two)]
-    stopped = _stop_and_resume(broken)
-    for process in processes:
-        _expect(process, 0)
+    with ExitStack() as stack:
+
+        def start(run: Lane, *more: str) -> Start:
+            process = runs.start(run, *more)
+            stack.callback(runs.end, process, run)
+            return process
+
+        processes = [start(run) for run in (one, two)]
+        stopped = _stop_and_resume(broken, start)
+        for process in processes:
+            _expect(process, 0)
     first, second, third = (runs.outcome(run.folder) for run in (one, two, broken))
     lost, repeated = runs.lost_and_repeated(third[0])
     noise, distance = _distance(first[1], second[1]), _distance(first[1], third[1])
@@ -107,19 +115,19 @@ def _compare(lane: Lane) -> tuple[bool, str]:
     return third[0] == first[0] and not lost and not repeated and distance <= _FACTOR * noise, line
 
 
-def _stop_and_resume(run: Lane) -> int:
-    """The step after which the run was stopped."""
-    process = runs.start(run)
+def _stop_and_resume(run: Lane, start: Callable[..., Start]) -> int:
+    """Let ``run`` be stopped by a signal and resumed to its end; the step after which it was stopped."""
+    process = start(run)
 
     def late() -> bool:
         return process.ended() or len([r for r in runs.records(run.folder) if r["kind"] == "samples"]) >= _SIGNAL_AFTER
 
     wait_until(late, lambda: f"no step is made: {process.text()}", runs.MORE_PATIENCE)
     if not process.ended():
-        os.kill(process.pid, signal.SIGTERM)
+        runs.send(process.pid, signal.SIGTERM)
     _expect(process, 75)
     stopped = int(runs.checkpoints(run.folder)[-1].stem.removeprefix("step_"))
-    _expect(runs.start(run, "--resume"), 0)
+    _expect(start(run, "--resume"), 0)
     return stopped
 
 
