@@ -3,9 +3,9 @@
     python benchmarks/prep_faults.py --rounds 200
 
 Every round starts ``cocor-prep convert`` on generated images, waits a random time, and sends SIGKILL to the parent, to
-a worker, or to the whole process group, in turn. It then checks that nothing of it runs any more, that no output has
-appeared unless the conversion had finished, that a torn file is refused, and, now and then, that the same call
-succeeds. Exits with 1 at the first violation.
+a worker, or to the whole process group, in turn. It then checks that all its processes end, that no output has appeared
+unless the conversion had finished, that an unfinished file is refused, and, now and then, that the same call succeeds.
+Exits with 1 at the first violation.
 """
 
 import os
@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ from loaders.beton import open_beton
 from loaders.errors import UserError
 
 _PATIENCE = 20.0  # seconds until a process counts as hanging
-_TIDY_EVERY = 10  # rounds between two complete runs
+_COMPLETE_EVERY = 10  # rounds
 
 
 def main() -> None:
@@ -55,7 +56,7 @@ def main() -> None:
             check(work, code, victim)
             outcomes[f"{victim}: {'finished first' if code == 0 else 'killed'}"] += 1
             slowest = max(slowest, seconds)
-            if number % _TIDY_EVERY == 0:
+            if number % _COMPLETE_EVERY == 0:
                 complete(source, work / f"out{suffix}", "--force")
                 if [path.name for path in work.iterdir()] != [f"out{suffix}"]:
                     raise SystemExit(f"round {number}: the next run left {os.listdir(work)}")  # noqa: PTH208
@@ -91,33 +92,47 @@ def kill_one(rng: random.Random, source: Path, output: Path, victim: str, delay:
     process = subprocess.Popen(
         conversion(source, output), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
     )
-    time.sleep(delay)
-    start = time.monotonic()
+    try:
+        time.sleep(delay)
+        start = _kill(rng, process, victim)
+        _, error = process.communicate(timeout=_PATIENCE)  # until no process holds its stderr
+        while any(group == process.pid for _, _, group, _ in processes()):
+            if time.monotonic() - start > _PATIENCE:
+                raise subprocess.TimeoutExpired(process.args, _PATIENCE)
+            time.sleep(0.01)
+        seconds = time.monotonic() - start
+    except subprocess.TimeoutExpired:
+        raise SystemExit(f"killed the {victim} after {delay:.2f} s: a process still runs") from None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    if victim == "worker" and process.returncode and (process.returncode != 2 or b"worker process died" not in error):
+        raise SystemExit(f"killed a worker after {delay:.2f} s: exit code {process.returncode}, {error.decode()!r}")
+    return process.returncode, seconds
+
+
+def _kill(rng: random.Random, process: subprocess.Popen[bytes], victim: str) -> float:
+    """Kill the parent, the whole group, or a worker, once there is one; the moment by :func:`time.monotonic`."""
+    workers: list[int] = []
+    while victim == "worker" and not workers and process.poll() is None:
+        time.sleep(0.005)
+        workers = workers_of(process.pid)
+    moment = time.monotonic()
     if victim == "group":
         os.killpg(process.pid, signal.SIGKILL)
     elif victim == "parent":
         process.kill()
-    else:
-        while not (workers := workers_of(process.pid)) and process.poll() is None:
-            time.sleep(0.005)
-        if workers:
-            start = time.monotonic()
+    elif workers:
+        with suppress(ProcessLookupError):  # it has just ended by itself
             os.kill(rng.choice(workers), signal.SIGKILL)
-    _, error = process.communicate(timeout=_PATIENCE)
-    while any(group == process.pid for _, _, group, _ in processes()):
-        if time.monotonic() - start > _PATIENCE:
-            raise SystemExit(f"killed the {victim} after {delay:.2f} s: a process still runs")
-        time.sleep(0.01)
-    if victim == "worker" and process.returncode and (process.returncode != 2 or b"worker process died" not in error):
-        raise SystemExit(f"killed a worker after {delay:.2f} s: exit code {process.returncode}, {error.decode()!r}")
-    return process.returncode, time.monotonic() - start
+    return moment
 
 
 def check(work: Path, code: int, victim: str) -> None:
-    """Nothing visible unless the run succeeded; whatever is left of it is no valid file; a failed run tidies up."""
+    """Nothing is visible unless it is whole, what else is left is no valid file, and a run that fails tidies up."""
     visible = [path for path in work.iterdir() if not path.name.startswith(".")]
     if code and visible:
-        # The rename was the last thing that it did: then the output must be whole.
+        # Killed after the rename, which is the last thing that it does: then the output must be whole.
         for path in visible:
             if path.suffix == ".beton":
                 open_beton(path)
@@ -125,17 +140,17 @@ def check(work: Path, code: int, victim: str) -> None:
                 raise SystemExit(f"{path} appeared though the conversion was killed")
     if code == 2 and victim == "worker" and list(work.iterdir()):
         raise SystemExit(f"{work}: left {os.listdir(work)} behind")  # noqa: PTH208
-    for torn in work.glob(".*/content"):
-        if torn.is_file():
+    for unfinished in work.glob(".*/content"):
+        if unfinished.is_file():
             try:
-                open_beton(torn)
+                open_beton(unfinished)
             except UserError:
                 continue
-            raise SystemExit(f"{torn} would be accepted")
+            raise SystemExit(f"{unfinished} would be accepted")
 
 
 def processes() -> Iterator[tuple[int, int, int, bool]]:
-    """(process, parent, group, whether it is one of multiprocessing's workers) of all living processes."""
+    """(process, parent, group, whether multiprocessing has started it as a worker) of all living processes."""
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, parent, group = entry.read_text().rpartition(")")[2].split()[:3]

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import random
 import resource
 import signal
 import subprocess
@@ -15,6 +16,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import prep_faults
 from loaders.beton import open_beton
 from loaders.errors import UserError
 from loaders.prep import output
@@ -57,6 +61,24 @@ def test_kill_9_leaves_nothing_accepted_and_nothing_running() -> None:
     environment = os.environ | {"PYTHONPATH": str(root)}
     done = subprocess.run(call, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0 and "6 rounds" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("stream", ["stderr", "/dev/null"])
+def test_a_conversion_that_outlives_its_parent_is_one_line_and_is_ended(
+    stream: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether or not it holds the stream from which the benchmark reads."""
+    told = tmp_path / "process"
+    redirection = "" if stream == "stderr" else f"2> {stream}"
+    script = f"sleep 600 {redirection} & echo $! > {told}; wait"
+    monkeypatch.setattr(prep_faults, "conversion", lambda *_: ["sh", "-c", script])
+    monkeypatch.setattr(prep_faults, "_PATIENCE", 0.5)
+    with pytest.raises(SystemExit, match=r"killed the parent after .* a process still runs"):
+        prep_faults.kill_one(random.Random(0), tmp_path, tmp_path, "parent", 2.0)
+    end = time.monotonic() + SECONDS
+    while int(told.read_text()) in {process for process, *_ in prep_faults.processes()}:
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def test_ctrl_c_and_sigterm_clean_up(many_photos: Path, tmp_path: Path) -> None:
