@@ -77,14 +77,17 @@ class Beton:
 
     @cached_property
     def names(self) -> list[str]:
+        """Relative names; numbers if the file has no record."""
         return self.record.names if self.record else [f"{i:08d}" for i in range(len(self))]
 
     @cached_property
     def labels(self) -> npt.NDArray[np.int64]:
+        """int64 (N,): places in ``classes``, -1 for none."""
         return self.table["label"].astype(np.int64)
 
     @cached_property
     def classes(self) -> list[str]:
+        """Class names; if the file has no record, numbers up to the largest label, padded with zeros."""
         if self.record:
             return self.record.classes
         count = int(self.labels.max(initial=-1)) + 1

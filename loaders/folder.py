@@ -59,6 +59,7 @@ def list_folder(root: str) -> Listing:
 
 
 def is_hidden(name: str) -> bool:
+    """Whether a file or folder of this name is no part of a data set."""
     return name.startswith(".") or name in _HOUSEKEEPING
 
 

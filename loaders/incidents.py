@@ -19,6 +19,7 @@ class Incidents:
 
     @property
     def unusable(self) -> frozenset[str]:
+        """The names of the images that cannot be used at present."""
         with self._lock:
             return frozenset(self._unusable)
 

@@ -53,8 +53,8 @@ POOLS: dict[Pool, tuple[Op, ...]] = {
     "affine": tuple(op for op in BASIC if op in AFFINE or op == Op.IDENTITY),
 }
 
-# The paper's ablation on a composite's order: as drawn, or always the same. Of its two fixed orders
-# it tells only that the first has Rotate before Brightness: here geometry comes first, and last in the second.
+# The paper's ablation on the order of a composite's operations: as drawn, or always the same. Of its two fixed orders
+# it states only that the first has Rotate before Brightness: here geometry comes first, and last in the second.
 ORDERS: dict[Order, tuple[Op, ...]] = {
     "random": (),
     "fixed1": (*(op for op in BASIC if op in AFFINE), *(op for op in BASIC if op not in AFFINE)),

@@ -116,6 +116,7 @@ class CyclicOrder(BatchOrder):
 
     @property
     def steps(self) -> int:
+        """Steps in an epoch: those of the order that this one keeps pace with."""
         return self._steps
 
     def global_batch(self, epoch: int, step: int) -> npt.NDArray[np.int64]:

@@ -2,7 +2,7 @@
 
 A view is a crop plus a program. ``draw`` gives, for every sample, the crop boxes and flips, and for every view the list
 of (op code, magnitude) to run on its crop, together with the composition vectors. Loaders and executors draw nothing
-themselves: they are told which files, which boxes and which programs, so all of them show the same views.
+themselves: files, boxes and programs come from here, so all of them show the same views.
 
     contrastive views   random resized crop + flip, then colour jitter, grey, blur, solarise (as programs)
     original            ``shared``: one random resized crop + flip, nothing else
@@ -61,10 +61,12 @@ class ViewLayout:
 
     @property
     def crops(self) -> int:
+        """C, the number of crops of a sample."""
         return max(self.crop_of_view) + 1
 
     @property
     def views(self) -> int:
+        """T, the number of views of a sample."""
         return len(self.crop_of_view)
 
 
@@ -106,6 +108,7 @@ class ViewPlan:
 
     @cached_property
     def layout(self) -> ViewLayout:
+        """The views of a sample and the crops that they share."""
         contrastive, count = list(range(len(self.contrastive))), len(self.contrastive)
         originals = 0 if self.original == "none" else self.originals if self.original == "weak" else 1
         original_crops = list(range(count, count + originals))

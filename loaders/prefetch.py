@@ -18,7 +18,7 @@ from contextlib import closing, suppress
 from typing import Generic, TypeVar
 
 PATIENCE = 10.0
-"""Seconds. A batch takes less, and a scheduler that has asked a run to stop gives it more (:mod:`cocor.stop`)."""
+"""Seconds: more than a batch takes, less than schedulers grant a run that must stop (:mod:`cocor.stop`)."""
 
 _log = logging.getLogger(__name__)
 Item = TypeVar("Item")

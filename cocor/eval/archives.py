@@ -50,6 +50,8 @@ def _number(classes: Iterable[str]) -> dict[str, int]:
 
 
 def read_cifar(name: str) -> Callable[[Path, Path], Listed]:
+    """The reader of "cifar10" or "cifar100", whose pickled batches are unpacked into ``cache``."""
+
     def read(base: Path, cache: Path) -> Listed:
         root, labels, classes = cifar.unpack(name, base, cache)
         rows = {s: [(f"{s}/{i:05d}.png", label) for i, label in enumerate(found)] for s, found in labels.items()}
@@ -99,6 +101,7 @@ def read_sun397(base: Path, cache: Path) -> Listed:
 
 
 def read_food101(base: Path, cache: Path) -> Listed:
+    """``meta/classes.txt`` and, for each split, JSON with the names of every class's images."""
     classes = _lines(base / "meta" / "classes.txt")
     splits: dict[str, Rows] = {}
     for split in ("train", "test"):
@@ -167,6 +170,7 @@ class Archive:
     read: Callable[[Path, Path], Listed]
 
     def find(self, root: Path, name: str) -> Path | None:
+        """The folder with the marker below ``root`` or ``root``/``name``, or None."""
         below = ("", *self.folders)
         places = [root / folder for folder in (*below, *(f"{name}/{folder}" for folder in below))]
         return next((place for place in places if self._is_at(place)), None)

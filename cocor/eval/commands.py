@@ -126,8 +126,8 @@ def knn(options: argparse.Namespace) -> None:
         bank = queries = features_of(encoder, dataset, inputs.extraction(options, encoder), "images").labelled()
         title = f"{encoder.name} on {dataset.root.name}"
         alone = int((bank.labels.bincount() == 1).sum())
-        said = f"{alone:,} images are the only one of their class, so none of them can be right"
-        notes: tuple[str, ...] = (said,) if alone else ()
+        note = f"{alone:,} images are the only one of their class, so none of them can be right"
+        notes: tuple[str, ...] = (note,) if alone else ()
     else:
         splits = inputs.chosen_splits(options)
         feasible.check_knn(options, splits)

@@ -141,11 +141,11 @@ def measure(subjects: Sequence[Subject], dataset: ImageDataset, how: Extraction,
     for one in subjects:
         source = one if one.mmnn is not None else shared
         target: nn.Module = Constants(one.constants).to(how.world.device)
-        said = "the constants"
+        named = "the constants"
         if source is not None and source.mmnn is not None:
-            target, said = source.mmnn, "its MMNN" if source is one else f"the MMNN of {source.name}"
+            target, named = source.mmnn, "its MMNN" if source is one else f"the MMNN of {source.name}"
         similarity, wanted, composition = _similarities(one, target, plan, dataset, how)
-        results.append(_summarise(one, said, target, similarity, wanted, composition))
+        results.append(_summarise(one, named, target, similarity, wanted, composition))
     return results
 
 
@@ -170,7 +170,7 @@ def _similarities(
 
 
 def _summarise(
-    one: Subject, said: str, target: nn.Module, similarity: Tensor, wanted: Tensor, composition: Tensor
+    one: Subject, targets: str, target: nn.Module, similarity: Tensor, wanted: Tensor, composition: Tensor
 ) -> Consistency:
     size = composition.sum(-1)
     by_length = {length: size == length for length in sorted(size.unique().tolist())}
@@ -186,7 +186,7 @@ def _summarise(
     return Consistency(
         one.name,
         one.space,
-        said,
+        targets,
         similarity.shape[1],
         similar,
         {length: wanted[at].mean().item() for length, at in by_length.items()},

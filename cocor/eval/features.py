@@ -55,9 +55,11 @@ class Features:
         return len(self.labels)
 
     def subset(self, index: Tensor) -> "Features":
+        """The samples ``index`` (M,), int64."""
         return Features(self.values[index], self.labels[index])
 
     def labelled(self) -> "Features":
+        """The samples with known labels."""
         known = self.labels >= 0
         return self if known.all() else self.subset(known.nonzero().flatten())  # no copy of what may be 10 GB
 
@@ -69,6 +71,7 @@ class Features:
 
 
 def joined(first: Features, second: Features) -> Features:
+    """The samples of both, ``first`` ones first; both hold the same number of crops."""
     return Features(torch.cat([first.values, second.values]), torch.cat([first.labels, second.labels]))
 
 

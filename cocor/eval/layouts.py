@@ -104,6 +104,7 @@ class Fit:
 
     @property
     def whole(self) -> bool:
+        """Whether nothing is missing and nothing is left over."""
         return not self.missing and not self.strange
 
 

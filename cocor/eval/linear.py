@@ -61,6 +61,7 @@ class LinearResult:
 
     @property
     def accuracy(self) -> float:
+        """In the metric of the protocol."""
         return self.top1 if self.metric == "top1" else self.class_mean
 
     def plain(self) -> dict[str, Any]:

@@ -59,11 +59,11 @@ class SgdResult:
 
 
 class Views(Protocol):
-    """Training views: ``labels`` int64 (N,) of the images, ``batch`` images a step, ``said`` for the report."""
+    """Training views: ``labels`` int64 (N,) of the images, ``batch`` images a step, ``description`` for the report."""
 
     labels: Tensor
     batch: int
-    said: str
+    description: str
 
     def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Features (batch, D) and labels (batch,) of every step, the same on every rank."""
@@ -73,7 +73,7 @@ class Views(Protocol):
 class FixedViews:
     """The same cached features in every epoch, reshuffled; a last, shorter batch is dropped."""
 
-    said = "features without augmentation"
+    description = "features without augmentation"
 
     def __init__(self, features: Features, settings: SgdSettings, device: torch.device | str) -> None:
         features = features.labelled().flat()
@@ -93,7 +93,7 @@ class RandomCrops:
     """A new random resized crop and flip of every image in every epoch, encoded on the fly by all ranks; images that
     fill no batch are dropped."""
 
-    said = "random resized crops and flips"
+    description = "random resized crops and flips"
 
     def __init__(self, encoder: Encoder, dataset: ImageDataset, settings: SgdSettings, how: Extraction) -> None:
         dataset = dataset.subset((dataset.labels >= 0).nonzero()[0])
@@ -194,7 +194,7 @@ def _probe(views: Views, test: Features, settings: SgdSettings, device: torch.de
         len(test),
         classes,
         settings.epochs,
-        views.said,
+        views.description,
     )
 
 

@@ -56,6 +56,7 @@ def join(red: Scalar, green: Scalar, blue: Scalar) -> Scalar:
 
 @jit
 def channel(pixel: Scalar, c: int) -> Scalar:
+    """Red, green or blue (``c`` = 0, 1, 2) of a pixel word."""
     return np.int32(np.uint32(pixel >> np.uint32(8 * c)) & np.uint32(255))
 
 

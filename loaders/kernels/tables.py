@@ -40,6 +40,7 @@ def then_blend(table: Table, fill: Table, base: Scalar, factor: Scalar) -> None:
 
 @jit
 def then_posterize(table: Table, fill: Table, mask: int) -> None:
+    """Compose with Posterize: AND with ``mask``."""
     for c in range(3):
         for v in range(256):
             table[c, v] &= mask
@@ -48,6 +49,7 @@ def then_posterize(table: Table, fill: Table, mask: int) -> None:
 
 @jit
 def then_solarize(table: Table, fill: Table, threshold: int) -> None:
+    """Compose with Solarize: invert values at or above ``threshold``."""
     for c in range(3):
         for v in range(256):
             value = table[c, v]
