@@ -72,7 +72,7 @@ def _remove(path: Path) -> None:
 
 
 def describe(config: Config, digest: str) -> dict[str, Any]:
-    """What a checkpoint says about its run: configuration, versions, and the data set's digest."""
+    """What a checkpoint records about its run: configuration, versions, and the data set's ``digest``."""
     return {"config": config.to_dict(), "versions": versions(), "dataset": digest}
 
 

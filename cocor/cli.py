@@ -20,8 +20,8 @@ def flag(key: str) -> str:
 def parser(
     options: type, prog: str, description: str, groups: Mapping[str, str], notes: Mapping[str, str]
 ) -> argparse.ArgumentParser:
-    """A parser with one flag a field. ``groups``: the first field of each group and its title. ``notes``: what the help
-    says in place of a field's default."""
+    """A parser with one flag per field. ``groups``: the first field of each group, and the group's title. ``notes``:
+    what the help shows in place of a field's default."""
     usage = f"{prog} [--config FILE] [flags]"
     result = Parser(prog, usage, description, formatter_class=_Help, allow_abbrev=False)
     recipe = "a recipe, such as configs/moco_in100.yaml; flags override it"

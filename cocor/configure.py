@@ -2,7 +2,7 @@
 
     defaults  <  the method's own defaults  <  YAML (--config, which may build on another by ``defaults:``)  <  flags
 
-``load`` does all of it and imports nothing heavy, so that mistakes are told at once.
+``load`` does all of it and imports nothing heavy, so that mistakes are reported at once.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Ranks: who this process is, and the few collectives that training needs.
 
-One process a GPU. The environment of torchrun (which ``--gpus N`` uses) or of Slurm's ``srun`` says who is who; without
-either there is one rank, no process group exists, and every function here returns at once.
+One process per GPU. The ranks come from the environment of torchrun (which ``--gpus N`` uses) or of Slurm's ``srun``;
+without either there is one rank, no process group exists, and every function here returns at once.
 
 Anything averaged over the batch is averaged over the *global* batch: :func:`mean_over_ranks` gives each rank the global
 mean and passes the gradient to its own share, and :func:`reduce_gradients` completes the mean over ranks.
@@ -46,7 +46,7 @@ def init(use_gpu: bool) -> World:
 
     Raises:
         UserError: a rank without a GPU of its own.
-        SystemExit: another rank has failed, and said why.
+        SystemExit: another rank has failed, and printed why.
     """
     here = place() or Place(0, 1, 0, 1)
     device = torch.device("cpu")

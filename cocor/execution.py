@@ -39,17 +39,17 @@ def choose(config: Config, world: World, steps: int) -> str:
     Raises:
         UserError: CUDA graphs without a GPU, or compiling without a compiler.
     """
-    on_gpu, asked = world.device.type == "cuda", config.execution
-    if asked in ("graph", "fused") and not on_gpu:
-        raise UserError(f"--execution {asked}: CUDA graphs need a GPU; use --execution eager")
+    on_gpu, requested = world.device.type == "cuda", config.execution
+    if requested in ("graph", "fused") and not on_gpu:
+        raise UserError(f"--execution {requested}: CUDA graphs need a GPU; use --execution eager")
     missing = missing_to_compile(world.device)
-    if asked in ("compiled", "fused") and missing is not None:
+    if requested in ("compiled", "fused") and missing is not None:
         other = "graph" if on_gpu else "eager"
-        raise UserError(f"--execution {asked}: {missing}; install it, or use --execution {other}")
-    if asked == "compiled" and not on_gpu:
+        raise UserError(f"--execution {requested}: {missing}; install it, or use --execution {other}")
+    if requested == "compiled" and not on_gpu:
         _log.warning("--execution compiled: on a CPU compiling takes minutes and steps get hardly faster")
-    if asked != "auto":
-        return asked
+    if requested != "auto":
+        return requested
     if not on_gpu:
         return "eager"
     # As in cocor.checks.check: forward-mode derivatives cannot be compiled, LARS cannot be captured. Communication in
@@ -66,9 +66,9 @@ def choose(config: Config, world: World, steps: int) -> str:
 def missing_to_compile(device: torch.device) -> str | None:
     """What torch.compile lacks on this machine, in words; None if nothing. It builds C (on a CPU C++) extensions."""
     variable, names = ("CC", ["gcc", "clang"]) if device.type == "cuda" else ("CXX", ["g++"])
-    asked = os.environ.get(variable)
-    if not any(map(shutil.which, asked.split()[:1] if asked else names)):
-        return f"torch.compile needs a compiler, and there is no {asked or ' or '.join(names)} here"
+    compiler = os.environ.get(variable)
+    if not any(map(shutil.which, compiler.split()[:1] if compiler else names)):
+        return f"torch.compile needs a compiler, and there is no {compiler or ' or '.join(names)} here"
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         return "torch.compile needs Python's header files, and there is no Python.h here (Debian: python3-dev)"
     return None

@@ -116,7 +116,7 @@ class RunLog:
         self._recent: deque[tuple[int, float]] = deque(maxlen=_RECENT)
         self._file = None
         self._size = 0
-        self._told_of_full_disk = False
+        self._warned_of_full_disk = False
         if world.main:
             path = folder / METRICS
             _truncate(path, start_step, again)
@@ -172,9 +172,9 @@ class RunLog:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._size += len(line)
         except OSError as error:
-            if not self._told_of_full_disk:
+            if not self._warned_of_full_disk:
                 _log.warning(f"cannot write {METRICS}: {error.strerror}; training goes on, this part of it unrecorded")
-            self._told_of_full_disk = True
+            self._warned_of_full_disk = True
 
     def close(self) -> None:
         self._bar.close()

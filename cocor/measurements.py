@@ -36,13 +36,13 @@ def read_run(path: Path) -> list[Record]:
         raise UserError(f"{file}: {error.strerror}; name the folder of a run") from None
     except UnicodeDecodeError:
         raise UserError(f"{file}: not a text file; name the folder of a run") from None
-    told = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     records = []
-    for number, line in told:
+    for number, line in numbered:
         try:
             records.append(_record(line))
         except (ValueError, TypeError, KeyError, RecursionError):
-            if number != told[-1][0]:
+            if number != numbered[-1][0]:
                 raise UserError(f"{file}:{number}: not a measurement in JSON") from None
     if not any(record["kind"] in _NEEDED for record in records):
         raise UserError(f"{file}: has no measurements yet")

@@ -37,7 +37,7 @@ def met(here: Place) -> Iterator[dist.Store]:
     other: if one of them fails meanwhile, the others end too; if one vanishes, they end after ``_JOINING`` seconds.
 
     Raises:
-        SystemExit: another rank has failed, and said why.
+        SystemExit: another rank has failed, and printed why.
     """
     global _has_met
     with _rendezvous(here, TIMEOUT) as store:
@@ -128,16 +128,16 @@ def fail_before(message: str, code: int, tell: Callable[[], object]) -> None:
     if here is None or here.size == 1:
         tell()
         return
-    told = False
+    printed = False
     with ExitStack() as stack:
         for patience in (_SILENT, _LONGER):
             store = None
             with suppress(UserError, *_AWAY):
                 store = stack.enter_context(_rendezvous(here, patience))
-                told |= store.add(said.key(message), 1) > 1
-            if not told:
+                printed |= store.add(said.key(message), 1) > 1
+            if not printed:
                 tell()
-            told = True
+            printed = True
             if store is not None:
                 with suppress(*_AWAY):
                     store.set(_FAILED, str(code))

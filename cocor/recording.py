@@ -112,8 +112,8 @@ class RecordedStep:
                 if isinstance(cause, torch.OutOfMemoryError):
                     raise cause from None
             reason = str(error.__context__ or error).strip().splitlines()[0]
-            told = f"--execution: this network's step cannot be recorded as a CUDA graph ({reason})"
-            raise UserError(f"{told}; use --execution compiled or eager") from error
+            problem = f"--execution: this network's step cannot be recorded as a CUDA graph ({reason})"
+            raise UserError(f"{problem}; use --execution compiled or eager") from error
         return _Recording(graph, inputs, {name: value.shape for name, value in metrics.items()}, values)
 
 

@@ -48,7 +48,7 @@ def check(config: Config) -> None:
             if file is not None and file.resolve().is_relative_to(folder.resolve()):
                 flag = f"--{key.replace('_', '-')}"
                 raise UserError(f"{flag} {file} is in --output {folder}, which --overwrite empties; choose another")
-    if folder.exists() and any(map(_kept, folder.iterdir())):
+    if folder.exists() and any(map(_is_content, folder.iterdir())):
         _accept(config, _is_run(folder))
 
 
@@ -99,7 +99,7 @@ def _is_run(folder: Path) -> bool:
         return False
 
 
-def _kept(entry: Path) -> bool:
+def _is_content(entry: Path) -> bool:
     """Whether ``entry`` of an output folder is more than what a run that is killed at its very start leaves behind."""
     if entry.name == CHECKPOINTS and entry.is_dir():
         return any(entry.iterdir())
@@ -113,9 +113,9 @@ def _accept(config: Config, is_run: bool) -> None:
     if not is_run and (config.overwrite or config.resume is not None):
         raise UserError(f"--output {folder} holds something, but no run; choose another --output")
     if config.overwrite:
-        strange = [entry.name for entry in folder.iterdir() if entry.name not in _OF_A_RUN and entry.name[0] != "."]
-        if strange:
-            what = f"holds {printable(strange[0])}, which is of no run"
+        foreign = [entry.name for entry in folder.iterdir() if entry.name not in _OF_A_RUN and entry.name[0] != "."]
+        if foreign:
+            what = f"holds {printable(foreign[0])}, which is of no run"
             raise UserError(f"--output {folder} {what}; choose another --output")
     elif config.resume is not None:
         place = Path(os.path.expanduser(config.resume))  # noqa: PTH111 (a Path's own raises for unknown users)

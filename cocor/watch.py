@@ -101,8 +101,8 @@ class Watch:
         if accuracy > best:
             self._best_knn = accuracy, epoch
         elif accuracy < FALLEN * best and best - accuracy > 5 * math.sqrt(best * (1 - best) / queries):
-            told = f"k-NN accuracy has fallen from {best:.1%} after {when} epochs to {accuracy:.1%} after {epoch}"
-            self._warn("k-NN", f"{told}: the features get worse; try a lower --lr")
+            finding = f"k-NN accuracy has fallen from {best:.1%} after {when} epochs to {accuracy:.1%} after {epoch}"
+            self._warn("k-NN", f"{finding}: the features get worse; try a lower --lr")
 
     def _not_finite(self, at: int, step: int, losses: list[dict[str, float]], labelled: bool) -> None:
         """Record step ``step``, in row ``at``, with the ``losses`` of each rank, and warn or raise. ``labelled``: the
@@ -115,15 +115,15 @@ class Watch:
             content = {"losses": list(map(_plain, losses)), "samples": samples, "names": names}
             content |= {"labelled_samples": others}
             _append(self._config.output / FILE, {"kind": "loss not finite", "step": step, **content})
-        told = f"the loss is not finite at step {step}"
+        finding = f"the loss is not finite at step {step}"
         remedy = f"lower --lr, or try --precision fp32; the step's samples are in {self._config.output / FILE}"
         if self._config.on_nan == "stop":
-            raise UserError(f"{told}: {remedy}")
+            raise UserError(f"{finding}: {remedy}")
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row >= MOST_SKIPPED:
-            raise UserError(f"{told}, nor in the {MOST_SKIPPED - 1} before: {remedy}")
+            raise UserError(f"{finding}, nor in the {MOST_SKIPPED - 1} before: {remedy}")
         if self._world.main:
-            _log.warning(f"{told}: its update is left out; its samples are in {self._config.output / FILE}")
+            _log.warning(f"{finding}: its update is left out; its samples are in {self._config.output / FILE}")
 
     def _warn_of_collapse(self, learning_rate: float) -> None:
         if len(self._recent) < EVERY or not self._world.main:
