@@ -1,11 +1,11 @@
-"""Do all loaders show the same? A folder and the file made of it, every loader, 1, 2 and 4 ranks, batch by batch.
+"""Do all loaders show the same? A folder and the file made of it, by every loader, on 1, 2 and 4 ranks, by batches.
 
     python benchmarks/prep_agreement.py --data FOLDER
 
 Converts class folders of images to a .beton file and runs an epoch of the paper's recipe with ``torch`` on the folder
 (the reference) and with ``torch``, ``dali`` and ``ffcv`` on the file, side by side. Order, labels and compositions must
-be equal, and the ranks together must show every image once. Originals may differ by decoder and resize only, views (the
-same boxes, flips and programs) by what programs make of that; both are in grey levels of 0 to 255. Exits with 1 if an
+be equal, and the ranks together must show every image once. Originals may differ only by decoder and resize, views (of
+the same boxes, flips and programs) by what programs make of that; both in grey levels of 0 to 255. Exits with 1 if an
 original differs by more than the bounds below.
 """
 
@@ -73,24 +73,27 @@ def compare(
     with ExitStack() as stack:
         reference = stack.enter_context(closing(epoch("torch", folder, plan, order)))
         others = {name: stack.enter_context(closing(epoch(name, stored, plan, order))) for name in differences}
-        for right in reference:
-            seen += right.index.tolist()
+        for expected in reference:
+            seen += expected.index.tolist()
             for name, batches in others.items():
-                batch = next(batches)
+                batch = next(batches, None)
+                if batch is None:
+                    raise SystemExit(f"{name}: fewer batches than the reference")
                 for field in ("index", "label", "composition"):
-                    if not torch.equal(getattr(batch, field), getattr(right, field)):
+                    if not torch.equal(getattr(batch, field), getattr(expected, field)):
                         raise SystemExit(f"{name}: another {field}")
-                views = levels(batch.views, right.views).mean(0)
-                differences[name].append(torch.stack([levels(batch.original, right.original), views], 1))
+                views = levels(batch.views, expected.views).mean(0)
+                differences[name].append(torch.stack([levels(batch.original, expected.original), views], 1))
         if any(next(batches, None) is not None for batches in others.values()):
             raise SystemExit("a loader shows more batches than the reference")
     return seen
 
 
 def epoch(name: LoaderName, dataset: ImageDataset, plan: ViewPlan, order: BatchOrder) -> Generator[Batch, None, None]:
-    """The batches of one epoch, on the CPU."""
+    """The batches of one epoch, on the CPU. A rank without a share of the last one gets no batch from some loaders and
+    an empty one from others, which is left out."""
     with closing(open_loader(name, dataset, plan, order, workers=0 if name == "torch" else 2)) as loader:
-        yield from loader.epoch(_EPOCH)
+        yield from (batch for batch in loader.epoch(_EPOCH) if len(batch.index))
 
 
 def levels(first: Tensor, second: Tensor) -> Tensor:

@@ -2,14 +2,13 @@
 
     python benchmarks/probe.py --images 50000 --dimensions 2048 --classes 100
 
-Features are drawn around overlapping class centres and pass a ReLU, as those of a ResNet do. Printed: all 45 penalties
-warm-started, as ``cocor-eval linear`` does; one penalty from zero; and that penalty by scikit-learn on the CPU, unless
-``--no-sklearn``.
+Features are drawn around overlapping class centres and pass a ReLU, as those of a ResNet do. Timed are all 45
+penalties, each warm-started from the one before as in ``cocor-eval linear``, with the refit; one penalty from zero;
+and, unless ``--no-sklearn``, that penalty by scikit-learn on the CPU.
 """
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from cocor.eval.softmax import SoftmaxRegression
 from cocor.launch import command
 from loaders.arguments import Parser, above_zero, positive, writable
 from loaders.errors import UserError
+from loaders.names import available_cores
 
 
 def draw(images: int, dimensions: int, classes: int, seed: int) -> Features:
@@ -53,19 +53,18 @@ def run(argv: Sequence[str] | None = None) -> None:
     print(f"{size[0]:,} x {size[1]:,} features, {size[2]} classes, {_machine(device)}")
     train = draw(*size, seed=1)
     val, test = (draw(max(2000, options.images // 10), *size[1:], seed=seed) for seed in (2, 3))
-    SoftmaxRegression(val.values.to(device), val.labels, size[2]).fit(1.0, iterations=2)  # wakes the device up
+    SoftmaxRegression(val.values.to(device), val.labels, size[2]).fit(1.0, iterations=2)  # loads the kernels
     began = time.perf_counter()
     found = linear_probe(train, val, test, device=device)
     seconds = time.perf_counter() - began
     iterations = sum(trial.iterations for trial in found.trials)
     converged = sum(trial.converged for trial in found.trials)
-    print(
-        f"45 penalties and refit: {seconds:.1f} s, {iterations:,} iterations, {converged} of {len(PENALTIES)} converged"
-    )
+    count = len(PENALTIES)
+    print(f"{count} penalties and refit: {seconds:.1f} s, {iterations:,} iterations, {converged} of {count} converged")
     print(f"test top-1 {found.top1:.2%} at penalty {found.penalty:.3g}")
     numbers: dict[str, object] = {"size": size, "machine": _machine(device), "grid_seconds": seconds}
     numbers |= {"iterations": iterations, "converged": converged, "top1": found.top1, "penalty": found.penalty}
-    _keep(numbers, options.json)  # scikit-learn may take longer than anyone waits
+    _keep(numbers, options.json)  # now, as scikit-learn may take longer than anyone waits
     if options.no_sklearn:
         return
     try:
@@ -87,7 +86,7 @@ def _keep(numbers: dict[str, object], path: Path | None) -> None:
 
 def _machine(device: torch.device) -> str:
     if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, {os.cpu_count()} CPU cores"
+        return f"{torch.cuda.get_device_name(device)}, {available_cores()} CPU cores"
     return f"{torch.get_num_threads()} CPU threads"
 
 

@@ -201,6 +201,23 @@ def test_every_benchmark_refuses_what_it_cannot_do_or_write_before_it_begins(
     assert line.startswith(f"{benchmark}: error: {words.split()[0]}: ")
 
 
+def test_loaders_agree_where_the_last_batch_has_fewer_images_than_there_are_ranks(
+    photo_folder: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("ffcv")
+    for number, path in enumerate(sorted(photo_folder.glob("*/*.jpg"))[:5]):
+        (tmp_path / "one").mkdir(exist_ok=True)
+        (tmp_path / "one" / f"{number}.jpg").write_bytes(path.read_bytes())
+    done = run("--data", tmp_path, "--batch-size", 4, "--image-size", 16, benchmark="prep_agreement.py")
+    assert done.returncode == 0, done.stderr
+    lines = [line.split()[:4] for line in done.stdout.splitlines()]
+    assert lines == [
+        [str(ranks), "ranks"[: 4 + (ranks > 1)], loader, "5"]
+        for ranks in (1, 2, 4)
+        for loader in ("torch", "dali", "ffcv")
+    ]
+
+
 def test_a_picture_that_cannot_be_drawn_is_told_before_anything_is_measured(tmp_path: Path) -> None:
     done = run("--quick", "--plot", tmp_path / "rates.bmp")
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.endswith("pictures are .png, .svg or .pdf\n")
