@@ -6,56 +6,48 @@
     python benchmarks/step.py --json out.json
 
 Rows: {plain method, + CoCor} x methods x executions (see ``cocor/execution.py``) x images a GPU, and CoCor with each of
---options (see ``cocor/turns.py``), of which commas join several. Batches are noise that lies on the device already: no
-loader is measured (``benchmarks/throughput.py`` does that). The labelled batch is a quarter of the batch, the MMNN
-learns in every step unless an option says otherwise, its gradient is the exact one.
+--options (see ``cocor/turns.py``), several of which are joined by commas. Batches are noise that lies on the device
+already: no loader is measured (``benchmarks/throughput.py`` does that). The labelled batch is a quarter of the batch,
+the MMNN learns in every step unless an option says otherwise, and its gradient is the exact one.
 
 How each figure is taken, and what would make it wrong
 - images/s: the median of three windows of --steps steps, after the steps that compile and record; the device has
-  finished all of them. Wrong if the card is shared, or hot: compare rows of one run.
-- F/s: forward-equivalents a second. A forward pass counts 1, with its backward pass 3; MoCo makes 4 an image (key 1,
+  finished all of them. ±: the range over the median. Wrong if the card is shared, or hot: compare rows of one run.
+- F/s: forward-equivalents a second. A forward pass counts 1, with its backward pass 3; MoCo needs 4 an image (key 1,
   query 3), SimSiam 6; CoCor adds 1 for the original, 3 a length, and 3 for each labelled image. Smaller composites
-  count by their pixels, what is not in every step by how often it is; windows are whole turns.
-- of card: these against what the card does when it only passes the backbone forward and back on a batch of the same
-  size, executed alike, in the same process. Above 100 % the step profits from running passes side by side.
+  count in proportion to their pixels, what is not part of every step by how often it is; windows are whole turns.
+- of card: the F/s relative to what the card reaches when it does nothing but pass the backbone forward and back on a
+  batch of the same size, executed alike, in the same process. Above 100 % the step profits from passes side by side.
 - other: the share of the step that is not passes of the encoder: 1 - (the same passes, with nothing between them) /
-  (step). Losses, optimisers, moving average, queue, MMNN, copies.
-- memory: GiB of tensors at the peak, reserved by PyTorch.
-- start: seconds until every kind of step is recorded, most of it compiling. The compiler keeps its results on disk: a
-  second run starts faster.
+  (step). Optimisers, moving average, queue, consistency loss, MMNN, copies; the contrastive loss is timed with its
+  passes.
+- memory: GiB of tensors at the peak; the JSON file also has what PyTorch reserved.
+- start: seconds until every kind of step is recorded, most of it compiling. The compiler keeps its results on disk, so
+  a second run starts faster.
 """
 
 import argparse
 import gc
 import itertools
-import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from cocor.build import build_method, build_target
 from cocor.cli import flag
-from cocor.config import Config, Execution, labelled_batch_size
+from cocor.config import Config
 from cocor.configure import resolve
-from cocor.distributed import World
-from cocor.execution import choose, executable
 from cocor.launch import command
-from cocor.methods.base import Method, batch_statistics_only
-from cocor.profile import CONTRASTIVE_COST, costs
-from cocor.recording import WARM_UP
-from cocor.step import TrainingStep
+from cocor.profile import CONTRASTIVE_COST
 from cocor.values import convert
 from common import RESULTS, Column, describe_machine, device_slug, header, machine_line, row, write_json
 from loaders.arguments import Parser, above_zero, nearest, positive, writable
-from loaders.batch import Batch
 from loaders.errors import UserError
 from loaders.writable import check_file
+from step_cost import measure
 
 COLUMNS = (
     Column("step", -18), Column("execution", -10), Column("batch", 6), Column("images/s", 9, ",.0f"),
@@ -63,139 +55,6 @@ COLUMNS = (
     Column("memory", 7, ".1f"), Column("start", 7, ".0f"), Column("option", -20),
 )  # fmt: skip
 OPTIONS = ("composite_size", "lengths_per_step", "mmnn_every")
-CLASSES, WINDOWS, STEPS_PER_EPOCH = 1000, 3, 10_000
-
-
-def measure(
-    config: Config, execution: Execution, steps: int, device: torch.device, parallel: bool | None = None
-) -> dict[str, Any]:
-    """All figures of one row, from windows of ``steps`` steps or the next whole turn. UserError for an ``execution``
-    that this machine is not able to."""
-    begin = time.perf_counter()
-    precision = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    world = World(0, 0, 1, device)
-    method, target = build_method(config, world), build_target(config, world)
-    step = TrainingStep(config, method, target, CLASSES, steps_per_epoch=STEPS_PER_EPOCH, precision=precision)
-    batch = noise(config, config.batch_size, config.image_size, device, precision)
-    labelled = noise(config, labelled_batch_size(config, 1), config.image_size, device, precision, plain=True)
-    run = executable(step, choose(replace(config, execution=execution), world, steps), parallel)
-    numbers = itertools.count()
-    for _ in range((WARM_UP + 2) * config.mmnn_every):
-        run(batch, labelled, next(numbers))
-    _wait(device)
-    start = time.perf_counter() - begin
-    window = -(-steps // step.turns.cycle) * step.turns.cycle
-    seconds, spread = timed(lambda: run(batch, labelled, next(numbers)), window, device)
-    memory = (torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30)
-    recorded = execution in ("graph", "fused")
-    passes = seconds_of_passes(step, batch, labelled, recorded, steps)
-    card = timed(_played(lambda: forward_backward(step, batch.original), recorded, device), steps, device)[0]
-    units = len(batch.index) * sum(costs(config, 1).values()) / seconds
-    return {
-        "method": config.method, "cocor": target is not None, "execution": execution, "batch_size": config.batch_size,
-        "images_per_s": len(batch.index) / seconds, "spread": spread, "step_ms": 1000 * seconds,
-        "forward_equivalents_per_s": units, "card_images_per_s": len(batch.index) / card,
-        "of_card": units / (3 * len(batch.index) / card), "other": 1 - passes / seconds,
-        "memory_gib": memory[0], "reserved_gib": memory[1], "start_s": start,
-    }  # fmt: skip
-
-
-def noise(
-    config: Config, count: int, size: int, device: torch.device, dtype: torch.dtype, plain: bool = False
-) -> Batch:
-    """A batch of normal noise; ``plain``: without views, as labelled batches are."""
-    generator = torch.Generator(device).manual_seed(count)
-    lengths = 0 if plain or config.consistency == "none" else len(config.lengths)
-
-    def images(*shape: int) -> Tensor:
-        values = torch.randn(*shape, size, size, 3, device=device, dtype=dtype, generator=generator)
-        return values.movedim(-1, -3)
-
-    composition = torch.zeros(lengths, count, 14, dtype=torch.uint8, device=device)
-    for at in range(lengths):
-        composition[at, :, at % 14] = config.lengths[at]
-    label = torch.arange(count, device=device) % CLASSES
-    return Batch(images(0 if plain else 2, count), images(count), images(lengths, count), composition, label, label)
-
-
-def seconds_of_passes(step: TrainingStep, batch: Batch, labelled: Batch, recorded: bool, steps: int) -> float:
-    """Of :func:`all_passes` of a step, as the mean over steps with and without a labelled batch."""
-    shared, every = step.share(batch, labelled, 0)[0], step.config.mmnn_every
-
-    def seconds(of_step: Batch | None) -> float:
-        work = _played(lambda: all_passes(step, shared, of_step), recorded, step.device)
-        return timed(work, steps, step.device)[0]
-
-    guided = seconds(labelled)
-    return guided if every == 1 else (guided + (every - 1) * seconds(None)) / every
-
-
-def all_passes(step: TrainingStep, batch: Batch, labelled: Batch | None) -> None:
-    """The encoder's forward and backward passes of one step and nothing else."""
-    method, parameters = step.method, step.parameters
-    backbone = [p for p in method.backbone.parameters() if p.requires_grad]
-    if step.target is not None:
-        with step.autocast():
-            method.embed_original(batch.original)
-        for at, images in enumerate(batch.composites):
-            with step.streams.beside(at):
-                with step.autocast():
-                    output = method.embed_composite(images).sum()
-                torch.autograd.grad(output, parameters, allow_unused=True)
-    with step.autocast():
-        loss = method.contrastive(batch.views, batch.label)
-    torch.autograd.grad(loss, parameters, allow_unused=True)
-    step.streams.join()
-    if step.guide is not None and labelled is not None:
-        with step.autocast(), batch_statistics_only(method.backbone):
-            output = method.backbone(labelled.original).sum()
-        torch.autograd.grad(output, backbone)
-
-
-def forward_backward(step: TrainingStep, images: Tensor) -> None:
-    """One pass of the backbone, forward and back."""
-    method: Method = step.method
-    with step.autocast(), batch_statistics_only(method.backbone):
-        output = method.backbone(images).sum()
-    torch.autograd.grad(output, [p for p in method.backbone.parameters() if p.requires_grad])
-
-
-def _played(work: Callable[[], object], recorded: bool, device: torch.device) -> Callable[[], object]:
-    """``work`` warmed up, and as a CUDA graph if ``recorded``."""
-    stream = torch.cuda.Stream(device) if recorded else None
-    for _ in range(2):
-        if stream is None:
-            work()
-        else:
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                work()
-            torch.cuda.synchronize()
-    if stream is None:
-        return work
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        work()
-    return graph.replay
-
-
-def timed(work: Callable[[], object], steps: int, device: torch.device) -> tuple[float, float]:
-    """Median seconds of one call over windows of ``steps`` calls, and the range over the median."""
-    windows = []
-    for _ in range(WINDOWS):
-        _wait(device)
-        begin = time.perf_counter()
-        for _ in range(steps):
-            work()
-        _wait(device)
-        windows.append((time.perf_counter() - begin) / steps)
-    middle = statistics.median(windows)
-    return middle, (max(windows) - min(windows)) / middle
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -222,7 +81,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _overrides(option: str) -> dict[str, int]:
-    """The configuration's values in ``composite-size=128,mmnn-every=4``."""
+    """``composite-size=128,mmnn-every=4`` as values of the configuration."""
     values = {}
     for word in option.split(",") if option != "none" else ():
         name, _, value = word.partition("=")
