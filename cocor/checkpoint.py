@@ -21,6 +21,7 @@ from torch import Tensor
 from cocor import atomic
 from cocor.config import FREE_TO_CHANGE, Config
 from cocor.run_folder import CHECKPOINTS as FOLDER
+from cocor.run_folder import checkpoints
 from cocor.versions import versions
 from loaders.decode import describe as describe_fault
 from loaders.errors import UserError
@@ -218,10 +219,11 @@ def _names(mapping: Mapping[Any, Any]) -> list[Any]:
 
 
 def _listed(folder: Path) -> list[Path]:
-    """The checkpoints in ``folder``, newest first."""
-    return sorted(folder.glob("step_*.pt"), key=_step, reverse=True)
+    """The checkpoints that runs have written to ``folder``, newest first."""
+    return sorted(checkpoints(folder), key=_step, reverse=True)
 
 
 def _step(path: Path) -> int:
+    """The number of steps in the name of a checkpoint; -1 for other names."""
     digits = path.stem.removeprefix("step_")
     return int(digits) if digits.isdecimal() else -1

@@ -83,11 +83,16 @@ def prepare(config: Config, asked: Config, images: Sequence[Path], lock: RunLock
     check(config)
     if config.overwrite:
         _empty(folder)
-    elif not resumes and any((folder / CHECKPOINTS).glob("step_*.pt")):  # as long as the lock could not be had
+    elif not resumes and checkpoints(folder / CHECKPOINTS):  # while this one waited for the lock
         raise UserError(f"--output {folder}: another process has begun this run meanwhile; start the command again")
     for leftover in folder.glob(f".*{atomic.TEMPORARY}"):  # of killed runs
         leftover.unlink(missing_ok=True)
     _save_config(config, asked)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The files in ``folder`` that are named as runs name checkpoints, unlike copies that somebody has made."""
+    return [path for path in folder.glob("step_*.pt") if path.stem.removeprefix("step_").isdecimal()]
 
 
 def _is_run(folder: Path) -> bool:

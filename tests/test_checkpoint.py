@@ -134,6 +134,16 @@ def test_saving_never_counts_or_touches_later_files(tmp_path: Path) -> None:
     assert steps(tmp_path) == ["step_0000002.pt", "step_0000009.pt"]
 
 
+def test_copies_that_somebody_has_made_are_neither_removed_nor_resumed_from(tmp_path: Path) -> None:
+    copies = ["step_best.pt", "step_0000001 (copy).pt"]
+    for name in copies:
+        checkpoint.save(tmp_path, state(1), keep=1).rename(tmp_path / name)
+    assert checkpoint.newest(tmp_path) is None
+    for step in (2, 3):
+        checkpoint.save(tmp_path, state(step), keep=1)
+    assert steps(tmp_path) == sorted([*copies, "step_0000003.pt"])
+
+
 def test_if_no_checkpoint_loads_the_run_does_not_silently_start_anew(tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path) is None
     (tmp_path / "step_0000009.pt").write_bytes(b"damaged")
