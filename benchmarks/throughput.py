@@ -20,24 +20,25 @@ and one thread, next to the loader's).
 How each figure is taken, and what would make it wrong
 - Every cell runs in new processes, one a GPU (one without). Images are read once before, so files come from the page
   cache: a slow disk is not measured. At most --images different files are used, again and again; few files may stay in
-  the processor's caches, which flatters decoding a little. Warm-up is left out: two batches, or one of every worker.
-- samples/s: finished batches over wall-clock time, in up to three windows of --seconds in all; median, and ± the
-  range over the median. A batch is finished when the GPU has finished it; the next ones may be in flight. Wrong if
-  other programs use the machine: compare rows of one run only, and distrust a wide range.
+  the processor's caches, which flatters decoding a little. Warm-up is left out: at least two batches and one of every
+  worker, the steps that compile and record, and the batches that piled up meanwhile.
+- samples/s: finished batches over wall-clock time, in up to three windows of --seconds in all, one right after the
+  other; median, and ± the range over the median. A batch is finished when the GPU has finished it; the next ones may be
+  in flight. Wrong if other programs use the machine: compare rows of one run only, and distrust a wide range.
 - views/s: samples/s times the stage's views (3, 3, 6, 6). a core: samples/s over the cores busy.
 - cores: CPU time of the process and its descendants over wall-clock time, both between the same two readings
   (``cpu_time.py``); without /proc, workers are not counted. The system counts worker processes in hundredths of a
   second, so a short window may show a little more than there are.
 - taken: the share of the training step that the loader costs: 1 - (step on batches made before) / (step on the
-  loader's), both in one process, the former before and after. It holds kernels that compete for the GPU, Python that
+  loader's), both in one process, the former before and after. It includes kernels that compete for the GPU, Python that
   delays launches, and waiting for data: where samples/s without training are lower than with, it is mostly waiting.
 - p50, p99: milliseconds from one finished batch to the next; with fewer than 100 batches p99 is the longest. Worker
   processes deliver in bursts, and so does DALI where it decodes several batches at once: a p50 near 0 and a long p99
-  are their nature.
+  are normal then.
 - reserved, card: GiB reserved by torch at the peak, and used on the card at the end by everything (CUDA's own context,
   DALI's pools, other programs).
 - On several GPUs rates and cores add up, and the worst of the ranks' latencies and memory is shown.
-The made-up JPEG files have ImageNet's sizes, bytes and decoding time (see ``photographs.py``); the line ``data`` says
+The generated JPEG files have ImageNet's sizes, bytes and decoding time (see ``photographs.py``); the line ``data`` says
 what was read. Baselines draw their own random numbers, so they do equal work on average, not the same.
 """
 
@@ -46,17 +47,16 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import images
-from cells import Absent, Measured, Settings, measure
+from cells import Absent, Settings, measure
 from cocor import panels
 from cocor.launch import command
-from common import RESULTS, Column, describe_machine, device_slug, header, machine_line, markdown, row, write_json
+from common import RESULTS, describe_machine, device_slug, header, machine_line, write_json
 from images import open_images
 from loaders.arguments import Parser, above_zero, not_negative, positive, share, writable
 from loaders.errors import UserError
@@ -64,56 +64,10 @@ from loaders.writable import check_file
 from photographs import make_photographs
 from processes import alone
 from sources import CONTENDERS, STAGES_OF, Contender
-from stages import STAGES, TITLES, Stage
+from stages import STAGES, Stage
+from throughput_report import COLUMNS, Cell, Report, cell_line, ratio_lines, summary
 
 Place = tuple[Contender, Stage]
-Cell = Measured | Absent
-
-COLUMNS = (
-    Column("loader", -13),
-    Column("stage", -19),
-    Column("samples/s", 9, ",.0f"),
-    Column("±", 4, ".0%"),
-    Column("views/s", 8, ",.0f"),
-    Column("a core", 7, ",.0f"),
-    Column("cores", 5, ".1f"),
-    Column("taken", 6, ".1%"),
-    Column("p50 ms", 7, ".1f"),
-    Column("p99 ms", 7, ".1f"),
-    Column("reserved", 8, ".2f"),
-    Column("card", 5, ".1f"),
-)
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """How many times one cell's samples a second, and samples a second and core, are another's."""
-
-    name: str
-    samples_per_s: float
-    per_core: float
-
-
-@dataclass
-class Report:
-    """All that a run found, as the JSON file has it. ``executor`` is :func:`executor_against_pillow`'s, if it ran."""
-
-    machine: dict[str, Any]
-    data: dict[str, Any]
-    settings: Settings
-    cells: list[Cell] = field(default_factory=list)
-    executor: dict[str, Any] | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "benchmark": "throughput",
-            "machine": self.machine,
-            "data": self.data,
-            "settings": asdict(self.settings),
-            "cells": [asdict(cell) for cell in self.cells],
-            "executor": self.executor,
-            "ratios": [asdict(ratio) for ratio in ratios(self.cells)],
-        }
 
 
 def main() -> None:
@@ -124,30 +78,33 @@ def main() -> None:
         panels.check_picture(options.plot)
     machine = alone(describe_machine)
     settings = settings_of(options, machine)
-    target = options.json or (RESULTS / f"throughput-{device_slug(machine)}.json" if options.save else None)
-    if target is not None:
-        check_file("--json" if options.json else "--save", target)
+    targets = [] if options.json is None else [options.json]
+    if options.save:
+        targets.append(RESULTS / f"throughput-{device_slug(machine)}.json")
+        check_file("--save", targets[-1])
     number = options.images or (64 if options.quick else 512)
     chosen = alone(open_images, options.data or make_photographs(number), number)
     report = Report(machine, images.describe(chosen), settings)
-    lines = machine_line(machine), images.line(report.data), describe_settings(settings), header(COLUMNS)
-    print(*lines, sep="\n", flush=True)
+    print(machine_line(machine), images.line(report.data), describe_settings(settings), sep="\n")
+    print(header(COLUMNS), flush=True)
 
     def measured(place: Place) -> Cell:
         late = options.budget is not None and time.monotonic() - started > options.budget
         return Absent(*place, "out of time") if late else measure(*place, chosen, settings)
 
+    def write() -> None:
+        for target in targets:
+            write_json(target, report.to_dict())
+
     for cell in in_pairs(measured, cells_of(options, settings), together=options.quick):
         report.cells.append(cell)
-        show(cell)
-        if target is not None:
-            write_json(target, report.to_dict())
+        print(cell_line(cell), flush=True)
+        write()
     if not options.loader:
         report.executor = try_executor(options.quick)
     print("", summary(report.cells), "", *ratio_lines(report), sep="\n", flush=True)
     print(f"took {time.monotonic() - started:.0f} s")
-    if target is not None:
-        write_json(target, report.to_dict())
+    write()
     if options.plot:
         from plot import plot_cells
 
@@ -183,7 +140,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def settings_of(options: argparse.Namespace, machine: dict[str, Any]) -> Settings:
-    """Fill in what depends on the machine. UserError for what it does not have."""
+    """The options, with defaults that depend on the machine. UserError for GPUs that it does not have."""
     gpus = min(1, machine["gpus"]) if options.gpus is None else options.gpus
     if gpus > machine["gpus"]:
         raise UserError(f"--gpus {gpus}: there are {machine['gpus']} here")
@@ -233,28 +190,6 @@ def in_pairs(measured: Callable[[Place], Cell], places: Iterable[Place], togethe
         pool.shutdown(cancel_futures=True)
 
 
-def show(cell: Cell) -> None:
-    """Print a row, or why there is none."""
-    if isinstance(cell, Absent):
-        print(f"{cell.loader:<13} {TITLES[cell.stage]:<19} absent: {cell.reason}", flush=True)
-        return
-    values = [
-        *(cell.loader, TITLES[cell.stage], cell.samples_per_s, cell.spread if cell.windows > 1 else None),
-        *(cell.views_per_s or None, cell.samples_per_s_per_core, cell.cores_busy, cell.gpu_share),
-        *(cell.batch_ms_p50, cell.batch_ms_p99, cell.gpu_reserved_gib, cell.gpu_used_gib),
-    ]
-    print(row(COLUMNS, values) + (f"  {cell.note}" if cell.note else ""), flush=True)
-
-
-def summary(cells: Sequence[Cell]) -> str:
-    """Samples a second, loaders by stages, in Markdown."""
-    loaders = list(dict.fromkeys(cell.loader for cell in cells))
-    stages = [stage for stage in STAGES if any(cell.stage == stage for cell in cells)]
-    rates = {(c.loader, c.stage): f"{c.samples_per_s:,.0f}" for c in cells if isinstance(c, Measured)}
-    rows = [[loader, *(rates.get((loader, stage), "") for stage in stages)] for loader in loaders]
-    return markdown(["samples/s", *(TITLES[stage] for stage in stages)], rows)
-
-
 def try_executor(quick: bool) -> dict[str, Any] | None:
     """:func:`executor_against_pillow`, or a line that says why not."""
     try:
@@ -265,42 +200,11 @@ def try_executor(quick: bool) -> dict[str, Any] | None:
 
 
 def executor_against_pillow(samples: int, size: int, repeats: int) -> dict[str, Any]:
-    """All views of some photographs, the CPU executor against Pillow on one core, as ``executor.py`` measures it."""
+    """The CPU executor against Pillow on one core, as ``executor.py`` measures them: all views of some photographs."""
     from executor import make_work, measure
 
     torch.set_num_threads(1)
     return measure(make_work(samples, size, seed=0), repeats)
-
-
-def ratios(cells: Sequence[Cell]) -> Iterator[Ratio]:
-    """The loaders' quotients that the README quotes, as far as both cells are there."""
-    found = {(cell.loader, cell.stage): cell for cell in cells if isinstance(cell, Measured)}
-    wanted: list[tuple[Contender, Contender, Stage]] = [
-        ("dali", "dali-auto-aug", "composites"),
-        ("dali", "torchvision", "composites"),
-        ("ffcv", "torchvision", "composites"),
-        ("torch", "torchvision", "composites"),
-        ("dali", "torch", "composites"),
-        ("ffcv", "torch", "composites"),
-        ("ffcv", "libjpeg-turbo", "decode"),
-    ]
-    for ours, theirs, stage in wanted:
-        one, other = found.get((ours, "composites")), found.get((theirs, stage))
-        if one is not None and other is not None:
-            yield Ratio(
-                f"{ours} / {theirs}" + ("" if stage == "composites" else f" ({TITLES[stage]} alone)"),
-                one.samples_per_s / other.samples_per_s,
-                one.samples_per_s_per_core / other.samples_per_s_per_core,
-            )
-
-
-def ratio_lines(report: Report) -> list[str]:
-    """The report's quotients, one a line."""
-    lines = [f"{r.name}: {r.samples_per_s:.2f}x samples/s, {r.per_core:.2f}x a core" for r in ratios(report.cells)]
-    if report.executor is not None:
-        found = report.executor
-        lines.append(f"CPU executor / Pillow, views a core: {found['ratio']:.1f}x ({found['box_ratio']:.1f}x box blur)")
-    return ["with all six views:", *lines] if lines else []
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import cpu_time  # noqa: E402
 import probe  # noqa: E402
 import step  # noqa: E402
+import throughput  # noqa: E402
 import timing  # noqa: E402
 from cells import Absent, Measured, Settings, measure  # noqa: E402
 from cocor import launch  # noqa: E402
@@ -97,6 +98,19 @@ def test_figures_are_plausible_and_agree_with_each_other(result: dict) -> None:
         c["loader"]: c["samples_per_s"] for c in result["cells"] if c["stage"] == "composites" and "reason" not in c
     }
     assert ratios["dali / torchvision"] == pytest.approx(rates["dali"] / rates["torchvision"])
+
+
+def test_figures_are_written_to_every_place_that_is_asked_for(
+    photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(throughput, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(throughput, "measure", lambda loader, stage, *_: Absent(loader, stage, "not measured"))
+    words = ["--quick", "--gpus", "0", "--loader", "synthetic", "--data", str(photo_folder)]
+    monkeypatch.setattr(sys, "argv", ["throughput.py", *words, "--save", "--json", str(tmp_path / "own.json")])
+    throughput.main()
+    (saved,) = (tmp_path / "results").iterdir()
+    assert json.loads(saved.read_text()) == json.loads((tmp_path / "own.json").read_text())
+    assert [cell["reason"] for cell in json.loads(saved.read_text())["cells"]] == ["not measured"] * 4
 
 
 def test_a_mistake_is_one_line() -> None:
