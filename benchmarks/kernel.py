@@ -4,10 +4,11 @@
     python benchmarks/kernel.py --per-op --json out.json
     python benchmarks/kernel.py --variants 512x1024,256x1024,384x1152
 
-Times are medians over many runs on rotating inputs that do not fit in the cache together: launches one by one between
-CUDA events, the same as replays of a CUDA graph (no launch gaps), and the host's time to launch. Bytes are what must be
-moved at least: every crop read once, every view written once; ``copy`` is this GPU's rate for a plain copy. A variant
-is threads a block x threads resident on a multiprocessor (more leave fewer registers to each), and perhaps +MACRO.
+GPU times are medians over many runs on sets of inputs in turn, which together do not fit in the cache: ``single`` of
+launches between CUDA events, ``graph`` of replayed CUDA graphs, without gaps between launches. ``host`` is the host's
+mean time for a launch. MB are those that must be moved at least, every crop read once and every view written once;
+``copy`` is this GPU's rate for a plain copy. A variant is threads a block x threads resident on a multiprocessor (the
+more, the fewer registers each has), and perhaps +MACRO.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from cocor.launch import command
 from common import Column, describe_machine, header, machine_line, row, write_json
 from loaders.arguments import Parser, positive, writable
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
+from loaders.errors import UserError
 from loaders.kernels import cuda
 from loaders.kernels.cpu import CpuExecutor
 from loaders.kernels.cuda import CudaExecutor
@@ -78,7 +80,8 @@ class Case:
 
 
 def smooth_crops(batch: int, crops: int, size: int, seed: int) -> Tensor:
-    """Random images with the spectrum of photographs, roughly: octaves of noise; uint8 (B, C, S, S, 3) on the GPU."""
+    """Random images with roughly the spectrum of photographs, sums of octaves of noise: uint8 (B, C, S, S, 3) on the
+    GPU."""
     generator = torch.Generator("cuda").manual_seed(seed)
     images = torch.zeros(batch * crops, 3, size, size, device="cuda")
     cells = 2
@@ -184,7 +187,7 @@ def copy_rate() -> float:
 
 
 def verify(size: int) -> None:
-    """The executor that is timed must make the CPU executor's bits."""
+    """The executor that is timed must make the same bits as the CPU's."""
     case = planned_case(ViewPlan(size), 8)
     views = CudaExecutor(case.layout, size, IMAGENET_MEAN, IMAGENET_STD).execute_uint8(*case.inputs[0])
     on_cpu = CpuExecutor(case.layout, size, IMAGENET_MEAN, IMAGENET_STD)
@@ -194,7 +197,7 @@ def verify(size: int) -> None:
 
 
 class Variant(cuda.Configuration):
-    """Compiled with further macros of ``views.cu`` defined."""
+    """A configuration that defines further ``macros`` of ``views.cu``."""
 
     macros: tuple[str, ...] = ()
 
@@ -212,7 +215,7 @@ def variants(text: str) -> list[str]:
 
 
 def select(variant: str) -> None:
-    """Compile kernels like this from now on: ``512x1024`` or ``512x1024+MACRO``."""
+    """From now on compile the kernel as ``variant`` says: ``512x1024`` or ``512x1024+MACRO``."""
     threads, *macros = variant.split("+")
     cuda.BLOCK_THREADS, cuda.RESIDENT_THREADS = (int(number) for number in threads.split("x"))
     Variant.macros = tuple(macros)
@@ -249,7 +252,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     if not torch.cuda.is_available():
-        raise SystemExit("benchmarks/kernel.py needs a CUDA GPU")
+        raise UserError("there is no GPU here; benchmarks/executor.py measures the CPU's executor")
     default = f"{cuda.BLOCK_THREADS}x{cuda.RESIDENT_THREADS}"
     rows: list[dict[str, Any]] = []
     prepared = cases(options)

@@ -4,12 +4,12 @@
     python benchmarks/scaling.py --gpus 1 2 --batch-sizes 64 --loaders synthetic dali --json out.json
 
 Each row trains MoCo + CoCor (ResNet-50, bfloat16) in one process a GPU, as ``cocor-train --gpus N`` does: keys
-gathered and shuffled over all GPUs, gradients averaged. The batch a GPU stays the same.
+gathered and shuffled over all GPUs, gradients averaged. The images a GPU stay the same.
 
-- images/s: of all GPUs together, and how many times the rate of one GPU with the same loader and batch that is.
-- of finished: against training on batches that were made before and lie on the GPU, measured before and after in the
-  same processes; the rest is what the loader costs.
-- epochs: hours for 50 epochs of ImageNet-1K at this rate.
+- images/s: of all GPUs together; times: this rate over that of one GPU with the same loader and batch.
+- of finished: this rate over that of training on finished batches that lie on the GPU already, measured before and
+  after in the same processes; the rest is what the loader costs.
+- 50 epochs, h: hours for 50 epochs of ImageNet-1K at this rate.
 What would make it wrong: see ``throughput.py``, which measures the rows. GPUs that share their CPU cores with other
 programs scale worse.
 """
@@ -54,8 +54,8 @@ def main() -> None:
     machine = alone(describe_machine)
     if not machine["gpus"]:
         raise UserError("there is no GPU here; benchmarks/throughput.py measures CPUs")
-    gpus = options.gpus or [n for n in (1, 2, 4, 8) if n <= machine["gpus"]]
-    if not 0 < min(gpus) <= max(gpus) <= machine["gpus"]:
+    gpus = sorted(options.gpus or [n for n in (1, 2, 4, 8) if n <= machine["gpus"]])  # one first, as the others need it
+    if gpus[-1] > machine["gpus"]:
         raise UserError(f"--gpus {' '.join(map(str, gpus))}: there are {machine['gpus']} here")
     target = options.json or RESULTS / f"scaling-{device_slug(machine)}.json"
     check_file("--json", target)
@@ -86,18 +86,24 @@ def _cells(
 
 
 def _describe(cell: Measured, settings: Settings, single: dict[tuple[str, int], float]) -> dict[str, Any]:
-    """A row; ``single`` remembers the rate of one GPU, of each loader and batch."""
-    each = settings.batch_size // settings.ranks
+    """A row; ``single`` remembers the rate of one GPU, by loader and images a GPU."""
+    images_per_gpu = settings.batch_size // settings.ranks
     if settings.ranks == 1:
-        single[cell.loader, each] = cell.samples_per_s
-    one = single.get((cell.loader, each))
+        single[cell.loader, images_per_gpu] = cell.samples_per_s
+    one = single.get((cell.loader, images_per_gpu))
     return {
-        "loader": cell.loader, "images_per_gpu": each, "gpus": settings.ranks, "images_per_s": cell.samples_per_s,
-        "spread": cell.spread, "times": None if one is None else cell.samples_per_s / one,
-        "of_finished": None if cell.gpu_share is None else 1 - cell.gpu_share, "cores": cell.cores_busy,
-        "gib": cell.gpu_reserved_gib, "hours": 50 * _IMAGENET / cell.samples_per_s / 3600,
+        "loader": cell.loader,
+        "images_per_gpu": images_per_gpu,
+        "gpus": settings.ranks,
+        "images_per_s": cell.samples_per_s,
+        "spread": cell.spread if cell.windows > 1 else None,
+        "times": None if one is None else cell.samples_per_s / one,
+        "of_finished": None if cell.gpu_share is None else 1 - cell.gpu_share,
+        "cores": cell.cores_busy,
+        "gib": cell.gpu_reserved_gib,
+        "hours": 50 * _IMAGENET / cell.samples_per_s / 3600,
         "settings": asdict(settings),
-    }  # fmt: skip
+    }
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

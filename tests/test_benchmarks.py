@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import cpu_time  # noqa: E402
 import probe  # noqa: E402
+import scaling  # noqa: E402
 import step  # noqa: E402
 import throughput  # noqa: E402
 import timing  # noqa: E402
@@ -43,6 +44,7 @@ from processes import alone, in_processes  # noqa: E402
 from sources import STAGES_OF, Contender, Request, open_source  # noqa: E402
 from stages import Stage  # noqa: E402
 from throughput import arguments, settings_of  # noqa: E402
+from throughput_report import cell_line  # noqa: E402
 from timing import Window, milliseconds, time_together, time_windows  # noqa: E402
 
 LOADERS: tuple[Contender, ...] = ("dali", "torch", "torchvision")
@@ -157,6 +159,15 @@ def test_the_probes_benchmark_compares_with_scikit_learn(tmp_path: Path, capsys:
     assert capsys.readouterr().err == (
         "probe.py: error: all training images are of 1 class; a probe needs two or more class folders\n"
     )
+
+
+def test_a_single_window_has_no_spread() -> None:
+    settings = Settings(True, 1, 64, 224, 16, 6.0, 0.65, "resnet50")
+    single: dict[tuple[str, int], float] = {}
+    for windows, spread in ((1, None), (3, 0.1)):
+        cell = Measured("torch", "step", 500.0, 0.1 * (windows > 1), 3000.0, 50.0, 10.0, 1.0, 2.0, 16, windows)
+        assert scaling._describe(cell, settings, single)["spread"] == spread
+        assert cell_line(cell).split()[4] == ("-" if spread is None else "10%")
 
 
 def test_the_scaling_benchmark_says_that_it_needs_a_gpu() -> None:
