@@ -167,7 +167,7 @@ def test_a_single_window_has_no_spread() -> None:
     for windows, spread in ((1, None), (3, 0.1)):
         cell = Measured("torch", "step", 500.0, 0.1 * (windows > 1), 3000.0, 50.0, 10.0, 1.0, 2.0, 16, windows)
         assert scaling._describe(cell, settings, single)["spread"] == spread
-        assert cell_line(cell).split()[4] == ("-" if spread is None else "10%")
+        assert cell_line(cell).split()[5] == ("-" if spread is None else "10%")
 
 
 def test_the_scaling_benchmark_says_that_it_needs_a_gpu() -> None:
