@@ -117,7 +117,8 @@ def table(config: Config, seconds: dict[str, float], steps: int, ranks: int) -> 
     ``seconds`` are those of ``steps`` steps. "views" is no part of the step: they are made on a stream of their own.
     """
     model = costs(config, ranks)
-    names = ["data wait", *model, "optimiser", "communication", "logging", "other"]
+    # Passes that only the paper's approximation and the abs loss need are no part of the model.
+    names = ["data wait", *model, "hypergradient", "optimiser", "communication", "logging", "other"]
     whole = sum(value for name, value in seconds.items() if name != "views")
     lines = [f"{'part':<16}{'ms a step':>10}{'share':>8}{'F':>7}{'ms per F':>10}"]
     for name in [name for name in names if name in seconds]:
@@ -127,7 +128,7 @@ def table(config: Config, seconds: dict[str, float], steps: int, ranks: int) -> 
     per_rank, total = config.batch_size // ranks, sum(model.values())
     milliseconds = 1000 * whole / steps
     lines.append(f"{'step':<16}{milliseconds:>10.2f}{1:>8.0%}{total:>7.2f}{milliseconds / total:>10.2f}")
-    passes = sum(seconds.get(name, 0.0) for name in model)
+    passes = sum(seconds.get(name, 0.0) for name in (*model, "hypergradient"))
     lines.append(f"{config.batch_size / (whole / steps):,.0f} images/s ({per_rank} a rank); not passes of the encoder, "
                  f"nor waiting for data: {1 - (passes + seconds.get('data wait', 0.0)) / whole:.1%}")  # fmt: skip
     if "views" in seconds:

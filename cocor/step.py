@@ -176,7 +176,10 @@ class TrainingStep:
     def _step_all(self, guide: Guide, batch: Batch, labelled: Batch, contrastive: Tensor, pull: Pull) -> Metrics:
         """Step encoder, MMNN and classifier, in this order. The encoder's gradient is in ``.grad``."""
         config = self.config
-        before = self._measure(guide, labelled, contrastive, pull) if config.hypergradient != "exact" else None
+        before = None
+        if config.hypergradient != "exact":
+            with self.timer("hypergradient"):
+                before = self._measure(guide, labelled, contrastive, pull)
         old = self._weights_copy() if config.consistency == "abs" and before is None else None
         ratios = trust_ratios(self.optimiser) if before is None else None
         with self.timer("optimiser"):
@@ -185,7 +188,8 @@ class TrainingStep:
             cross_entropy, accuracy, gradient = guide.classify(labelled)
         curvature = config.consistency_weight * pull.consistency.curvature
         if before is not None:
-            after, moved = self._remeasure(batch, pull, cross_entropy)
+            with self.timer("hypergradient"):
+                after, moved = self._remeasure(batch, pull, cross_entropy)
             if config.hypergradient == "released":
                 surrogate = released(pull.target, config.consistency_weight * moved.curvature, before, after)
             else:
@@ -208,11 +212,10 @@ class TrainingStep:
         name_of = {id(p): name for name, p in self.method.named_parameters()}
         names = [name_of[id(p)] for p in guide.of_backbone(self.parameters)]
         direction = dict(zip(names, gradient, strict=True))
-        if self.device.type == "cpu":  # whose mixed-precision convolutions have no forward-mode derivative
-            composites = batch.composites.to(pull.originals.dtype)
+        on_cpu = self.device.type == "cpu"  # whose mixed-precision convolutions have no forward-mode derivative
+        composites = batch.composites.to(pull.originals.dtype) if on_cpu else batch.composites
+        with self.timer("hypergradient"), nullcontext() if on_cpu else self.autocast():
             return sample_inner_products(self.method, composites, pull.originals, direction, old)
-        with self.autocast():
-            return sample_inner_products(self.method, batch.composites, pull.originals, direction, old)
 
     def _weights_copy(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.method.named_parameters() if p.requires_grad}

@@ -56,6 +56,13 @@ def test_the_table_shows_shares_and_costs_of_a_forward_pass() -> None:
     assert "2.00 ms" in lines[7]
 
 
+def test_passes_for_the_hypergradient_are_passes_of_the_encoder() -> None:
+    config = resolve({"consistency": "none", "batch_size": 256})
+    seconds = {"contrastive": 1.0, "hypergradient": 0.6, "optimiser": 0.3, "other": 0.1}
+    lines = table(config, seconds, steps=10, ranks=1)
+    assert lines[2].split() == ["hypergradient", "60.00", "30.0%"] and "waiting for data: 20.0%" in lines[6]
+
+
 def test_the_command_leaves_a_trace_but_no_run(
     photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,6 +76,18 @@ def test_the_command_leaves_a_trace_but_no_run(
     assert not output.exists()
     with gzip.open(tmp_path / "runs" / "look-trace.json.gz") as file:
         assert json.load(file)["traceEvents"]
+
+
+@pytest.mark.parametrize("options", [{"consistency": "abs"}, {"hypergradient": "taylor"}, {"hypergradient": "exact"}])
+def test_passes_that_the_hypergradient_takes_are_a_part_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict
+) -> None:
+    tiny = {"loader": "synthetic", "synthetic_images": 200, "image_size": 16}
+    assert main([*flags(output=tmp_path / "look", **tiny, **options), "--profile"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = {words[0]: words for words in lines if len(words) >= 3}
+    assert ("hypergradient" in rows) == (options != {"hypergradient": "exact"})
+    assert "hypergradient" not in rows or float(rows["hypergradient"][1]) > 0
 
 
 def test_the_present_folder_has_its_trace_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
