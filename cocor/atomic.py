@@ -17,11 +17,11 @@ TEMPORARY = ".tmp"
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary path to write to; when the block ends well, it becomes ``path``, else it is removed. Makes the
-    folder.
+    """Give a temporary path to write to; it is renamed to ``path`` if the block succeeds, else removed. Makes folders.
 
     Raises:
-        UserError: the folder cannot be written or the disk is full; names the folder. ``path`` is as it was.
+        UserError: an OSError within the block or at the rename, such as a full disk; names the folder. ``path`` is as
+            it was.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY}")
     try:
@@ -48,7 +48,7 @@ def _sync_rename(folder: Path) -> None:
     try:
         _sync(folder)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):  # as some network file systems say
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):  # from some network file systems
             raise
 
 

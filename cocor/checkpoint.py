@@ -155,7 +155,7 @@ def find(resume: str, output: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def exists(resume: str | None, output: Path) -> bool:
-    """Whether :func:`find` has a checkpoint to open, or fails to; opens none."""
+    """Whether ``--resume`` names, or would find, a checkpoint; looks at file names only."""
     return resume is not None and (resume != "auto" or bool(_listed(output / FOLDER)))
 
 

@@ -12,7 +12,7 @@ file="runs/NAME/backbone.safetensors", num_classes=0))``. ResNets also fit torch
 
 A transformer that was trained at another image size than timm's default needs that as well: ``img_size=96``.
 
-The file's metadata hold architecture, stem, image size, method and step.
+The file's metadata hold architecture, stem and image size; a run's also method and step.
 """
 
 from collections.abc import Mapping

@@ -61,12 +61,12 @@ def panels(path: Path, count: int, columns: int | None = None, width: float = WI
         flat = list(axes.flat)
         for unused in flat[count:]:
             unused.set_visible(False)
-        for place in flat:
-            place.grid(alpha=0.3)
-            place.spines[["top", "right"]].set_visible(False)
+        for panel in flat:
+            panel.grid(alpha=0.3)
+            panel.spines[["top", "right"]].set_visible(False)
         yield flat[:count]
-        for place in flat[:count]:
-            place.set_title(wrapped(place.get_title(), round(_TITLE * width)))
+        for panel in flat[:count]:
+            panel.set_title(wrapped(panel.get_title(), round(_TITLE * width)))
         with atomic.replacing(path) as temporary:
             _save(figure, temporary, path)
     finally:
