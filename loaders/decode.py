@@ -132,6 +132,8 @@ def read_header(file: BinaryIO) -> Header:
     with _open(file) as image:
         orientation = _orientation(image)
         width, height = image.size[::-1] if orientation >= 5 else image.size
+        if image.format in _JPEG and has_stray_bytes(file):  # DALI refuses these, and may crash in doing so
+            return Header(height, width, plain=False)
         upright_jpeg = image.format in _JPEG and orientation <= 1 and _is_plain(image, 1)
         return Header(height, width, _is_plain(image, orientation), upright_jpeg)
 
@@ -186,6 +188,19 @@ def _is_plain(image: Image.Image, orientation: int) -> bool:
         return image.info.get("adobe_transform") != 0 and components[0][0] != ord("R")  # else stored as RGB
     tiles = getattr(image, "tile", None) or [(None, None, None, "")]
     return image.format == "PNG" and tiles[0][3] in ("L", "RGB")  # not 16 bits a channel
+
+
+def has_stray_bytes(file: BinaryIO) -> bool:
+    """Whether something lies between the segments of a JPEG's header, which Pillow and libjpeg step over."""
+    at = 2
+    while True:
+        file.seek(at)
+        marker = file.read(4)
+        if marker[:1] != b"\xff":
+            return True
+        if marker[1:2] == b"\xda":  # the pixels begin
+            return False
+        at += 1 if marker[1:2] == b"\xff" else 2 + int.from_bytes(marker[2:], "big")
 
 
 def exif_segments(image: Image.Image) -> int:

@@ -28,7 +28,7 @@ from loaders.regular import open_regular, without_waiting
 
 CACHE_NAME = ".cocor-index.npz"
 
-_VERSION = b"3"  # of the format and of the rules in loaders.decode
+_VERSION = b"4"  # of the format and of the rules in loaders.decode
 _CHUNK = 128
 _TAIL = 1024
 _ENDS = (b"\xff\xd9", b"IEND")

@@ -68,6 +68,11 @@ def twice_oriented_jpeg(first: int, second: int) -> bytes:
     return one[:behind] + segment + one[behind:]
 
 
+def stray_jpeg() -> bytes:
+    """A JPEG with bytes between two of its segments."""
+    return jpeg_bytes(corner_image()).replace(b"\xff\xdb", b"stray\xff\xdb", 1)
+
+
 def ycck_jpeg() -> bytes:
     """A CMYK JPEG as Adobe's programs write it: inverted, stored as YCCK."""
     data = jpeg_bytes(corner_image().convert("CMYK"))
@@ -90,6 +95,7 @@ def good_cases() -> dict[str, bytes]:
     """Readable images that show the corner colours, by file name."""
     image = corner_image()
     cases = {f"exif{i}.jpg": oriented_jpeg(i) for i in range(1, 9)}
+    cases["stray.jpg"] = stray_jpeg()
     cases["two_exifs.jpg"] = twice_oriented_jpeg(6, 3)
     cases["plain.jpg"] = jpeg_bytes(image)
     cases["progressive.jpg"] = jpeg_bytes(image, progressive=True)

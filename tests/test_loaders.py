@@ -17,7 +17,7 @@ import pytest
 import torch
 from loading import grey_levels, opening, same, threads
 from PIL import Image
-from prep_cases import twice_oriented_jpeg, write_all
+from prep_cases import stray_jpeg, twice_oriented_jpeg, write_all
 
 import loaders.torch
 from loaders import prefetch, queues
@@ -208,13 +208,14 @@ class TestPixels:
         for sample in range(8):
             assert grey_levels(left.original[sample], right.original[sample]) < 2, images.names[left.index[sample]]
 
-    def test_a_file_of_two_orientations_looks_the_same_everywhere(
+    def test_jpegs_that_crash_dali_or_that_it_turns_otherwise_look_the_same_everywhere(
         self, make: Callable[..., Loader], tmp_path: Path
     ) -> None:
         write_all(tmp_path, {f"{i}.jpg": twice_oriented_jpeg(*pair) for i, pair in enumerate([(6, 3), (5, 1), (1, 8)])})
+        write_all(tmp_path, {"stray.jpg": stray_jpeg()})
         images = open_folder(tmp_path, quiet=True)
         assert not images.plain.any()
-        left, right = (next(make(name, images, batch_size=3).epoch(0)) for name in LOADERS)
+        left, right = (next(make(name, images, batch_size=4).epoch(0)) for name in LOADERS)
         assert grey_levels(left.original, right.original) < 2
 
     @pytest.mark.parametrize("name", LOADERS)

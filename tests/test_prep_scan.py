@@ -79,6 +79,7 @@ def test_on_error_stop_names_one_file_and_still_leaves_the_report(
         ("a.JPEG", png_bytes(corner_image()), "PNG named .jpeg"),
         ("a.jpg", good_cases()["exif6.jpg"], "EXIF orientation 6"),
         ("a.jpg", twice_oriented_jpeg(1, 1), "several EXIF segments"),
+        ("a.jpg", good_cases()["stray.jpg"], "stray bytes between JPEG segments"),
         ("a.jpg", good_cases()["cmyk.jpg"], "CMYK"),
         ("a.png", good_cases()["palette.png"], "palette"),
         ("a.png", png_bytes(corner_image().convert("LA")), "transparency"),

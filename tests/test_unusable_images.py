@@ -158,8 +158,8 @@ class TestSkip:
     ) -> None:
         """DALI refuses bytes between a JPEG's segments, which Pillow and libjpeg-turbo step over."""
         victim = photo_copy / "coffee" / "2.jpg"
+        images = open_folder(photo_copy, quiet=True)  # which would know of them
         victim.write_bytes(victim.read_bytes().replace(b"\xff\xdb", b"junk\xff\xdb", 1))
-        images = open_folder(photo_copy, quiet=True)
         for on_error in ("stop", "skip"):
             batches = list(make("dali", images, on_error).epoch(0))
             reference = samples(list(make("torch", images).epoch(0)))

@@ -16,7 +16,7 @@ from typing import Literal, TextIO
 
 from PIL import ExifTags, Image
 
-from loaders.decode import ImageFault, decode_file, describe, exif_segments, read_header
+from loaders.decode import ImageFault, decode_file, describe, exif_segments, has_stray_bytes, read_header
 from loaders.names import available_cores, printable
 from loaders.prep.convert import CHUNK
 from loaders.prep.locator import Locator
@@ -144,7 +144,7 @@ def examine(name: str, place: Locator, max_pixels: int) -> Finding:
             decode_file(BytesIO(data))
         with Image.open(BytesIO(data)) as image:
             kind = image.format or ""
-            notes = [] if header.upright_jpeg else _notes(name, image)
+            notes = [] if header.upright_jpeg else _notes(name, image, data)
     except (ImageFault, OSError) as fault:
         return Finding(name, "reject", reason=_reason(data, describe(fault)))
     except MemoryError:
@@ -152,8 +152,8 @@ def examine(name: str, place: Locator, max_pixels: int) -> Finding:
     return Finding(name, "good" if header.upright_jpeg else "repair", kind, header.height, header.width, notes)
 
 
-def _notes(name: str, image: Image.Image) -> list[str]:
-    """Why an image is no plain, upright JPEG."""
+def _notes(name: str, image: Image.Image, data: bytes) -> list[str]:
+    """Why an image, whose file is ``data``, is no plain, upright JPEG."""
     kind = image.format or "unknown format"
     jpeg = kind in ("JPEG", "MPO")
     notes = [] if jpeg else [kind]
@@ -165,6 +165,8 @@ def _notes(name: str, image: Image.Image) -> list[str]:
         notes.append(f"EXIF orientation {orientation}")
     if exif_segments(image) > 1:
         notes.append("several EXIF segments")
+    if jpeg and has_stray_bytes(BytesIO(data)):
+        notes.append("stray bytes between JPEG segments")
     if image.mode in ("CMYK", "YCCK"):
         notes.append("CMYK" if image.info.get("adobe_transform") != 2 else "YCCK")
     elif image.mode.startswith("I"):
