@@ -1,4 +1,4 @@
-"""Does CoCor help? Runs a named study over seeds and says what came out, with deviations.
+"""Does CoCor help? Runs a named study over several seeds and reports means and standard deviations.
 
     D="--data cifar10/train --val-data cifar10/test"
     python benchmarks/evidence.py --study core $D --linear cifar10 --seeds 0 1 --epochs 100 --jobs 4
@@ -6,16 +6,16 @@
     python benchmarks/evidence.py --study core $D -- --batch-size 256 --lr 0.03
 
 A study is a set of variants of a method (:mod:`evidence_studies`), each trained from ``configs/cifar10_METHOD.yaml``
-(or ``--configs``) for every seed, ``--jobs`` runs at a time, which share the GPUs; what follows ``--`` goes to every
-run (:mod:`evidence_flags`). With ``--linear DIR`` every trained run is evaluated by ``cocor-eval linear --data DIR`` in
-the same place. The same command again goes on: finished runs are skipped, stopped ones resumed; a study that ended
-without ``--linear`` is only evaluated when it is given. The result, in ``--output``:
+(or ``--configs``) for every seed, ``--jobs`` runs at a time, which share the GPUs; flags after ``--`` go to every run
+(:mod:`evidence_flags`). With ``--linear DIR`` every trained run is evaluated by ``cocor-eval linear --data DIR``. The
+same command continues a study that was stopped: it skips finished runs and resumes the others. If ``--linear`` is added
+to the command of a finished study, its runs are evaluated without being trained again. The result, in ``--output``:
 
     STUDY.json   all curves    STUDY.md   the table    STUDY.png   k-NN over epochs, similarities and targets
 
-The accuracy is that of k-NN (k = 200, at most 20,000 training and 5,000 held-out images, see cocor/data.py) after the
-last epoch: the last, not the best. That of the linear probe is top-1 on all test images. Gains are over the plain
-method of the same seed. Minutes are those of training only and depend on what else runs on the GPU.
+The k-NN accuracy (k = 200, at most 20,000 training and 5,000 held-out images, see cocor/data.py) is that after the last
+epoch, not the best. The linear probe's is top-1 on all test images. Gains are over the plain method of the same seed.
+Minutes are those of training alone and depend on what else runs on the GPU.
 """
 
 import argparse
@@ -111,7 +111,7 @@ def _study(options: argparse.Namespace, given: Sequence[str]) -> None:
 
 
 def _check_paths(options: argparse.Namespace) -> None:
-    """A path that leads nowhere is told once, not by every run; what the report needs, before hours of work."""
+    """Report a missing path once, not from every run, and what the report lacks now, not after hours of training."""
     panels.check_picture(options.output / f"{options.study}.png")
     check_folder("--output", options.output)
     for name, path in (("--data", options.data), ("--val-data", options.val_data)):
@@ -147,8 +147,8 @@ def _matches(text: str, key: str) -> bool:
 
 
 def _places(options: argparse.Namespace, variants: Sequence[Variant]) -> list[Place]:
-    """Seed by seed: a study that is stopped early is complete for some seeds, not for some variants. What takes longest
-    comes first, so that no GPU has to wait for it at the end."""
+    """All runs, seed by seed: a study that is stopped early is complete for some seeds, not for some variants. Within a
+    seed the longest come first, so that at the end no GPU is left waiting for one of them."""
     methods = options.methods or (get_args(config.Method) if options.study == "methods" else ("moco", "simsiam"))
     longest_first = sorted(variants, key=lambda variant: variant.flags.get("consistency") == "none")
     return [(method, variant, seed) for seed in options.seeds for variant in longest_first for method in methods]
@@ -163,7 +163,7 @@ def _training(
     seed: int,
     epochs: int | None = None,
 ) -> Training:
-    """The run of one variant, its flags and those that all runs share, checked."""
+    """One run, with its flags checked: the study's, the variant's and those that all runs share."""
     file = Path(options.configs.replace("{method}", method))
     length = epochs or options.epochs
     flags: dict[str, Any] = {
@@ -188,14 +188,14 @@ def _training(
             "--val-data: name held-out class folders, on which runs are compared by k-NN (--knn-every above 0)"
         )
     flags["batch_size"] = checked.batch_size
-    free = config.FREE_TO_CHANGE - {"knn_k", "knn_temperature"}  # which a run may change, but no comparison
+    free = config.FREE_TO_CHANGE - {"knn_k", "knn_temperature"}  # these two must be equal where runs are compared
     settings = {key: value for key, value in checked.to_dict().items() if key not in free}
     return Training(method, variant.key, seed, folder, flags, options.linear, settings)
 
 
 def _as_long(place: Place, rows: Sequence[Row], epochs: int) -> int | None:
-    """The epochs in which ``place`` takes as long as what it is like, with the same seed, so that more seeds do not
-    change what is finished; None if that has not been measured, or in runs too short to log a rate."""
+    """The epochs in which ``place`` takes as long as the variant that it is like, by the speeds of the runs with the
+    same seed, so that more seeds do not change finished runs. None if one of these speeds has not been measured."""
     method, variant, seed = place
     rates = {
         row.variant: run.images_per_s
@@ -208,15 +208,15 @@ def _as_long(place: Place, rows: Sequence[Row], epochs: int) -> int | None:
 
 
 def _say_untimed(places: Sequence[Place], lengths: Sequence[int | None]) -> None:
-    """What a study leaves out must not go unsaid."""
+    """Name the runs that a study leaves out."""
     left = [f"{m}-{v.key}-seed{s}" for (m, v, s), epochs in zip(places, lengths, strict=True) if epochs is None]
     if left:
         print(f"not run: {', '.join(left)}; the runs to be as long as have not ended, or logged no rate (--log-every)")
 
 
 def _ended(options: argparse.Namespace, crew: Crew, trainings: Sequence[Training]) -> Sequence[Training]:
-    """``trainings``, made if they are not yet; for a report those made before, with the flags that they had, since it
-    does not depend on how it is asked for."""
+    """``trainings``, after running those that are not done. With ``--report-only`` those done before, each with the
+    flags that it was run with, whatever the flags of the report."""
     if options.report_only:
         return [recorded for training in trainings if (recorded := training.as_recorded()) is not None]
     if not crew.stopped:
@@ -238,7 +238,7 @@ def _rows(trainings: Sequence[Training], variants: Sequence[Variant]) -> list[Ro
 
 
 def _machines(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Where the runs were trained, which need not be where the report is made."""
+    """The machines on which the runs were trained; the report may be made on another one."""
     machines: list[dict[str, Any]] = []
     for training in (run.training for row in rows for run in row.runs):
         recorded = training.as_recorded()

@@ -1,7 +1,7 @@
-"""What stands behind ``--`` in a command of :mod:`evidence`: flags of ``cocor-train`` that go to every run.
+"""What follows ``--`` in a command of :mod:`evidence`: flags of ``cocor-train`` that go to every run.
 
-What the study itself decides is refused there. It would make runs that are compared, or averaged, one and the same,
-and the table would not show it.
+Flags that the study itself sets are refused there: they would make runs equal that are compared or averaged, and the
+table would not show it.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def shared_flags(words: Sequence[str], variants: Sequence[Variant]) -> dict[str,
     """``--lr 0.1 --stem=small --no-sync-bn`` as flags by name.
 
     Raises:
-        UserError: words that are no flags, or flags that the study or one of its ``variants`` sets.
+        UserError: a word that belongs to no flag, or a flag that the study or one of its ``variants`` sets.
     """
     flags = _read(words)
     for key in flags:

@@ -1,4 +1,4 @@
-"""What the runs of a study measured: numbers of each run, means and deviations over seeds, a table and a picture."""
+"""What the runs of a study measured: figures of each run, means and deviations over seeds, a table and a picture."""
 
 import json
 import math
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 NAMES = {"moco": "MoCo v2", "simsiam": "SimSiam", "supcon": "SupCon", "byol": "BYOL", "intl": "INTL"}
 _MOST_SIMILARITIES = 6  # panels of single variants
 _COLOURS, _STYLES = 10, ("-", "--", ":")  # of curves in one panel
-_MOST_INSIDE = 6  # names that a legend has place for beside curves
+_MOST_INSIDE = 6  # names in a legend that fits beside the curves
 Curve = list[tuple[float, float]]
 
 
@@ -34,7 +34,7 @@ class Measured:
     target: dict[int, Curve]
     images_per_s: float
     minutes: float
-    last: dict[str, float]  # all that was logged last
+    last: dict[str, float]  # the last training record
     linear: float | None = None  # test accuracy of the linear probe, if there was one
 
     @property
@@ -114,7 +114,7 @@ def by_linear(run: Measured) -> float:
 
 
 def gains(row: Row, plain: Row | None, value: Callable[[Measured], float] = by_knn) -> list[float]:
-    """By how much each seed is better than the same seed of ``plain``."""
+    """By how much each run is better than that of ``plain`` with the same seed."""
     if plain is None or plain is row:
         return []
     other = {run.training.seed: value(run) for run in plain.runs}
@@ -122,8 +122,8 @@ def gains(row: Row, plain: Row | None, value: Callable[[Measured], float] = by_k
 
 
 def spread(values: Sequence[float], scale: float = 100.0, sign: str = "") -> str:
-    """Mean and standard deviation as text: ``76.3 ± 0.4``; a single value has none. NaN is what was not measured: the
-    others count, and the text says how many they are."""
+    """Mean and standard deviation as text, ``76.3 ± 0.4``; a single value has no deviation. NaN stands for what was not
+    measured: only the others count, and the text says how many they are."""
     known = [value * scale for value in values if not math.isnan(value)]
     if not known:
         return "-"
@@ -171,13 +171,13 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _share(runs: Sequence[Measured]) -> str:
-    """The consistency loss' part in the sum of both gradients' norms, at the end, in percent."""
+    """The consistency loss' share of the sum of both gradients' norms, at the end, in percent."""
     pairs = [(run.last.get("gradient_consistency"), run.last.get("gradient_contrastive")) for run in runs]
     return spread([one / (one + other) for one, other in pairs if one is not None and other is not None])
 
 
 def _similarities(runs: Sequence[Measured]) -> str:
-    """Of each length, at the end, the mean over seeds: ``0.81/0.80 0.74/0.75 0.66/0.65``."""
+    """Similarity and target of each length at the end, means over seeds: ``0.81/0.80 0.74/0.75 0.66/0.65``."""
 
     def last(curves: list[dict[int, Curve]], length: int) -> float:
         return statistics.fmean(curve[length][-1][1] for curve in curves)
@@ -246,9 +246,9 @@ def _consistency(axes: "Axes", row: Row) -> None:
 
 
 def _band(curves: Sequence[Curve]) -> tuple[list[float], list[float], list[float]]:
-    """Places, means and standard deviations of curves, at the places that all of them have."""
-    tables = [dict(curve) for curve in curves]
-    places = sorted(set(tables[0]).intersection(*tables[1:]))
-    columns = [[table[place] for table in tables] for place in places]
+    """Epochs that all curves have in common, and the curves' means and standard deviations there."""
+    values_at = [dict(curve) for curve in curves]
+    epochs = sorted(set(values_at[0]).intersection(*values_at[1:]))
+    columns = [[values[epoch] for values in values_at] for epoch in epochs]
     means = [statistics.fmean(column) for column in columns]
-    return places, means, [statistics.stdev(column) if len(column) > 1 else 0.0 for column in columns]
+    return epochs, means, [statistics.stdev(column) if len(column) > 1 else 0.0 for column in columns]

@@ -1,12 +1,12 @@
-"""The trainings of a study as processes: so many at a time, resumed if they were stopped, skipped if they are done.
+"""The trainings of a study as processes: a few at a time, resumed if they were stopped, skipped if they are done.
 
-    cocor-train in a folder of its own, with --resume  ->  cocor-eval linear in the same place, if it is asked for
+    cocor-train in a folder of its own, with --resume  ->  cocor-eval linear on the same GPU, if it is asked for
 
 Beside the folder of run NAME, ``NAME.txt`` keeps what the training prints, and ``NAME.done.json`` marks it as finished
-and holds its flags, the settings that came of them, and the machine. So a study that is started again with other flags,
-after an edit of a configuration file, or with newer defaults, does not mix results. ``NAME.linear.txt`` and
-``NAME.linear.json`` do so for the evaluation, whose result is ``NAME/linear/linear.json``. While it lasts the features
-lie there as well: after a stop they need not be made again.
+and holds its flags, all settings that resulted from them, and the machine. So a study that is continued with other
+flags, after an edit of a configuration file, or with newer defaults, does not mix results. ``NAME.linear.txt`` and
+``NAME.linear.json`` do the same for the evaluation, whose result is ``NAME/linear/linear.json``. Until it has finished,
+its features are cached there as well, so that they need not be computed again after a stop.
 """
 
 import json
@@ -30,15 +30,15 @@ from loaders.errors import UserError
 _PATIENCE = 120.0  # seconds for a run to write its checkpoint and stop
 _LOOK = 0.2  # seconds between two looks at the processes
 _SETTINGS, _MACHINE = "all settings", "machine"  # in a marker, among flags
-# cocor-train and cocor-eval after a signal, and both before they have learned to look after it.
+# Exit codes after a signal: of cocor-train and cocor-eval, and of both before their handlers are in place.
 _STOPPED = {stop.STOPPED, stop.INTERRUPTED, 128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGINT}
 
 
 @dataclass(frozen=True)
 class Training:
-    """A run: its place in the study, its folder and its flags but for ``output`` and ``resume``. ``linear`` names the
-    images, as ``cocor-eval --data`` takes them, on which it is evaluated when it is trained. ``settings`` are all
-    values that enter its steps, wherever they come from; ``machine`` is where it was trained, once it was."""
+    """A run of a study: its folder and its flags except ``output`` and ``resume``. ``linear`` names the images, as
+    ``cocor-eval --data`` takes them, on which it is evaluated after training. ``settings`` are all values that affect
+    its steps, whether they come from flags, file or defaults; ``machine`` is where it was trained, once it was."""
 
     method: str
     variant: str
@@ -55,7 +55,7 @@ class Training:
 
     @property
     def result(self) -> Path:
-        """What the linear probe writes."""
+        """The file that the linear probe writes."""
         return self.folder / "linear" / "linear.json"
 
     def is_done(self) -> bool:
@@ -80,7 +80,7 @@ class Training:
         return True
 
     def as_recorded(self) -> "Training | None":
-        """The run as it was made, whatever is asked for now; None if it has not ended."""
+        """The run as it was trained and evaluated, whatever is asked for now; None if it is not trained."""
         evaluated, done = self._beside("linear.json"), self._done()
         if done is None:
             return None
@@ -89,22 +89,22 @@ class Training:
         return replace(self, flags=flags, settings=settings, machine=machine, linear=linear and Path(linear))
 
     def mark(self) -> None:
-        """As trained; or, if it was that, as evaluated."""
+        """Record that the run is trained or, if that was recorded before, evaluated."""
         evaluated = self._beside("linear.json")
         if self.is_trained():
             shutil.rmtree(self._features, ignore_errors=True)
             atomic.write_text(evaluated, json.dumps({"linear": str(self.linear)}) + "\n")
         else:
-            evaluated.unlink(missing_ok=True)  # it was of other weights
+            evaluated.unlink(missing_ok=True)  # of former weights
             done = {**self._asked(), _SETTINGS: self.settings, _MACHINE: describe_machine()}
             atomic.write_text(self._beside("done.json"), json.dumps(done, indent=1) + "\n")
 
     def command(self) -> list[str]:
-        """What is to be done next."""
+        """The training, or the evaluation if the run is trained."""
         return self._evaluation() if self.is_trained() else self._training()
 
     def output(self) -> Path:
-        """What that prints."""
+        """The file for what :meth:`command` prints."""
         return self._beside("linear.txt" if self.is_trained() else "txt")
 
     def _training(self) -> list[str]:
@@ -112,7 +112,7 @@ class Training:
         return [sys.executable, "-P", "-m", "cocor.train", *(f"{flag(key)}={value}" for key, value in values.items())]
 
     def _evaluation(self) -> list[str]:
-        """Architecture, stem and size of the images are told by the weights."""
+        """Architecture, stem and image size are stored with the weights."""
         values = {
             "data": self.linear,
             "output": self.result.parent,
@@ -145,7 +145,7 @@ class Training:
         return flags, flags.pop(_SETTINGS, {}), flags.pop(_MACHINE, None)
 
     def _asked(self) -> dict[str, str]:
-        """What decides the result: how many threads read the data does not."""
+        """The flags that decide the result, as text: all but the number of threads that read data."""
         return {key: str(value) for key, value in self.flags.items() if key != "workers"}
 
 
@@ -153,14 +153,14 @@ class Training:
 class _Process:
     training: Training
     process: subprocess.Popen[bytes]
-    place: int
+    slot: int
     output: Path
 
 
 class Crew:
-    """Runs trainings, ``jobs`` at a time, each in turn on one of ``gpus`` (0: on the CPU).
+    """Runs trainings in ``jobs`` slots, which are spread over ``gpus`` (0: the CPU).
 
-    ``deadline``, in seconds of ``time.monotonic``: then the runs are asked to write a checkpoint and stop.
+    At ``deadline``, in seconds of ``time.monotonic``, the runs are asked to write a checkpoint and stop.
     """
 
     def __init__(self, jobs: int, gpus: int, deadline: float | None, say: Callable[[str], None] = print) -> None:
@@ -171,8 +171,8 @@ class Crew:
         self.stopped: list[str] = []
 
     def run(self, trainings: Sequence[Training]) -> None:
-        """Do all that is not done yet. Signals, a closed terminal's and Slurm's too, stop the runs, resumably, and then
-        this process: in sessions of their own they would train on without it."""
+        """Do all that is not done yet. A signal, also a closed terminal's or Slurm's, stops the runs, which can be
+        resumed, and then this process: in sessions of their own the runs would go on without it."""
         waiting = [training for training in trainings if not training.is_done()]
         self._say(f"{len(trainings)} runs, {len(trainings) - len(waiting)} of them done, {self._jobs} at a time")
         before = {number: signal.getsignal(number) for number in stop.SIGNALS}
@@ -186,8 +186,8 @@ class Crew:
                     waiting = []
                     self._stop()
                 while waiting and len(self._running) < self._jobs:
-                    taken = [running.place for running in self._running]
-                    free = next(place for place in range(self._jobs) if place not in taken)
+                    taken = [running.slot for running in self._running]
+                    free = next(slot for slot in range(self._jobs) if slot not in taken)
                     self._start(waiting.pop(0), free)
                 time.sleep(_LOOK)
                 self._collect()
@@ -200,13 +200,13 @@ class Crew:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _start(self, training: Training, place: int) -> None:
-        environment = os.environ | {"PYTHONUNBUFFERED": "1"}  # what it said last is the last line
+    def _start(self, training: Training, slot: int) -> None:
+        environment = os.environ | {"PYTHONUNBUFFERED": "1"}  # else the reason of a failure may not be the last line
         root = str(Path(__file__).resolve().parent.parent)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
         if self._gpus:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self._gpus)))).split(",")
-            environment["CUDA_VISIBLE_DEVICES"] = visible[place % self._gpus]
+            environment["CUDA_VISIBLE_DEVICES"] = visible[slot % self._gpus]
         elif self._jobs > 1:
             environment.setdefault("OMP_NUM_THREADS", "1")
         training.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -216,7 +216,7 @@ class Crew:
                 training.command(), env=environment, stdin=subprocess.DEVNULL, stdout=output,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
-        self._running.append(_Process(training, process, place, path))
+        self._running.append(_Process(training, process, slot, path))
         self._say(f"started {training.name}{': linear probe' if training.is_trained() else ''}")
 
     def _collect(self) -> None:
@@ -233,7 +233,7 @@ class Crew:
                 elif self._ending:
                     self.stopped.append(training.name)
                 else:
-                    self._start(training, running.place)
+                    self._start(training, running.slot)
             elif code in _STOPPED:
                 self.stopped.append(training.name)
             else:

@@ -13,8 +13,8 @@ Flags = dict[str, Any]
 
 @dataclass(frozen=True)
 class Variant:
-    """``flags`` change the configuration. ``like`` names the variant that it shall take as long as (its epochs then
-    follow from both speeds) instead of as many epochs."""
+    """``flags`` change the configuration. ``like`` names a variant that this one trains as long as, in time instead of
+    epochs: its number of epochs then follows from both speeds."""
 
     key: str
     title: str
@@ -44,8 +44,8 @@ def _loss(beta: float, weight: float) -> Variant:
 
 
 def _tune() -> list[Variant]:
-    """What the paper leaves open, one thing at a time around a centre: sharpness and weight of the loss, magnitudes,
-    composites as the paper or the released code makes them, where targets come from and how fast they are learned."""
+    """What the paper leaves open, varied one at a time around a centre: sharpness and weight of the loss, magnitudes,
+    the recipe for composites, where the targets come from and how fast they are learned."""
     centre: Flags = {"consistency_beta": 8.0, "consistency_weight": 10.0, "mmnn_lr": 0.5}
     changes: list[tuple[str, Flags]] = [
         *((f"beta {beta:g}", {"consistency_beta": beta}) for beta in (1.0, 4.0, 16.0)),
