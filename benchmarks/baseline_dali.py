@@ -1,8 +1,8 @@
 """What DALI does without cocor: decoding alone, and all views with DALI's own operators and auto_aug's RandAugment.
 
-The graph is written for speed, as one would write it for training: DALI reads the files, decodes each once, cuts the
-three crops, and makes a contrastive view with one colour operator and a blur for the half that needs it; flip and
-normalisation are one operator. Only RandAugment's structure, one branch an operation, is as DALI has it.
+The graph is written for speed, as one would write it for training: DALI reads the files, decodes each once, takes the
+three crops, and makes a contrastive view with one colour operator and a blur for the half that gets one; flip and
+normalisation are one operator. Only RandAugment's structure, a branch for every operation, is DALI's own.
 """
 
 from collections.abc import Iterator, Sequence
@@ -62,7 +62,7 @@ def pipeline(
 
 
 def batches(built: Any, device: torch.device) -> Iterator[list[Tensor]]:
-    """The views of batch after batch, as tensors on ``device``; decoded images, which differ in size, are left out."""
+    """The views of one batch after another, as tensors on ``device``; none of decoded images, which differ in size."""
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     while True:
         yield [torch.from_dlpack(output.as_tensor()) for output in built.run(stream) if output.is_dense_tensor()]
@@ -75,7 +75,7 @@ def training_batch(views: list[Tensor], device: torch.device, dtype: torch.dtype
 
 def _views(fn: Any, types: Any, images: Any, stage: Stage, size: int, on_gpu: bool) -> tuple[Any, ...]:
     """Two contrastive views, the original, and perhaps its composites. (DALI rewrites this code to find the branches
-    of the graph, and knows only plain Python.)"""
+    of the graph, and understands only plain Python.)"""
     crops = [
         fn.random_resized_crop(
             images, size=(size, size), random_area=(0.2, 1.0), antialias=True, interp_type=types.INTERP_LINEAR

@@ -1,7 +1,7 @@
 """The common baseline: torchvision's v2 transforms on Pillow images in a plain DataLoader, the same six views.
 
-Written as tutorials and published code have it: every worker opens a file, makes all its views one after the other, and
-float32 tensors travel to the training process.
+Written as tutorials and published code have it: a worker opens a file, makes all its views one after the other, and
+sends float32 tensors to the training process.
 """
 
 import shutil
@@ -93,8 +93,8 @@ def data_loader(
 
 
 def to_batch(views: list[Tensor], device: torch.device, dtype: torch.dtype) -> Batch:
-    """Collated views (B, 3, S, S) on the training device. Composition vectors are invented: v2 does not tell its draws,
-    and the time of a step does not depend on them."""
+    """Collated views (B, 3, S, S) on the training device. Composition vectors are made up: v2 does not tell what it has
+    drawn, and the time of a step does not depend on it."""
     here = [view.to(device, non_blocking=True).to(dtype, memory_format=torch.channels_last) for view in views]
     count, composites = len(here[0]), here[3:]
     composition = torch.zeros(len(composites), count, len(BASIC), dtype=torch.uint8, device=device)

@@ -1,7 +1,7 @@
 """A cell of the table: one loader at one stage, measured in processes of its own, one a GPU.
 
-So no cell inherits the memory pools, threads or compiled kernels of another, and a loader that crashes or hangs costs
-one row.
+So no cell inherits memory pools, threads or compiled kernels from another, and a loader that crashes or hangs costs one
+row only.
 """
 
 import gc
@@ -28,15 +28,15 @@ from sources import Contender, Request, open_source, premade
 from stages import Stage, views_of
 from timing import Window, completed, milliseconds, time_together, time_windows
 
-_CONVERTING = 600.0
+_CONVERTING = 600.0  # seconds for the file that FFCV reads
 _PATIENCE = 150.0  # seconds for a rank beyond the timed ones: starting, building, warming up
-_COMPILING = 600.0  # and compiling, where the compiler finds no work of before
+_COMPILING = 600.0  # the same where it compiles, perhaps without anything in the compiler's cache
 _GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is common to all cells. ``batch_size`` is over all ranks, ``workers`` are those of each."""
+    """What all cells have in common. ``batch_size`` is over all ranks, ``workers`` is that of each."""
 
     on_gpu: bool
     ranks: int
@@ -108,7 +108,7 @@ def measure(contender: Contender, stage: Stage, images: Images, settings: Settin
 
 @cache
 def _beton(images: Images) -> Path | str:
-    """The images as the FFCV loader reads them, or why there is no such file."""
+    """The file from which the FFCV loader reads the images, or why there is none."""
     (answer,) = in_processes([(store, (images,))], _CONVERTING)
     return answer
 
@@ -166,10 +166,10 @@ def _measure_loader(request: Request, seconds: float) -> _Rank:
 
 
 def _measure_step(request: Request, world: World, settings: Settings) -> _Rank:
-    """Training on batches that cost nothing, on the loader's, and on the former again: clocks and heat drift."""
+    """Training on a premade batch, on the loader's batches, and on the premade one again, as clocks drift with heat."""
     from trainer import Trainer
 
-    with closing(open_source(request)) as source:  # first: it tells what is missing
+    with closing(open_source(request)) as source:  # first, as it may fail for what is missing
         trainer = Trainer(request, world, settings.backbone, settings.execution)
         before = _premade_seconds(request, world, trainer, settings.seconds / 2)
         _forget_memory(request.device)
@@ -207,7 +207,7 @@ def _forget_memory(device: torch.device) -> None:
 
 
 def _gpu_memory(device: torch.device) -> tuple[float | None, float | None]:
-    """GiB: the most that torch has reserved, and what is in use on the whole card now (pools of DALI do not shrink)."""
+    """GiB: the most that torch has reserved, and what is in use on the whole card now (DALI's pools do not shrink)."""
     if device.type != "cuda":
         return None, None
     free, total = torch.cuda.mem_get_info(device)
@@ -215,7 +215,7 @@ def _gpu_memory(device: torch.device) -> tuple[float | None, float | None]:
 
 
 def _combine(contender: Contender, stage: Stage, ranks: list[_Rank]) -> Measured:
-    """Rates and cores add up over ranks; of latencies and memory the worst rank's counts."""
+    """Rates and cores are added up over ranks; latencies and memory are those of the worst rank."""
     rounds = [sum(w.rate for w in together) for together in zip(*(rank.windows for rank in ranks), strict=False)]
     rate = statistics.median(rounds)
     cores = sum(statistics.median(w.cores for w in rank.windows) for rank in ranks)

@@ -1,4 +1,4 @@
-"""What all benchmarks share: saying on what machine and software they ran, tables for people, JSON for programs."""
+"""What all benchmarks share: a description of the machine and its software, tables for people, JSON for programs."""
 
 import json
 import os
@@ -19,8 +19,8 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, cores, memory, GPU and versions: what a figure needs to mean anything. Initialises CUDA, but
-    takes no memory of a GPU, on which other processes may work."""
+    """Processor, cores, memory, GPU and versions, without which a figure means nothing. Initialises CUDA, but takes no
+    memory of a GPU, on which other processes may work."""
     versions = {name: _version(name) for name in PACKAGES}
     found: dict[str, Any] = {
         "cpu": _cpu_name(),

@@ -1,9 +1,9 @@
-"""The CPU time of a process and all its descendants, each reading with the moment for which it holds.
+"""The CPU time of this process and all its descendants, each reading with the moment at which it was taken.
 
-Reading takes time, tens of milliseconds where Python threads compete for the interpreter's lock, and meanwhile the CPU
-goes on: divided by the time from batch to batch, it would add up to more cores than there are. So processes are looked
-for first, then read at one go, again if that took long, and busy cores are the CPU time between two readings over the
-time between the same two.
+A reading takes time, tens of milliseconds where Python threads compete for the interpreter's lock, and the CPU works on
+meanwhile: divided by wall-clock time taken elsewhere, CPU time could add up to more cores than there are. So processes
+are listed first, then read in one go, which is repeated if it took long; and busy cores are the CPU time between two
+readings over the time between the same two.
 """
 
 import os
@@ -28,7 +28,7 @@ class Reading:
 
 
 def read() -> Reading:
-    """Now. On a system without /proc, children count once they have ended."""
+    """A reading taken now. On a system without /proc, children count only once they have ended."""
     family = _descendants()
     shortest, reading = float("inf"), Reading(0.0, 0.0)
     for _ in range(_TRIES):
@@ -43,13 +43,14 @@ def read() -> Reading:
 
 
 def _own() -> float:
-    """Of this process, and of the children that it has waited for."""
+    """CPU seconds of this process, and of the children that it has waited for."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + ended.ru_utime + ended.ru_stime
 
 
 def _used(process: int) -> float:
-    """Of a process, and of the children that it has waited for; 0 once it has ended, when its parent's include it."""
+    """CPU seconds of a process and of the children that it has waited for; 0 once it has ended, as it then counts among
+    its parent's children."""
     return sum(map(int, _fields(process)[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -65,7 +66,7 @@ def _descendants() -> list[int]:
 
 
 def _fields(process: int) -> list[str]:
-    """Of the kernel's line about it, from its state on; none if it has ended."""
+    """The fields of /proc/PID/stat from the state on; none if the process has ended."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -4,13 +4,13 @@
     python benchmarks/executor.py --samples 32 --repeats 3 --json results/executor.json
 
 Both get the same 224-pixel crops, flips and programs of the default plan (two MoCo v2 views, the original, composites
-of 1, 2 and 3) and end with normalised float32. The baseline is what a training script does with these programs: Pillow
-for the basic augmentations, torchvision's transforms on PIL images for jitter, grey and blur, ToTensor and Normalize.
-``box blur`` replaces torchvision's Gaussian blur by ImageFilter.GaussianBlur, Pillow's faster approximation.
-Decoding, cropping and drawing the programs are not in it.
+of 1, 2 and 3) and end with normalised float32. The baseline is what a training script would do: Pillow for the basic
+augmentations, torchvision's transforms on PIL images for jitter, grey and blur, ToTensor and Normalize. ``box blur``
+replaces torchvision's Gaussian blur by ImageFilter.GaussianBlur, Pillow's faster approximation. Decoding, cropping and
+drawing the programs are not included.
 
-A figure is CPU time of one thread, so other load on the machine counts little; each is the median of the repeats, and
-the repeats of both sides alternate. Per core means with a single thread, in PyTorch too.
+A figure is the CPU time of one thread, PyTorch's work included, so that other load on the machine matters little. It is
+the median over the repeats, in which the sides take turns.
 """
 
 import argparse
@@ -50,7 +50,7 @@ COLUMNS = {  # by the keys of ``measure``
 
 @dataclass(frozen=True)
 class Work:
-    """Some views of all samples: the executor's inputs, and the magnitudes, which Pillow takes as they are."""
+    """Some views of all samples: the inputs of both sides. Pillow takes magnitudes, the executor lowers them first."""
 
     name: str
     layout: ViewLayout
@@ -82,7 +82,7 @@ def make_work(samples: int, size: int, seed: int) -> Work:
 
 
 def run_pillow(work: Work) -> None:
-    """Make every view with Pillow and torchvision, and drop it."""
+    """Make every view with Pillow and torchvision, and discard it."""
     for b in range(len(work.crops)):
         for t, c in enumerate(work.layout.crop_of_view):
             view = pillow.view(work.crops[b, c], bool(work.flips[b, c]), work.codes[b, t], work.magnitudes[b, t])
@@ -100,7 +100,7 @@ def run_pillow_with_box_blur(work: Work) -> None:
 
 
 def executor_run(work: Work) -> Callable[[], None]:
-    """The executor's side, lowering included, writing into memory that is there."""
+    """The executor's side, lowering included. It writes into memory that is already allocated."""
     size, views = work.crops.shape[2], work.layout.views
     executor = CpuExecutor(work.layout, size, IMAGENET_MEAN, IMAGENET_STD)
     out = np.zeros((views, len(work.crops), size, size, 3), np.float32)

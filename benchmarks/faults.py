@@ -1,13 +1,13 @@
-"""Break training runs at random moments, go on, and compare what becomes of them with a run that nobody disturbed.
+"""Break training runs at random moments, resume them, and compare their outcome with that of an undisturbed run.
 
     python benchmarks/faults.py --rounds 100
 
 A round starts or resumes a small training run on the CPU, waits a random time and does something to it: kills it, its
 launcher, one of its ranks or data workers, asks it to stop, fills its disk, damages its newest checkpoint. The next
-round of the same run must go on by itself, with ``--resume``. A run that gets to its end must have seen every image
-once in every epoch and must have the weights of the unbroken run, to the bit; then the next one begins. Exits with 1
-if a sample was lost or repeated or a weight differs, and at once if something hangs, or fails in another way than it
-should.
+round must resume the same run with nothing but ``--resume``. A run that reaches its end must have seen every image once
+in every epoch and must have the weights of the undisturbed run, to the bit; then a new one begins. Exits with 1 if a
+sample was lost or repeated, a weight differs, or something hangs or fails in another way than it should, which also
+ends the rounds of the kinds of runs that share its core.
 """
 
 import importlib.util
@@ -36,14 +36,22 @@ from loaders.prep.encode import Settings
 from loaders.prep.sources import open_source
 
 _DISK = 32 * 2**20  # bytes of the small disk
-_EARLY = 0.15  # share of the kills before the first step
-_JOBS = (("torch", "ffcv", "disk"), ("dali", "2 ranks", "2 ranks with restarts", "torchrun"))  # lanes of a core
-_SHARES = {"torch": 13, "ffcv": 4, "disk": 3, "dali": 12, "2 ranks": 5, "2 ranks with restarts": 2, "torchrun": 1}
+_EARLY = 0.15  # share of the rounds that kill a run early, mostly before its first step
+_JOBS = (("torch", "ffcv", "disk"), ("dali", "2 ranks", "2 ranks with restarts", "torchrun"))  # lanes on one core
+_SHARES = {  # of the rounds
+    "torch": 13,
+    "ffcv": 4,
+    "disk": 3,
+    "dali": 12,
+    "2 ranks": 5,
+    "2 ranks with restarts": 2,
+    "torchrun": 1,
+}
 
 
 @dataclass
 class Account:
-    """What came of the rounds. ``recovered``: seconds from a start to its first step."""
+    """Results of the rounds. ``recovered``: seconds from a start to its first step."""
 
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
     recovered: list[float] = field(default_factory=list)
@@ -63,7 +71,7 @@ class Account:
         self.broken += other.broken
 
     def report(self, seconds: float) -> bool:
-        """Print it; whether nothing was lost, repeated, different or broken."""
+        """Print all of it; whether nothing was lost, repeated, different or broken."""
         for (name, what), count in sorted(self.outcomes.items()):
             print(f"  {name:<40} {count:4d} {what}")
         survived = sum(count for (_, what), count in self.outcomes.items() if what == "survived")
@@ -101,7 +109,7 @@ class Rounds:
         self._break(run, lane, fault)
 
     def finish(self, lane: Lane) -> None:
-        """Let the run under way come to its end."""
+        """Let the lane's unfinished run, if any, come to its end."""
         if lane.folder.exists():
             run = self._start(lane)
             expect(run, {0})
@@ -121,7 +129,7 @@ class Rounds:
         shutil.rmtree(lane.folder)
 
     def _start(self, lane: Lane) -> Start:
-        """Start or resume; what the last start left running must end by itself."""
+        """Start or resume. Processes left by the start before must end by themselves."""
         last = self._last[lane.name]
         wait_until(lambda: not runs.processes_of(last, lane), lambda: "a process outlives the end of its run")
         self._last[lane.name] = runs.start(lane, "--resume")
@@ -149,7 +157,7 @@ class Rounds:
         self._note(run, lane)
 
     def _note(self, run: Start, lane: Lane) -> None:
-        """Look at what a start did, and at all of the run if it is at its end."""
+        """Record what a start did, and compare the run if it is at its end."""
         account, moment = self.account, runs.first_step_after(lane.folder, run.began)
         if moment is not None:
             account.recovered.append(moment - run.began)
@@ -182,7 +190,7 @@ def work(lanes: list[Lane], count: int, seed: int) -> Account:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[bool]:
-    """Make ``folder`` a disk of its own; whether that was possible (it takes root)."""
+    """Mount a small disk at ``folder``; whether that was possible (it needs root)."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={_DISK}", "tmpfs", str(folder)]
     mounted = shutil.which("mount") and not subprocess.run(command, capture_output=True, check=False).returncode

@@ -1,9 +1,9 @@
 """JPEG files with the sizes, byte counts and decoding cost of ImageNet's, made of photographs that scikit-image ships.
 
 An image is a mosaic of crops from colour photographs, shrunk and mirrored at random, so that it has the detail of a
-photograph. Width, height and bytes follow a table read off 500 files of ImageNet's training set; the JPEG quality is
-searched so that the bytes come out. As in ImageNet, four in five files store colour at full resolution (4:4:4).
-A set is made once and kept in the user's cache folder.
+photograph. Width, height and bytes follow a table taken from 500 files of ImageNet's training set; the JPEG quality is
+chosen so that the bytes come as near as they can. As in ImageNet, four in five files store colour at full resolution
+(4:4:4). A set is made once and kept in the user's cache folder.
 """
 
 import io
@@ -24,8 +24,8 @@ PHOTOGRAPHS = (
     *("ihc.png", "motorcycle_left.png", "retina.jpg", "rocket.jpg"),
 )
 
-# width, height, kilobytes: 64 equal strata, by bytes, of 500 random files of ImageNet's training set (mean 110 kB,
-# 198,000 pixels); of each stratum the file nearest its means.
+# Width, height and kilobytes of 64 files, one of each of 64 equal strata, by bytes, of 500 random files of ImageNet's
+# training set (mean 110 kB, 198,000 pixels): the one nearest to its stratum's means.
 IMAGENET = (
     *((128, 160, 4), (200, 156, 9), (180, 240, 13), (400, 200, 16), (350, 236, 20), (400, 400, 23), (400, 300, 26)),
     *((400, 300, 30), (400, 315, 31), (500, 374, 33), (437, 371, 35), (500, 375, 38), (333, 500, 39), (500, 375, 44)),

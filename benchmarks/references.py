@@ -1,8 +1,8 @@
-"""Decoding alone, of JPEG bytes in memory: what the cores can do at most, and what Pillow makes of them.
+"""Decoding alone, of JPEG bytes in memory: the most that the cores can do, and what they do with Pillow.
 
 One process a core decodes whole images at full size to RGB, over and over; nothing is read, resized or passed on.
-``libjpeg-turbo`` is called through FFCV's library if it is installed (so that the FFCV loader is held against the same
-decoder), else through torchvision's.
+``libjpeg-turbo`` is called through FFCV's library if it is installed, so that the FFCV loader is compared with the same
+decoder, else through torchvision's.
 """
 
 import itertools
@@ -22,12 +22,12 @@ Decode = Callable[[bytes], object]
 
 
 def pillow_decoder() -> tuple[Decode, str]:
-    """Pillow, and what it is."""
+    """Pillow's decoder and its name."""
     return lambda data: Image.open(BytesIO(data)).convert("RGB"), "Pillow"
 
 
 def turbo_decoder() -> tuple[Decode, str]:
-    """libjpeg-turbo with as little around it as can be had, and through whom."""
+    """libjpeg-turbo with as little around it as possible, and its name, which says through which library."""
     try:
         return _ffcv_decoder(), "libjpeg-turbo through FFCV"
     except ImportError:
@@ -59,7 +59,8 @@ def _torchvision_decoder() -> Decode:
 
 @contextmanager
 def decoding(make: Callable[[], tuple[Decode, str]], paths: Sequence[str], workers: int) -> Iterator[Iterator[int]]:
-    """Numbers of images that ``workers`` processes have just decoded, without end; they stop when the context ends."""
+    """An endless stream of the numbers of images that ``workers`` processes have just decoded. They end with the
+    context."""
     context: Any = multiprocessing.get_context("fork")  # the bytes are shared, not copied
     blobs = [Path(path).read_bytes() for path in paths]
     reports = context.SimpleQueue()

@@ -1,5 +1,4 @@
-"""The training step of the last stage: MoCo + CoCor through :class:`cocor.step.TrainingStep`, as ``cocor-train`` makes
-it, with its labelled batches."""
+"""The training of the last stage: steps of MoCo + CoCor with their labelled batches, as ``cocor-train`` makes them."""
 
 import itertools
 from collections.abc import Generator
@@ -41,7 +40,7 @@ class Trainer:
         self._number = 0
 
     def train(self, source: Source, with_labelled_loader: bool) -> Generator[int]:
-        """Train on the batches of ``source``; gives their sizes. Labelled batches come from a loader of the same kind,
+        """Train on the batches of ``source``; yields their sizes. Labelled batches come from a loader of the same kind,
         or one finished batch is used again and again."""
         loader = labelled(self._request, self._labelled_order()) if with_labelled_loader else None
         with nullcontext() if loader is None else closing(loader):
