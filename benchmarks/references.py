@@ -1,6 +1,7 @@
 """Decoding alone, of JPEG bytes in memory: the most that the cores can do, and what they do with Pillow.
 
 One process a core decodes whole images at full size to RGB, over and over; nothing is read, resized or passed on.
+Images that the decoder cannot decode are left out: failing takes it no time.
 ``libjpeg-turbo`` is called through FFCV's library if it is installed, so that the FFCV loader is compared with the same
 decoder, else through torchvision's.
 """
@@ -16,6 +17,8 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+
+from loaders.errors import UserError
 
 _REPORT = 32  # images between two reports
 Decode = Callable[[bytes], object]
@@ -45,7 +48,9 @@ def _ffcv_decoder() -> Decode:
         if len(room) < height * width * 3:
             room = np.empty(height * width * 3, np.uint8)
         pixels = room[: height * width * 3].reshape(height, width, 3)
-        return imdecode(np.frombuffer(data, np.uint8), pixels, height, width, height, width)
+        if imdecode(np.frombuffer(data, np.uint8), pixels, height, width, height, width):
+            raise ValueError("libjpeg-turbo cannot decode this image")
+        return pixels
 
     return decode
 
@@ -58,11 +63,17 @@ def _torchvision_decoder() -> Decode:
 
 
 @contextmanager
-def decoding(make: Callable[[], tuple[Decode, str]], paths: Sequence[str], workers: int) -> Iterator[Iterator[int]]:
-    """An endless stream of the numbers of images that ``workers`` processes have just decoded. They end with the
-    context."""
+def decoding(
+    make: Callable[[], tuple[Decode, str]], paths: Sequence[str], workers: int
+) -> Iterator[tuple[Iterator[int], str]]:
+    """An endless stream of the numbers of images that ``workers`` processes have just decoded, and a note on what
+    decodes how many of the files. The processes end with the context. UserError if no file can be decoded."""
+    decode, name = make()
+    blobs = [data for data in map(_read, paths) if _can(decode, data)]
+    if not blobs:
+        raise UserError(f"{name} can decode none of the images")
+    note = name if len(blobs) == len(paths) else f"{name}, {len(blobs):,} of {len(paths):,} images"
     context: Any = multiprocessing.get_context("fork")  # the bytes are shared, not copied
-    blobs = [Path(path).read_bytes() for path in paths]
     reports = context.SimpleQueue()
     processes = [
         context.Process(target=_decode_all, args=(make, blobs[n::workers] or blobs, reports), daemon=True)
@@ -71,11 +82,23 @@ def decoding(make: Callable[[], tuple[Decode, str]], paths: Sequence[str], worke
     for process in processes:
         process.start()
     try:
-        yield iter(reports.get, None)
+        yield iter(reports.get, None), note
     finally:
         for process in processes:
             process.terminate()
             process.join()
+
+
+def _read(path: str) -> bytes:
+    return Path(path).read_bytes()
+
+
+def _can(decode: Decode, data: bytes) -> bool:
+    try:
+        decode(data)
+    except (ValueError, RuntimeError, OSError):
+        return False
+    return True
 
 
 def _decode_all(make: Callable[[], tuple[Decode, str]], blobs: Sequence[bytes], reports: Any) -> None:

@@ -193,7 +193,6 @@ def _reference(request: Request) -> Source:
     from references import decoding, pillow_decoder, turbo_decoder
 
     make = pillow_decoder if request.contender == "pillow" else turbo_decoder
-    _, name = make()  # before the processes start, as it takes a while, in which their reports would pile up
     stack = ExitStack()
-    counts = stack.enter_context(decoding(make, request.dataset.paths, request.workers))
-    return Source(((count, None) for count in counts), note=name, stack=stack)
+    counts, note = stack.enter_context(decoding(make, request.dataset.paths, request.workers))
+    return Source(((count, None) for count in counts), note=note, stack=stack)

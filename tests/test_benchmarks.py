@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import cpu_time  # noqa: E402
 import probe  # noqa: E402
+import references  # noqa: E402
 import scaling  # noqa: E402
 import step  # noqa: E402
 import throughput  # noqa: E402
@@ -508,12 +509,27 @@ def test_made_up_photographs_have_the_sizes_and_bytes_of_imagenet(tmp_path: Path
 
 
 def test_reference_decoders_decode_the_pixels() -> None:
-    from references import pillow_decoder, turbo_decoder
-
     noise = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(noise).resize((120, 80), Image.Resampling.BILINEAR).save(buffer, "JPEG", quality=95)
-    expected, _ = pillow_decoder()
-    decode, name = turbo_decoder()
-    assert np.asarray(expected(buffer.getvalue())).shape == (80, 120, 3)
-    assert decode(buffer.getvalue()) is not None and "libjpeg-turbo" in name
+    expected = np.asarray(references.pillow_decoder()[0](buffer.getvalue())).astype(int)
+    decode, name = references.turbo_decoder()
+    found: Any = decode(buffer.getvalue())
+    pixels = found.permute(1, 2, 0).numpy() if isinstance(found, torch.Tensor) else found
+    assert pixels.shape == expected.shape == (80, 120, 3) and np.abs(pixels - expected).mean() < 10
+    assert "libjpeg-turbo" in name
+
+
+def test_images_that_libjpeg_turbo_cannot_decode_do_not_count_as_decoded(photo_folder: Path, tmp_path: Path) -> None:
+    jpeg = next(photo_folder.glob("*/*.jpg"))
+    Image.open(jpeg).save(tmp_path / "0.png")
+    (tmp_path / "1.jpg").write_bytes(jpeg.read_bytes())
+    paths = [str(tmp_path / name) for name in ("0.png", "1.jpg")]
+    _, name = references.turbo_decoder()
+    with references.decoding(references.turbo_decoder, paths, 1) as (counts, note):
+        assert next(counts) > 0 and note == f"{name}, 1 of 2 images"
+    with (
+        pytest.raises(UserError, match="can decode none of the images"),
+        references.decoding(references.turbo_decoder, paths[:1], 1),
+    ):
+        pass
