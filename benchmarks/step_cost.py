@@ -44,7 +44,9 @@ def measure(
     start = time.perf_counter() - begin
     window = -(-steps // step.turns.cycle) * step.turns.cycle
     seconds, spread = timed(lambda: run(batch, labelled, next(numbers)), window, device)
-    memory = (torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30)
+    allocated = reserved = None
+    if device.type == "cuda":
+        allocated, reserved = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30
     recorded = execution in ("graph", "fused")
     passes = seconds_of_passes(step, batch, labelled, recorded, steps)
     card = timed(_warmed_up(lambda: forward_backward(step, batch.original), recorded, device), steps, device)[0]
@@ -54,7 +56,7 @@ def measure(
         "images_per_s": len(batch.index) / seconds, "spread": spread, "step_ms": 1000 * seconds,
         "forward_equivalents_per_s": units, "card_images_per_s": len(batch.index) / card,
         "of_card": units / (3 * len(batch.index) / card), "other": 1 - passes / seconds,
-        "memory_gib": memory[0], "reserved_gib": memory[1], "start_s": start,
+        "memory_gib": allocated, "reserved_gib": reserved, "start_s": start,
     }  # fmt: skip
 
 

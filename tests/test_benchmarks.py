@@ -277,6 +277,7 @@ def test_the_step_benchmark_runs_anywhere(tmp_path: Path) -> None:
     plain, cocor, cheaper = json.loads((tmp_path / "step.json").read_text())["rows"]
     assert cocor["cocor"] and not plain["cocor"] and min(plain["images_per_s"], cocor["images_per_s"]) > 0
     assert [row["option"] for row in (plain, cocor, cheaper)] == ["none", *options[1:]]
+    assert (cocor["memory_gib"] is None) == (not torch.cuda.is_available())  # a CPU's is not measured
     for row, units in ((plain, 4), (cocor, 4 + 1 + 9 + 1.5), (cheaper, 4 + 1 + 0.75 + 0.75)):  # 2 labelled images of 4
         assert row["forward_equivalents_per_s"] == pytest.approx(units * row["images_per_s"])
 
