@@ -1,6 +1,6 @@
-"""The command ``cocor-export``: a trained encoder as a file for timm, torchvision, the Hub or Detectron2.
+"""The command ``cocor-export``: writes a trained encoder for timm, torchvision, the Hugging Face Hub or Detectron2.
 
-cocor-export runs/moco --to timm detectron2 --output exported/
+    cocor-export runs/moco --to timm detectron2 --output exported/
 """
 
 import argparse
@@ -16,7 +16,7 @@ from loaders.writable import check_folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code."""
+    """Run the command. Returns the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
     return launch.command("cocor-export", lambda: _export(_parser().parse_all(given)))
 
@@ -50,7 +50,7 @@ def _export(options: argparse.Namespace) -> None:
     existing = [path for path in outputs.values() if path.exists()]
     if existing and not options.force:
         raise UserError(f"{existing[0]} exists; use --force to replace it, or another --name")
-    for form in outputs:  # all or none
+    for form in outputs:  # before any is written
         check_possible(encoder, form)
     for form, path in outputs.items():
         print(f"{form}: {export(encoder, form, path)}, loaded back and compared")

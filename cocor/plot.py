@@ -42,7 +42,7 @@ _COLUMNS = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code."""
+    """Run the command. Returns the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
     return launch.command("cocor-plot", lambda: _plot(_parser().parse_all(given)))
 
