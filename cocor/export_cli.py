@@ -1,6 +1,6 @@
 """The command ``cocor-export``: writes a trained encoder for timm, torchvision, the Hugging Face Hub or Detectron2.
 
-    cocor-export runs/moco --to timm detectron2 --output exported/
+cocor-export runs/moco --to timm detectron2 --output exported/
 """
 
 import argparse
