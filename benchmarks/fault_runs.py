@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from PIL import Image
 from torch import Tensor
 
 import cocor.loop  # noqa: F401 - the forked runs need it
-from cocor import checkpoint
+from cocor import checkpoint, stop
 from cocor.train import main
 
 PATIENCE = 60.0  # seconds until a process counts as hanging
@@ -112,6 +113,7 @@ def start(lane: Lane, *more: str) -> Start:
         try:
             os.setsid()
             torch.set_num_threads(1)
+            _handle_signals(signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             handle = os.open(output, os.O_WRONLY | os.O_TRUNC)
             os.dup2(handle, 1)
@@ -126,6 +128,23 @@ def start(lane: Lane, *more: str) -> Start:
         finally:
             os._exit(code)
     return Start(pid, began, output)
+
+
+def stop_in_order() -> None:
+    """Let any signal that asks this process to stop raise KeyboardInterrupt, the first time: runs in sessions of their
+    own, temporary files and disks would outlive it."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        _handle_signals(signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    _handle_signals(interrupt)
+
+
+def _handle_signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+    for number in stop.SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, handler)
 
 
 def make_images(folder: Path) -> None:

@@ -233,6 +233,7 @@ def main() -> None:
     parser.add_argument("--seed", type=not_negative, default=0)
     options = parser.parse_all()
     print(machine_line(describe_machine()), flush=True)
+    runs.stop_in_order()  # the processes of the pool as well
     begin, total = time.monotonic(), Account()
     with ExitStack() as stack:
         folder = tempfile.TemporaryDirectory(prefix="cocor-faults-", ignore_cleanup_errors=True)
@@ -245,8 +246,13 @@ def main() -> None:
         jobs = [job for job in jobs if job]
         counts = [len(range(number, options.rounds, len(jobs))) for number in range(len(jobs))]
         pool = stack.enter_context(ProcessPoolExecutor(len(jobs), multiprocessing.get_context("fork")))
-        for account in pool.map(work, jobs, counts, range(options.seed, options.seed + len(jobs))):
-            total.add(account)
+        try:
+            for account in pool.map(work, jobs, counts, range(options.seed, options.seed + len(jobs))):
+                total.add(account)
+        except KeyboardInterrupt:
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
     if not total.report(time.monotonic() - begin):
         raise SystemExit(1)
 

@@ -52,6 +52,7 @@ def main() -> None:
     )
     options = parser.parse_all()
     print(machine_line(describe_machine()), flush=True)
+    runs.stop_in_order()
     fine = True
     with tempfile.TemporaryDirectory(prefix="cocor-noise-", ignore_cleanup_errors=True) as folder:
         for lane in _lanes(Path(folder), options):

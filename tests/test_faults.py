@@ -41,6 +41,35 @@ def test_on_the_cpu_a_resumed_run_is_no_further_from_an_unbroken_one_than_anothe
     assert "same samples, 0 lost, 0 repeated; two runs 0.0e+00 apart, the resumed one 0.0e+00" in printed
 
 
+@pytest.mark.parametrize(
+    "words", [("faults.py", "--lanes", "torch"), ("resume_noise.py", "--device", "cpu", "--loaders", "synthetic")]
+)
+def test_a_benchmark_that_is_stopped_ends_its_runs_and_removes_its_files(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    call = [sys.executable, str(ROOT / "benchmarks" / words[0]), *words[1:]]
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": paths, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(call, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment) as process:
+        while not list(tmp_path.glob("cocor*/**/metrics.jsonl")):  # a run is under way
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(120) == 130
+    assert not list(tmp_path.glob("cocor*"))
+    needle, end = f"TMPDIR={tmp_path}\0".encode(), time.monotonic() + 60
+    while any(needle in environment_of(entry) for entry in Path("/proc").glob("[0-9]*/environ")):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def environment_of(entry: Path) -> bytes:
+    try:
+        return entry.read_bytes()
+    except OSError:  # gone, or of another user
+        return b""
+
+
 def started(folder: Path, *command: str) -> Start:
     """A process that stands for a run."""
     (folder / "printed.txt").touch()
