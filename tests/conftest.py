@@ -2,9 +2,11 @@
 
 import shutil
 import signal
+import threading
 from collections.abc import Generator
 from pathlib import Path
 
+import loading
 import numpy as np
 import pytest
 import torch
@@ -41,6 +43,12 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     report = yield
     report.sections = [(name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections]
     return report
+
+
+@pytest.fixture(autouse=True)
+def earlier_threads() -> None:
+    loading.EARLIER.clear()
+    loading.EARLIER.update(threading.enumerate())
 
 
 PHOTOS = ("astronaut", "chelsea", "coffee", "rocket")
