@@ -338,10 +338,13 @@ except UserError as mistake:
             ), done
 
 
-def test_a_file_that_turns_to_rubbish_in_a_large_batch_does_not_crash_dali(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("device", "count"), [("cpu", 60), pytest.param("cuda", 600, marks=pytest.mark.gpu)])
+def test_a_file_that_turns_to_rubbish_in_a_large_batch_does_not_crash_dali(
+    tmp_path: Path, device: str, count: int
+) -> None:
     """In a process of its own, which a crash would end."""
-    for number in range(60):
-        Image.effect_noise((97, 61), 60).convert("RGB").save(tmp_path / f"{number:02}.jpg")
+    for number in range(count):
+        Image.effect_noise((97, 61), 60).convert("RGB").save(tmp_path / f"{number:03}.jpg")
     code = f"""
 from pathlib import Path
 from loaders.dataset import open_folder
@@ -351,15 +354,17 @@ from loaders.plan import ViewPlan
 images = open_folder({str(tmp_path)!r}, workers=1, quiet=True)
 Path(images.paths[13]).write_bytes(b"rubbish")
 for _ in range(4):
-    images.incidents.restore("13.jpg")
-    loader = open_loader("dali", images, ViewPlan(32), BatchOrder(60, 60), workers=2, on_error="skip")
+    images.incidents.restore("013.jpg")
+    loader = open_loader(
+        "dali", images, ViewPlan(32), BatchOrder({count}, {count}), device={device!r}, workers=2, on_error="skip"
+    )
     (batch,) = loader.epoch(0)
     loader.close()
     print(len(batch.index), 13 in batch.index.tolist())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     lines = [line for line in done.stdout.splitlines() if "ERROR" not in line]
-    assert (done.returncode, lines) == (0, ["60 False"] * 4)
+    assert (done.returncode, lines) == (0, [f"{count} False"] * 4)
 
 
 @pytest.mark.gpu
