@@ -72,7 +72,7 @@ Place = tuple[Contender, Stage]
 
 def main() -> None:
     started, options = time.monotonic(), arguments()
-    if options.data is not None and not options.data.is_dir():
+    if options.data is not None and not options.data.exists():
         raise UserError(f"--data {options.data}: no such folder")
     if options.plot is not None:
         panels.check_picture(options.plot)

@@ -116,10 +116,12 @@ def test_figures_are_written_to_every_place_that_is_asked_for(
     assert [cell["reason"] for cell in json.loads(saved.read_text())["cells"]] == ["not measured"] * 4
 
 
-def test_a_mistake_is_one_line() -> None:
-    done = run("--quick", "--data", "no/such/folder")
-    assert done.returncode == 2 and "no/such/folder" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+def test_a_mistake_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "stored.beton").touch()
+    for data, told in (("no/such/folder", "no such folder"), (tmp_path / "stored.beton", "give their folder")):
+        done = run("--quick", "--data", data)
+        assert done.returncode == 2 and f"{data}: " in done.stderr and told in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize(
