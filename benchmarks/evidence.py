@@ -38,7 +38,7 @@ from evidence_flags import shared_flags
 from evidence_report import Row, draw, measured, table
 from evidence_runs import Crew, Training
 from evidence_studies import STUDIES, Flags, Variant
-from loaders.arguments import Parser, not_negative, positive
+from loaders.arguments import Parser, not_negative, positive, zero_or_more
 from loaders.errors import UserError
 from loaders.names import available_cores
 from loaders.prep.demo import DEMO, or_demo
@@ -68,7 +68,7 @@ def _parser() -> Parser:
     parser.add_argument("--output", type=Path, default=Path("runs/evidence"), help="default: runs/evidence")
     parser.add_argument("--configs", default=_CONFIGS, metavar="FILE", help="default: configs/cifar10_{method}.yaml")
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="only variants with one of these")
-    parser.add_argument("--minutes", type=float, help="stop after so long; the same command goes on from there")
+    parser.add_argument("--minutes", type=zero_or_more, help="stop after so long; the same command goes on from there")
     parser.add_argument("--gpus", type=not_negative, help="GPUs to spread the runs over (default: all; 0: the CPU)")
     parser.add_argument(
         "--report-only", action="store_true", help="train nothing, report what has been measured so far"

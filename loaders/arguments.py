@@ -97,6 +97,7 @@ def _real(bounds: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
 fraction = _real("above 0 and at most 1, such as 0.01", lambda value: 0 < value <= 1)
 share = _real("from 0 to 1", lambda value: 0 <= value <= 1)
 above_zero = _real("above 0", lambda value: 0 < value < math.inf)
+zero_or_more = _real("of 0 or more", lambda value: 0 <= value < math.inf)
 
 
 def writable(text: str) -> Path:

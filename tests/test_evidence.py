@@ -234,6 +234,7 @@ def test_time_is_up(photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
         (["--study", "clock", "--only", "as-long"], "plain-as-long needs the variants it is timed by"),
         (["--jobs", "0"], "--jobs: 0 must be at least 1"),
         (["--epochs", "-1"], "--epochs: -1 must be at least 1"),
+        (["--minutes", "nan"], "--minutes: nan must be a number of 0 or more"),
         (["--gpus", "-1"], "--gpus: -1 must be at least 0"),
         (["--output", "/dev/null/runs"], "--output /dev/null/runs: /dev/null is no folder"),
         (["--study", "all"], "--study: all is not one of core"),
