@@ -237,6 +237,11 @@ def test_transformers_load_by_name(tmp_path: Path) -> None:
     assert encoder.digest == digest(model)
 
 
+def test_a_model_that_takes_images_of_one_size_gets_them() -> None:
+    sizes = {name: load_encoder(f"random:{name}").image_size for name in ("vit_tiny_patch16_384", "test_resnet")}
+    assert sizes == {"vit_tiny_patch16_384": 384, "test_resnet": 224}
+
+
 def test_a_half_fitting_file_is_refused_with_counts_and_names(reference: nn.Module, tmp_path: Path) -> None:
     state = dict(reference.state_dict())
     del state["layer4.1.conv2.weight"]

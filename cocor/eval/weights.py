@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import timm
 import torch
 from torch import nn
 
@@ -26,7 +27,8 @@ from loaders.errors import UserError
 class Encoder:
     """``backbone`` maps images (B, 3, H, W) to features (B, D). ``matched`` of its ``total`` tensors came from the
     file, whose ``unused`` tensors are heads and the like. ``image_size`` is the side of the crops that it was trained
-    on, if the file says so, else the stem's usual one. ``digest`` (SHA-256) is equal for equal encoders."""
+    on, if the file says so, else the model's only or the stem's usual one. ``digest`` (SHA-256) is equal for equal
+    encoders."""
 
     backbone: nn.Module
     name: str
@@ -62,9 +64,10 @@ def load_encoder(
             raise UserError(f"--which ema: {source}:{model} has no moving average; leave the flag out")
         return _without_file(source, model, stem or "imagenet")
     file = read_weights(_file(Path(weights), which), which)
+    architecture, stem = architecture or file.hints.get("architecture"), stem or file.hints.get("stem")
     hint = file.hints.get("image_size")
-    size = hint if hint is None else _image_size(hint, stem or file.hints.get("stem", "imagenet"))
-    named = Named(architecture or file.hints.get("architecture"), stem or file.hints.get("stem"), size)
+    size = None if hint is None else _image_size(hint, architecture, stem or "imagenet")
+    named = Named(architecture, stem, size)
     models = Models()
     layout = recognise(file, which, named, models)
     if layout.architecture is None:
@@ -81,7 +84,7 @@ def load_encoder(
         "cocor" if "stem" in file.hints else layout.origin,
         layout.architecture,
         layout.stem,
-        size or _image_size(None, layout.stem),
+        size or _image_size(None, layout.architecture, layout.stem),
         matched,
         len(backbone.state_dict()),
         len(file.tensors) - matched,
@@ -103,8 +106,6 @@ def _without_file(source: str, model: str, stem: str) -> Encoder:
     torch.manual_seed(0)
     backbone = build_backbone(model, stem)
     if source == "timm":
-        import timm
-
         try:
             backbone = timm.create_model(model, pretrained=True, num_classes=0)
         except Exception as error:  # whatever the download runs into; a time-out has no text
@@ -113,13 +114,17 @@ def _without_file(source: str, model: str, stem: str) -> Encoder:
     backbone.eval().requires_grad_(False)
     total = len(backbone.state_dict())
     origin = "timm" if source == "timm" else "no training at all"
-    name, size = f"{source}:{model}", _image_size(None, stem)
+    name, size = f"{source}:{model}", _image_size(None, model, stem)
     return Encoder(backbone, name, origin, model, stem, size, total, total, 0, digest(backbone))
 
 
-def _image_size(hint: str | None, stem: str) -> int:
+def _image_size(hint: str | None, architecture: str | None, stem: str) -> int:
+    """The side in pixels that a file's ``hint`` tells; else the only one that timm's model takes, or the protocols'."""
     if hint is not None and hint.isdecimal() and len(hint) <= 4 and int(hint):
         return int(hint)
+    usual = None if architecture is None else timm.get_pretrained_cfg(architecture)
+    if usual is not None and usual.fixed_input_size:
+        return int(usual.input_size[-1])
     return 32 if stem == "small" else 224
 
 
