@@ -1,5 +1,6 @@
 """Small folders of real photographs (scikit-image's), written once a session, and loader building blocks on them."""
 
+import os
 import shutil
 import signal
 import threading
@@ -19,8 +20,10 @@ from loaders.prep.convert import convert
 from loaders.prep.encode import Settings
 from loaders.prep.sources import open_source
 
-# Torch's threads spin while they wait: where tests share the processors, small operations take seconds otherwise.
+# Torch's threads spin while they wait: where tests share the processors, small operations take seconds otherwise, here
+# and in the programs that tests start.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What a background job of a shell, or nohup, ignores is ignored by its children, and tests send these signals.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
