@@ -49,7 +49,7 @@ def read_yaml(options: type, path: Path, chain: tuple[Path, ...] = ()) -> dict[s
     if resolved in chain:
         loop = " -> ".join(link.name for link in (*chain, resolved))
         raise UserError(f"{path}: `defaults` goes round in a circle: {loop}")
-    values = _mapping(path)
+    values = _mapping(path, "" if not chain else f" (defaults: of {chain[-1].name})")
     base = values.pop("defaults", None)
     inherited = {}
     if base is not None:
@@ -70,11 +70,11 @@ def _as_in_a_shell(value: Any) -> Any:
     return os.path.expandvars(value) if isinstance(value, str) else value
 
 
-def _mapping(path: Path) -> dict[Any, Any]:
+def _mapping(path: Path, origin: str) -> dict[Any, Any]:
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
     except OSError as error:
-        raise UserError(f"--config {path}: {error.strerror}") from None
+        raise UserError(f"--config {path}{origin}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, KeyError) as error:  # the last for `!!bool maybe`
         raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if values is None:

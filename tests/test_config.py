@@ -160,7 +160,7 @@ def test_a_share_of_no_labels_is_accepted_where_none_is_drawn(flags: str) -> Non
         ("<<: {lr: 1}\n", ["<< is not known; name a file to build on with defaults:"]),
         ("overwrite: !!bool maybe\n", ["not YAML", "maybe"]),
         ("lr: !!python/object/apply:os.system ['true']\n", ["not YAML", "python/object/apply"]),
-        ("defaults: nowhere.yaml\n", ["nowhere.yaml", "No such file"]),
+        ("defaults: nowhere.yaml\n", ["nowhere.yaml (defaults: of ", "No such file"]),
     ],
 )
 def test_a_mistake_in_a_file_names_file_key_and_value(tmp_path: Path, text: str, parts: list[str]) -> None:
