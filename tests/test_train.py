@@ -348,9 +348,9 @@ class TestRanks:
 
     def test_two_ranks_with_batchnorm_over_both_make_the_run_of_one(self, photo_folder: Path, tmp_path: Path) -> None:
         options = {"data": photo_folder, "loader": "torch", "method": "simsiam", "sync_bn": True, "lr": GENTLE}
-        for ranks in (1, 2):
-            done = run(*flags(**options, output=tmp_path / str(ranks), cpu_ranks=ranks))
-            assert done.returncode == 0, done.stderr
+        assert main(flags(**options, output=tmp_path / "1")) == 0
+        done = run(*flags(**options, output=tmp_path / "2", cpu_ranks=2))
+        assert done.returncode == 0, done.stderr
         assert_same_losses(tmp_path / "1", tmp_path / "2")
 
     @pytest.mark.gpu
