@@ -21,7 +21,7 @@ from torch import Tensor
 from cocor import atomic
 from cocor.config import FREE_TO_CHANGE, Config
 from cocor.run_folder import CHECKPOINTS as FOLDER
-from cocor.run_folder import checkpoints
+from cocor.run_folder import checkpoints, step_of
 from cocor.versions import versions
 from loaders.decode import describe as describe_fault
 from loaders.errors import UserError
@@ -46,8 +46,8 @@ def save(folder: Path, state: Mapping[str, Any], *, keep: int, milestones: int =
     for stale in folder.glob(f".*{atomic.TEMPORARY}"):  # of killed runs
         _remove(stale)
     # Files of later steps are damaged, or another run's: neither counted nor removed.
-    for old in [other for other in _listed(folder) if _step(other) <= _step(path)][keep:]:
-        if not milestones or _step(old) % milestones:
+    for old in [other for other in _listed(folder) if step_of(other) <= step_of(path)][keep:]:
+        if not milestones or step_of(old) % milestones:
             _remove(old)
     return path
 
@@ -148,7 +148,7 @@ def find(resume: str, output: Path) -> tuple[Path, dict[str, Any]] | None:
         if found is None:
             raise UserError(f"--resume {path}: no checkpoints there")
         return found
-    later = [other.name for other in _listed(own) if _step(other) > _step(path)]
+    later = [other.name for other in _listed(own) if step_of(other) > step_of(path)]
     if path.parent.resolve() == own.resolve() and later:
         raise UserError(f"--resume {path}: {later[0]} is later; remove the later ones or use another --output")
     return path, load(path)
@@ -220,10 +220,4 @@ def _names(mapping: Mapping[Any, Any]) -> list[Any]:
 
 def _listed(folder: Path) -> list[Path]:
     """The checkpoints that runs have written to ``folder``, newest first."""
-    return sorted(checkpoints(folder), key=_step, reverse=True)
-
-
-def _step(path: Path) -> int:
-    """The number of steps in the name of a checkpoint; -1 for other names."""
-    digits = path.stem.removeprefix("step_")
-    return int(digits) if digits.isdecimal() else -1
+    return sorted(checkpoints(folder), key=step_of, reverse=True)

@@ -92,7 +92,13 @@ def prepare(config: Config, asked: Config, images: Sequence[Path], lock: RunLock
 
 def checkpoints(folder: Path) -> list[Path]:
     """The files in ``folder`` that are named as runs name checkpoints, unlike copies that somebody has made."""
-    return [path for path in folder.glob("step_*.pt") if path.stem.removeprefix("step_").isdecimal()]
+    return [path for path in folder.glob("step_*.pt") if step_of(path) >= 0]
+
+
+def step_of(checkpoint: Path) -> int:
+    """The number of steps in the name of a checkpoint; -1 for other names, such as ``step_best.pt``."""
+    digits = checkpoint.stem.removeprefix("step_")
+    return int(digits) if digits.isdecimal() else -1
 
 
 def _is_run(folder: Path) -> bool:

@@ -20,6 +20,7 @@ from torch import nn
 from cocor.build import build_backbone
 from cocor.eval.layouts import Layout, Models, Named, fit, recognise
 from cocor.eval.weight_files import Which, read_weights
+from cocor.run_folder import step_of
 from loaders.errors import UserError
 
 
@@ -135,16 +136,10 @@ def _file(path: Path, which: Which) -> Path:
     export = path / "backbone.safetensors"
     if which == "online" and export.is_file():
         return export
-    newest = max((path / "checkpoints").glob("step_*.pt"), key=_step, default=None)
+    newest = max((path / "checkpoints").glob("step_*.pt"), key=step_of, default=None)
     if newest is None:
         raise UserError(f"{path}: holds neither backbone.safetensors nor checkpoints; name a file of weights")
     return newest
-
-
-def _step(checkpoint: Path) -> int:
-    """The step in a checkpoint's name; -1 for a user's own copies, such as ``step_best.pt``."""
-    digits = checkpoint.stem.removeprefix("step_")
-    return int(digits) if digits.isdecimal() else -1
 
 
 def _short_name(path: Path) -> str:
