@@ -17,7 +17,7 @@ from cocor.turns import guided_steps
 from loaders.batch import Loader
 from loaders.dataset import ImageDataset, read_label_split
 from loaders.errors import UserError
-from loaders.layout import folder_above
+from loaders.layout import folder_above, training_splits
 from loaders.names import printable
 from loaders.open import open_images, open_loader
 from loaders.order import BatchOrder, CyclicOrder
@@ -82,12 +82,12 @@ def held_out_images(config: Config) -> Path | None:
 
 
 def _roots(config: Config) -> tuple[Path, Path | None]:
-    """The training and held-out folders: ``--data`` itself, or its ``train`` and ``val`` folders if it has both."""
+    """The training and held-out folders: ``--data`` itself, or the splits in it if it holds both."""
     if config.data is None:
         raise UserError("--data: name a folder of training images, or try --config configs/demo.yaml")
     root, held_out = or_demo(config.data), config.val_data
-    if (root / "train").is_dir() and (root / "val").is_dir():
-        root, held_out = root / "train", held_out or root / "val"
+    if (splits := training_splits(root)) is not None:
+        root, held_out = splits[0], held_out or splits[1]
     return root, held_out if config.knn_every else None
 
 

@@ -17,6 +17,7 @@ from cocor.config import Config
 from cocor.run_lock import RunLock
 from cocor.versions import versions
 from loaders.errors import UserError
+from loaders.layout import training_splits
 from loaders.names import printable
 from loaders.writable import check_file, check_folder
 
@@ -37,7 +38,7 @@ def check(config: Config) -> None:
     """
     folder = config.output
     for place in () if config.loader == "synthetic" else (config.data, config.val_data):
-        if place is not None and not all((place / split).is_dir() for split in ("train", "val")):
+        if place is not None and training_splits(place) is None:
             refuse_overlap(folder, place)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output {folder} is a file; choose another --output")

@@ -1,5 +1,5 @@
-"""Detects a folder that lies one level above or below the class folders. Training would not show the mistake: splits
-would be taken for classes, or a single class for a flat folder of images.
+"""The splits of a data set, and folders that lie one level above or below the class folders. Training would not show
+that mistake: splits would be taken for classes, or a single class for a flat folder of images.
 """
 
 import os
@@ -11,9 +11,25 @@ from loaders.errors import UserError
 from loaders.folder import Listing, is_hidden
 from loaders.names import bare, printable
 
-_SPLITS = frozenset({"train", "training", "val", "valid", "validation", "test"})
+# What the splits of a data set are called: folders, or .beton files that cocor-prep has made.
+TRAIN = ("train", "training", "trn")
+VAL = ("val", "valid", "validation")
+TEST = ("test", "testing", "tst")
+_SPLITS = frozenset({*TRAIN, *VAL, *TEST})
 _SHARDS = (".tar", ".parquet")
 _LOOKED_AT = 20  # folders and names, where a guess is enough
+
+
+def find_split(folder: Path, names: Sequence[str]) -> Path | None:
+    """The first existing folder of these ``names`` in ``folder``, else the first existing ``.beton`` file."""
+    files = (folder / f"{name}.beton" for name in names)
+    return next((path for path in (*map(folder.joinpath, names), *files) if path.exists()), None)
+
+
+def training_splits(folder: Path) -> tuple[Path, Path] | None:
+    """What ``folder`` holds for training and for validation (``val``, else ``test``); None unless it has both."""
+    train, held_out = find_split(folder, TRAIN), find_split(folder, VAL) or find_split(folder, TEST)
+    return None if train is None or held_out is None else (train, held_out)
 
 
 def refuse_what_is_no_class(root: Path, listing: Listing) -> None:

@@ -21,6 +21,7 @@ from cocor.eval.protocols import CALTECH_SPLIT, DEFAULT_VAL_SHARE, PROTOCOLS, VA
 from loaders.dataset import ImageDataset, OnError, open_folder
 from loaders.errors import UserError
 from loaders.folder import Listing
+from loaders.layout import TEST, TRAIN, VAL, find_split
 from loaders.names import available_cores
 from loaders.open import open_images
 from loaders.prep.classes import read_classes
@@ -28,9 +29,6 @@ from loaders.size_index import size_index
 from loaders.split import stratified_split
 from loaders.stored import StoredDataset
 
-_TRAIN = ("train", "training", "trn")
-_VAL = ("val", "valid", "validation")
-_TEST = ("test", "testing", "tst")
 _IMAGENET = ("", "imagenet", "imagenet1k", "ILSVRC2012", "ILSVRC/Data/CLS-LOC")
 _VAL_LABELS = ("LOC_val_solution.csv", "ILSVRC2012_validation_ground_truth.txt")
 
@@ -87,7 +85,7 @@ def open_named(name: str, root: Path, cache: Path, workers: int | None = None) -
             reason = f"{type(error).__name__}: {error}"
             raise UserError(f"{base}: damaged lists ({reason}); unpack the archive of {protocol.title} again") from None
         return _checked(_split(protocol, listed, workers))
-    if _first(root / name, _TRAIN) is not None:
+    if find_split(root / name, TRAIN) is not None:
         return _checked(replace(open_splits(root / name, workers), protocol=protocol))
     where = ", ".join(f"{root / folder}" for folder in (*archive.folders, f"{name}/train"))
     raise Absent(f"{protocol.title}: not found; looked for {where}")
@@ -104,7 +102,7 @@ def open_splits(folder: Path, workers: int | None = None, on_error: OnError = "s
         raise UserError(f"{folder}: one file is one split; name the folder that holds train.beton and val.beton")
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; check the path")
-    train_root, val_root, test_root = (_first(folder, names) for names in (_TRAIN, _VAL, _TEST))
+    train_root, val_root, test_root = (find_split(folder, names) for names in (TRAIN, VAL, TEST))
     if train_root is None or (val_root is None and test_root is None):
         missing = "train" if train_root is None else "val or test"
         needed = "train/CLASS/... and test/CLASS/..., or train.beton and test.beton"
@@ -127,12 +125,6 @@ def open_splits(folder: Path, workers: int | None = None, on_error: OnError = "s
 def _left_out(*datasets: ImageDataset) -> tuple[str, ...]:
     count = sum(len(dataset.skipped) for dataset in datasets)
     return (f"{count:,} unusable files are left out",) if count else ()
-
-
-def _first(folder: Path, names: tuple[str, ...]) -> Path | None:
-    """The first existing folder of these names, else the first existing ``.beton`` file."""
-    files = (folder / f"{name}.beton" for name in names)
-    return next((path for path in (*map(folder.joinpath, names), *files) if path.exists()), None)
 
 
 def _hold_out(train: ImageDataset, share: float, seed: int) -> tuple[ImageDataset, ImageDataset]:
