@@ -25,7 +25,7 @@ Execution = Literal["auto", "eager", "compiled", "graph", "fused"]
 @dataclass(frozen=True)
 class Config:
     # Data and output
-    data: Path | None = option(None, "training images: class folders, their train/ and val/, a flat folder, a .beton")
+    data: Path | None = option(None, "images: class folders, or train/ and val/ of such; a flat folder; a .beton file")
     val_data: Path | None = option(None, "held-out images on which k-NN is measured; default: val or test in --data")
     labels: Path | None = option(None, "label file of a flat folder: one `file label` a line")
     label_split: Path | None = option(None, "which images may show their labels to the MMNN, written by cocor-prep")
