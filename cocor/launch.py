@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cocor import leaving, start, stop
+from cocor import leaving, run_folder, start, stop
 from cocor.checks import check_ranks
 from cocor.config import Config
 from cocor.failures import LAUNCHED, UNREAD, USER_ERROR, RanksFailed, fail, first_failure, first_report, lacking, tell
@@ -170,13 +170,13 @@ def run(config: Config, argv: Sequence[str], work: Callable[[Config, Any], None]
 def _resuming_after_restart(config: Config) -> Config:
     """``config``, made to resume if :func:`_launch` or torchrun has restarted this rank after a failure."""
     restarts = int(os.environ.get(_RESTARTS) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    file = config.output / "config.yaml"
+    file = config.output / run_folder.CONFIG
     if not restarts or not file.is_file():
         return config
     if config.overwrite and file.stat().st_mtime < float(os.environ.get(_STARTED, "0")):
         return config  # the first start failed before it overwrote what is there
     elsewhere = config.resume not in (None, "auto")
-    if elsewhere and not any((config.output / "checkpoints").glob("step_*.pt")):
+    if elsewhere and not run_folder.checkpoints(config.output / run_folder.CHECKPOINTS):
         return replace(config, overwrite=True)  # the first start failed before it saved a checkpoint of its own
     return replace(config, resume="auto", overwrite=False)
 

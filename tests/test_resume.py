@@ -301,6 +301,8 @@ class TestTheSameCommandAgain:
         assert going_on() == going_on("--overwrite") == going_on("--resume") == ("auto", False)
         assert going_on("--resume", "elsewhere.pt") == ("elsewhere.pt", True)  # which has not been saved here yet
         (tmp_path / "checkpoints").mkdir()
+        (tmp_path / "checkpoints" / "step_best.pt").touch()  # a copy that somebody has put there
+        assert going_on("--resume", "elsewhere.pt") == ("elsewhere.pt", True)
         (tmp_path / "checkpoints" / "step_0000001.pt").touch()
         assert going_on("--resume", "elsewhere.pt") == ("auto", False)
         monkeypatch.setenv("COCOR_STARTED", "1e12")  # later than what is there: it was to be overwritten
