@@ -15,7 +15,7 @@ from loaders.names import bare, printable
 TRAIN = ("train", "training", "trn")
 VAL = ("val", "valid", "validation")
 TEST = ("test", "testing", "tst")
-_SPLITS = frozenset({*TRAIN, *VAL, *TEST})
+SPLITS = frozenset({*TRAIN, *VAL, *TEST})
 _SHARDS = (".tar", ".parquet")
 _LOOKED_AT = 20  # folders and names, where a guess is enough
 
@@ -90,7 +90,7 @@ def _holds_only_images(folder: str) -> bool:
 
 
 def _are_splits(folders: Iterable[str]) -> bool:
-    return all(folder.lower() in _SPLITS for folder in folders)
+    return all(folder.lower() in SPLITS for folder in folders)
 
 
 def _for_training(splits: Iterable[str]) -> str:

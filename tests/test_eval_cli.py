@@ -200,6 +200,17 @@ def test_the_demos_images_go_by_its_name_as_in_training(
     assert kept(tmp_path, "knn")["features"]["images"] == 3000
 
 
+def test_results_on_one_data_set_do_not_replace_those_on_another(
+    data: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for images in ("pets", "pets/test"):
+        usual = ["--gpu", "no", "--workers", "0", "--image-size", "32", "--cache", str(cache)]
+        assert main(["spectrum", "random:test_resnet", *usual, "--data", str(data / images)]) == 0
+    for images in ("pets", "pets-test"):
+        assert (tmp_path / "eval" / "random-test_resnet" / images / "spectrum.json").is_file()
+
+
 def test_unusable_files_stop_or_are_left_out_with_a_note(
     data: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

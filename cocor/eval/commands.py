@@ -280,8 +280,10 @@ def _report(encoder: Encoder, splits: Splits, **features: Features) -> dict[str,
 
 
 def _output(options: argparse.Namespace, encoder: Encoder) -> Path:
-    folder: Path = options.output or Path("eval") / encoder.name.replace("/", "-").replace(":", "-")
-    return folder
+    """``--output``, or ``eval/ENCODER/DATA``: results on one data set must not replace those on another."""
+    if options.output is not None:
+        return Path(options.output)
+    return Path("eval") / encoder.name.replace("/", "-").replace(":", "-") / inputs.name_of_data(options)
 
 
 def _finish(

@@ -15,6 +15,7 @@ from loaders.arguments import nearest
 from loaders.beton import is_beton
 from loaders.dataset import ImageDataset
 from loaders.errors import UserError
+from loaders.layout import SPLITS, TRAIN
 from loaders.open import open_images
 from loaders.writable import check_folder
 
@@ -54,7 +55,7 @@ def images_to_look_at(options: argparse.Namespace) -> ImageDataset:
         if is_beton(options.data):
             return open_images(options.data)
         inside = {path.stem for path in options.data.iterdir()} if options.data.is_dir() else set()
-        if options.data.is_dir() and not inside & {"train", "training", "trn"}:
+        if options.data.is_dir() and inside.isdisjoint(TRAIN):
             return open_images(options.data, on_error=options.on_error, workers=options.workers)
     return chosen_splits(options).test
 
@@ -63,6 +64,18 @@ def refuse_ten_crops(options: argparse.Namespace) -> None:
     """UserError where ten crops are asked for and nothing is learned that they could help."""
     if options.crop == "ten":
         raise UserError("--crop ten: for training images, and this learns from none; leave it out")
+
+
+def name_of_data(options: argparse.Namespace) -> str:
+    """How to tell results on these images from those on others: the data set's name, or the folder's or file's; that of
+    a split, such as ``tiny/val``, with the folder it lies in. "" for ``transfer``, which has a table of all sets."""
+    if getattr(options, "dataset", None) is not None:
+        return str(options.dataset)
+    if getattr(options, "data", None) is None:
+        return ""
+    place = options.data.resolve()
+    name = place.stem if is_beton(place) else place.name
+    return f"{place.parent.name}-{name}" if name.lower() in SPLITS else name
 
 
 def check_writable(options: argparse.Namespace) -> None:
