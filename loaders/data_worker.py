@@ -1,18 +1,26 @@
-"""Bookkeeping and signals of data workers: which image each one reads, and what may end it.
+"""Data workers: which image each one reads, what may end it, and how its batches reach the parent in any case.
 
 Schedulers and terminals signal whole process groups, but the parent may need the worker's data to finish its step. So
 only the parent ends a worker, by sending SIGTERM or by exiting. A thread watches for both, since the worker itself may
 be stuck in a read.
+
+PyTorch shares a batch's memory with the parent by means of a socket in the temporary folder, which a full disk does not
+allow. What cannot be sent is dropped by multiprocessing, and the parent would wait for it forever; here such a batch
+goes through the pipe instead, copied.
 """
 
 import mmap
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.queues import Queue
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 from torch.utils.data import get_worker_info
 
 _LOOK_SECONDS = 1.0
@@ -44,7 +52,7 @@ class Reading:
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Block signals in workers that are forked meanwhile, until they call :func:`obey_the_parent_only`."""
+    """Block signals in workers that are forked meanwhile, until they call :func:`begin`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*_IGNORED, signal.SIGTERM))
     try:
         yield
@@ -52,8 +60,23 @@ def starting() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def obey_the_parent_only(number: int) -> None:
-    """``worker_init_fn`` of a DataLoader: from now on only the parent's SIGTERM, or its exit, ends this worker."""
+def begin(number: int) -> None:
+    """``worker_init_fn`` of a DataLoader whose items are tuples."""
+    _obey_the_parent_only()
+    Queue._on_queue_feeder_error = _send_without_sharing  # type: ignore[attr-defined]
+
+
+def _send_without_sharing(queue: "Queue[Any]", error: Exception, numbered: tuple[int, Any]) -> None:
+    """What multiprocessing calls, in the thread that sends, with what it could not send."""
+    number, item = numbered
+    if not isinstance(item, tuple) or not any(isinstance(part, Tensor) for part in item):
+        traceback.print_exception(error)
+        os._exit(1)  # which the parent notices
+    queue.put((number, tuple(part.numpy() if isinstance(part, Tensor) else part for part in item)))
+
+
+def _obey_the_parent_only() -> None:
+    """From now on only the parent's SIGTERM, or its exit, ends this worker."""
     for ignored in _IGNORED:
         signal.signal(ignored, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)

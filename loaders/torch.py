@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from loaders.batch import Batch
-from loaders.data_worker import Reading, obey_the_parent_only, starting
+from loaders.data_worker import Reading, begin, starting
 from loaders.dataset import ImageDataset
 from loaders.decode import EncodedImage
 from loaders.delivery import Delivery, DeliveryOptions
@@ -84,7 +84,7 @@ class TorchLoader:
             # Whatever the program's default (forkserver from Python 3.14 on): only forked workers share memory with
             # Reading, and only they start in milliseconds.
             multiprocessing_context="fork" if workers else None,
-            worker_init_fn=obey_the_parent_only,
+            worker_init_fn=begin,
             prefetch_factor=_AHEAD if workers else None,
         )
         try:

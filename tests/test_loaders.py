@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import resource
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hostile import time_limit
 from loading import grey_levels, opening, same, threads
 from PIL import Image
 from prep_cases import stray_jpeg, twice_oriented_jpeg, write_all
@@ -131,6 +133,14 @@ class TestOnePlan:
         loader = TorchLoader(dataset, PLAN, order=BatchOrder(24, 8, seed=PLAN.seed), workers=2)
         assert all(same(a, b) for a, b in zip(loader.epoch(0), make("torch").epoch(0), strict=True))
         loader.close()
+
+    def test_worker_processes_deliver_when_a_full_disk_has_no_room_for_what_sharing_memory_needs(
+        self, make: Callable[..., Loader], dataset: ImageDataset, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+        monkeypatch.delitem(multiprocessing.current_process()._config, "tempdir", raising=False)  # type: ignore[attr-defined]
+        with time_limit(), closing(TorchLoader(dataset, PLAN, order=BatchOrder(24, 8, seed=3), workers=2)) as loader:  # type: ignore[type-var]
+            assert all(same(a, b) for a, b in zip(loader.epoch(0), make("torch").epoch(0), strict=True))
 
     def test_worker_processes_are_forked_in_programs_that_spawn_theirs(
         self, dataset: ImageDataset, monkeypatch: pytest.MonkeyPatch
