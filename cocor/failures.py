@@ -59,6 +59,8 @@ def lacking(error: Exception) -> str:
         return f"out of memory: lower the batch size, the number of workers or other sizes ({words or 'MemoryError'})"
     if "can't start new thread" in words:
         return "no more threads can be started: lower --workers, or raise the limit (ulimit -u)"
+    if "No usable temporary directory" in words:
+        return "no temporary folder can be written: free some space in /tmp, or set TMPDIR to a folder that has some"
     if isinstance(error, OSError) and error.errno in _REMEDIES:
         named = isinstance(error.filename, str | bytes)
         where = f"{printable(os.fsdecode(error.filename))}: " if named else ""

@@ -21,6 +21,8 @@ def check_pair() -> None:
     try:
         import torchvision  # noqa: F401
     except (ImportError, RuntimeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # a full disk, say, not a library that does not fit
+            raise
         torch = _version("torch")
         fitting = _fitting(torch)
         raise UserError(

@@ -232,6 +232,20 @@ class TestMachine:
         assert "(operator nms does not exist); install the pair: pip install torch==" in line
         assert f" torchvision==0.{15 + int(torch.__version__.split('.')[1])}." in line
 
+    def test_no_temporary_folder(self, photo_folder: Path, tmp_path: Path) -> None:
+        """As on a full disk. The import of torchvision fails first, but its version is not to blame."""
+        change = "import tempfile; tempfile._candidate_tempdir_list = lambda: ['/gone']"
+        (tmp_path / "sitecustomize.py").write_text(change)
+        place = {**environment(), "PYTHONPATH": f"{tmp_path}:{Path(launch.__file__).parents[1]}"}
+        place.pop("TORCHINDUCTOR_CACHE_DIR", None)  # which PyTorch sets, and then needs no temporary folder
+        words = [sys.executable, "-m", "cocor.train", *flags(data=photo_folder, output=tmp_path / "run")]
+        result = subprocess.run(words, capture_output=True, text=True, env=place, timeout=300)
+        assert result.returncode == 2 and not (tmp_path / "run").exists()
+        assert result.stderr.splitlines() == [
+            "cocor-train: error: no temporary folder can be written: "
+            "free some space in /tmp, or set TMPDIR to a folder that has some"
+        ]
+
     def test_a_terminal_that_lacks_a_character(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         terminal, errors = (io.TextIOWrapper(io.BytesIO(), "ascii") for _ in range(2))
         monkeypatch.setattr(sys, "stdout", terminal)
