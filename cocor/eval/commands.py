@@ -1,17 +1,14 @@
 """The bodies of ``cocor-eval``'s sub-commands: weights and data -> features -> probe -> terminal, JSON and picture."""
 
 import argparse
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from cocor import atomic, distributed
+from cocor import distributed
 from cocor.eval import consistency as consistency_probe
-from cocor.eval import feasible, figures, inputs
+from cocor.eval import feasible, figures, inputs, reports
 from cocor.eval import fewshot as few
 from cocor.eval import spectrum as spectra
 from cocor.eval.datasets import Splits
@@ -77,21 +74,21 @@ def linear(options: argparse.Namespace) -> None:
     train, val, test = inputs.features_of_splits(options, encoder, splits)
     if not options.world.main:
         return None
-    device, report = options.world.device, _report(encoder, splits, train=train, test=test)
+    device, report = options.world.device, reports.about(encoder, splits, train=train, test=test)
     metric = options.metric or splits.protocol.metric
     found = linear_probe(train, val, test, metric=metric, iterations=options.iterations or 1000, device=device)
     report["result"] = found.plain()
     picture = figures.drawn(
-        _output(options, encoder) / "linear.png",
+        reports.folder(options, encoder) / "linear.png",
         figures.draw_grid,
-        _title(encoder, splits),
+        reports.title(encoder, splits),
         found.trials,
         found.penalty,
     )
-    path = _finish(options, encoder, "linear", [*found.lines(), picture], report)
+    path = reports.finish(options, encoder, "linear", [*found.lines(), picture], report)
     if options.against_sklearn:  # may take minutes, so only after the result is saved and printed
         peer = against_sklearn(joined(train.flat(), val), found.penalty, device)
-        _save(path, report | {"against_sklearn": peer})
+        reports.save(path, report | {"against_sklearn": peer})
         print(
             f"the same fit from zero: {peer['seconds']:.2f} s here, {peer['seconds_sklearn']:.2f} s scikit-learn; "
             f"objective {peer['objective']:.6f} here, {peer['objective_sklearn']:.6f} there"
@@ -113,8 +110,8 @@ def _linear_by_sgd(options: argparse.Namespace, encoder: Encoder, splits: Splits
         test = features_of(encoder, splits.test, how, "test images")
         found = sgd_probe_on_crops(encoder, splits.learned_from(), test, settings, how)
     if options.world.main:
-        report = _report(encoder, splits, test=test) | {"settings": asdict(settings), "result": asdict(found)}
-        _finish(options, encoder, f"linear_{options.probe}", found.lines(), report)
+        report = reports.about(encoder, splits, test=test) | {"settings": asdict(settings), "result": asdict(found)}
+        reports.finish(options, encoder, f"linear_{options.probe}", found.lines(), report)
 
 
 def knn(options: argparse.Namespace) -> None:
@@ -134,7 +131,7 @@ def knn(options: argparse.Namespace) -> None:
         encoder = inputs.chosen_encoder(options, options.weights[0])
         train, val, queries = inputs.features_of_splits(options, encoder, splits)
         bank, queries = joined(train.flat(), val).labelled(), queries.labelled()
-        title, notes = _title(encoder, splits), splits.notes
+        title, notes = reports.title(encoder, splits), splits.notes
     most = len(bank) - options.leave_one_out
     chosen = options.k or sorted({min(k, most) for k in KNN_K})
     bank, queries = _to_device(bank, options), _to_device(queries, options)
@@ -147,10 +144,10 @@ def knn(options: argparse.Namespace) -> None:
     lines.append(f"{len(queries):,} queries, bank of {len(bank):,}, temperature {options.temperature}")
     lines += [f"note: {note}" for note in notes]
     curve = {encoder.name: {k: result.accuracy for k, result in found.items()}}
-    picture = _output(options, encoder) / "knn.png"
+    picture = reports.folder(options, encoder) / "knn.png"
     lines.append(figures.drawn(picture, figures.draw_curve, title, "neighbours k", curve))
     report = {"encoder": encoder.describe(), "features": summary(bank), "temperature": options.temperature}
-    _finish(options, encoder, "knn", lines, report | {"result": [asdict(result) for result in found.values()]})
+    reports.finish(options, encoder, "knn", lines, report | {"result": [asdict(result) for result in found.values()]})
 
 
 def fewshot(options: argparse.Namespace) -> None:
@@ -170,11 +167,11 @@ def fewshot(options: argparse.Namespace) -> None:
         for count in WAY_SHOTS:
             tasks.append(few.episodes(test, count, ways=options.ways, tasks=options.tasks, device=device))
     lines += [line for task in tasks for line in task.lines()]
-    picture = _output(options, encoder) / "fewshot.png"
-    lines.append(figures.drawn(picture, figures.draw_shots, _title(encoder, splits), shots))
-    report = _report(encoder, splits, train=train, test=test)
+    picture = reports.folder(options, encoder) / "fewshot.png"
+    lines.append(figures.drawn(picture, figures.draw_shots, reports.title(encoder, splits), shots))
+    report = reports.about(encoder, splits, train=train, test=test)
     report |= {"shots": [asdict(result) for result in shots], "tasks": [asdict(task) for task in tasks]}
-    _finish(options, encoder, "fewshot", lines, report)
+    reports.finish(options, encoder, "fewshot", lines, report)
 
 
 def retrieval(options: argparse.Namespace) -> None:
@@ -192,10 +189,11 @@ def retrieval(options: argparse.Namespace) -> None:
     found = retrieve(
         queries, bank, rows=rows, k=options.neighbours, seed=options.seed, device=options.world.device
     )  # fmt: skip
-    sheet = _output(options, encoder) / "retrieval.png"
+    sheet = reports.folder(options, encoder) / "retrieval.png"
     save_sheet(found, splits.test, splits.train, sheet)
-    report = _report(encoder, splits, train=bank, test=queries) | {"result": found.plain(splits.test, splits.train)}
-    _finish(options, encoder, "retrieval", [*found.lines(), f"picture: {sheet}"], report)
+    report = reports.about(encoder, splits, train=bank, test=queries)
+    report |= {"result": found.plain(splits.test, splits.train)}
+    reports.finish(options, encoder, "retrieval", [*found.lines(), f"picture: {sheet}"], report)
 
 
 def consistency(options: argparse.Namespace) -> None:
@@ -212,8 +210,8 @@ def consistency(options: argparse.Namespace) -> None:
     encoder = inputs.chosen_encoder(options, options.weights[0])
     found = consistency_probe.measure(subjects, dataset, inputs.extraction(options, encoder), options.seed)
     lines = [line for one in found for line in one.lines()]
-    lines.append(figures.drawn(_output(options, encoder) / "consistency.png", figures.draw_consistency, found))
-    _finish(options, encoder, "consistency", lines, {"result": [asdict(one) for one in found]})
+    lines.append(figures.drawn(reports.folder(options, encoder) / "consistency.png", figures.draw_consistency, found))
+    reports.finish(options, encoder, "consistency", lines, {"result": [asdict(one) for one in found]})
 
 
 def spectrum(options: argparse.Namespace) -> None:
@@ -227,15 +225,15 @@ def spectrum(options: argparse.Namespace) -> None:
     if not options.world.main:
         return
     lines = [line for one in found for line in one.lines()]
-    lines.append(figures.drawn(_output(options, encoders[0]) / "spectrum.png", figures.draw_spectra, found))
-    _finish(options, encoders[0], "spectrum", lines, {"result": [one.plain() for one in found]})
+    lines.append(figures.drawn(reports.folder(options, encoders[0]) / "spectrum.png", figures.draw_spectra, found))
+    reports.finish(options, encoders[0], "spectrum", lines, {"result": [one.plain() for one in found]})
 
 
 def transfer(options: argparse.Namespace) -> None:
     """The table of linear probes on the paper's data sets (:mod:`cocor.eval.transfer`)."""
     names = inputs.chosen_datasets(options.datasets)
     encoders = inputs.chosen_encoders(options)
-    folder = _output(options, encoders[0])
+    folder = reports.folder(options, encoders[0])
     main = options.world.main
 
     def probe(encoder: Encoder, splits: Splits) -> LinearResult:
@@ -263,46 +261,3 @@ def transfer(options: argparse.Namespace) -> None:
 def _to_device(features: Features, options: argparse.Namespace) -> Features:
     device = options.world.device
     return Features(features.values.to(device), features.labels.to(device))
-
-
-def _title(encoder: Encoder, splits: Splits) -> str:
-    return f"{encoder.name} on {splits.protocol.title}"
-
-
-def _report(encoder: Encoder, splits: Splits, **features: Features) -> dict[str, Any]:
-    return {
-        "encoder": encoder.describe(),
-        "weights_digest": encoder.digest,
-        "protocol": asdict(splits.protocol),
-        "notes": splits.notes,
-        "features": {split: summary(values) for split, values in features.items()},
-    }
-
-
-def _output(options: argparse.Namespace, encoder: Encoder) -> Path:
-    """``--output``, or ``eval/ENCODER/DATA``: results on one data set must not replace those on another."""
-    if options.output is not None:
-        return Path(options.output)
-    return Path("eval") / encoder.name.replace("/", "-").replace(":", "-") / inputs.name_of_data(options)
-
-
-def _finish(
-    options: argparse.Namespace, encoder: Encoder, name: str, lines: Sequence[str], report: dict[str, Any]
-) -> Path:
-    """Save ``report`` as JSON and print ``lines``. Returns the file."""
-    path = _output(options, encoder) / f"{name}.json"
-    _save(path, report)
-    for note in report.get("notes", ()):
-        print(f"note: {note}")
-    about = report.get("features", {}).get("test")
-    if about:
-        norm, spread = about["mean_norm"], about["spread"]
-        print(f"features: {about['dimensions']} dimensions, mean norm {norm:.3g}, spread {spread:.3g}")
-    for line in lines:
-        print(line)
-    print(f"numbers: {path}", flush=True)
-    return path
-
-
-def _save(path: Path, report: dict[str, Any]) -> None:
-    atomic.write_text(path, json.dumps(report, indent=1, default=str) + "\n")

@@ -1,0 +1,58 @@
+"""What every command of ``cocor-eval`` leaves: lines on the terminal, and numbers as JSON in a folder of their own."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from cocor import atomic
+from cocor.eval import inputs
+from cocor.eval.datasets import Splits
+from cocor.eval.features import Features, summary
+from cocor.eval.weights import Encoder
+
+
+def title(encoder: Encoder, splits: Splits) -> str:
+    return f"{encoder.name} on {splits.protocol.title}"
+
+
+def about(encoder: Encoder, splits: Splits, **features: Features) -> dict[str, Any]:
+    """What a report begins with: which weights were evaluated, on what, and a summary of their features by split."""
+    return {
+        "encoder": encoder.describe(),
+        "weights_digest": encoder.digest,
+        "protocol": asdict(splits.protocol),
+        "notes": splits.notes,
+        "features": {split: summary(values) for split, values in features.items()},
+    }
+
+
+def folder(options: argparse.Namespace, encoder: Encoder) -> Path:
+    """``--output``, or ``eval/ENCODER/DATA``: results on one data set must not replace those on another."""
+    if options.output is not None:
+        return Path(options.output)
+    return Path("eval") / encoder.name.replace("/", "-").replace(":", "-") / inputs.name_of_data(options)
+
+
+def finish(
+    options: argparse.Namespace, encoder: Encoder, name: str, lines: Sequence[str], report: dict[str, Any]
+) -> Path:
+    """Save ``report`` as JSON and print ``lines``. Returns the file."""
+    path = folder(options, encoder) / f"{name}.json"
+    save(path, report)
+    for note in report.get("notes", ()):
+        print(f"note: {note}")
+    tested = report.get("features", {}).get("test")
+    if tested:
+        norm, spread = tested["mean_norm"], tested["spread"]
+        print(f"features: {tested['dimensions']} dimensions, mean norm {norm:.3g}, spread {spread:.3g}")
+    for line in lines:
+        print(line)
+    print(f"numbers: {path}", flush=True)
+    return path
+
+
+def save(path: Path, report: dict[str, Any]) -> None:
+    atomic.write_text(path, json.dumps(report, indent=1, default=str) + "\n")
