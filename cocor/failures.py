@@ -59,6 +59,11 @@ def lacking(error: Exception) -> str:
         return f"out of memory: lower the batch size, the number of workers or other sizes ({words or 'MemoryError'})"
     if "can't start new thread" in words:
         return "no more threads can be started: lower --workers, or raise the limit (ulimit -u)"
+    if "driver version is insufficient" in words:
+        return (
+            "the GPU's driver is too old for the installed PyTorch or DALI: install builds for the CUDA version that "
+            f"nvidia-smi names, for CUDA 12 nvidia-dali-cuda120 in place of nvidia-dali-cuda130 ({words})"
+        )
     if "No usable temporary directory" in words:
         return "no temporary folder can be written: free some space in /tmp, or set TMPDIR to a folder that has some"
     if isinstance(error, OSError) and error.errno in _REMEDIES:

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -48,6 +49,8 @@ def command(name: str, body: Callable[[], None], *, ranks: bool = False) -> int:
     queues.use_all()
     start.open_streams()
     print_everything()
+    # PyTorch's own, at the first torch.func.jvp of a process.
+    warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", FutureWarning)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warns, with pages of C++ frames, that a rank has gone
     try:
         start.listen()

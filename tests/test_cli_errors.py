@@ -184,6 +184,10 @@ class TestMachine:
             (OSError(errno.EMFILE, "Too many open files"), "Too many open files; raise the limit of open files (ulim"),
             (OSError(errno.EIO, "Input/output error", b"/x/\xff"), "/x/\\xff: Input/output error; is the disk still"),
             (RuntimeError("can't start new thread"), "no more threads can be started: lower --workers"),
+            (
+                RuntimeError("CUDA driver version is insufficient for CUDA runtime version"),
+                "the GPU's driver is too old for the installed PyTorch or DALI: install builds for the CUDA version",
+            ),
             (MemoryError(), "out of memory: lower the batch size, the number of workers or other sizes (MemoryError)"),
             (RuntimeError("a bug"), ""),
             (KeyError("a bug"), ""),
