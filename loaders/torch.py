@@ -6,10 +6,13 @@ the image, resize every box with Pillow's antialiased filter, and send back uint
 
 import errno
 import gc
+import logging
+import multiprocessing
+import os
 import resource
 import shutil
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from threading import Lock
 from typing import Unpack
@@ -32,15 +35,18 @@ from loaders.plan import Filter, ViewPlan
 
 _AHEAD = 2  # batches that each worker prepares
 _FEW_FILES = 256
+_NO_SEMAPHORES = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENOENT, errno.ENOSYS)  # /dev/shm is full, or missing
 _forking = Lock()  # gc.freeze is process-wide: another thread must not unfreeze in between
 _Sample = tuple[int, EncodedImage, np.ndarray]  # place in the data set, the image, boxes (C, 4)
 _Collated = tuple[Tensor | np.ndarray, dict[int, UserError]]  # crops uint8 (B, C, S, S, 3), faults by place
+_log = logging.getLogger(__name__)
 
 
 class TorchLoader:
     """Batches of ``dataset`` as ``plan`` and ``order`` say, on ``device``.
 
-    ``workers`` processes decode; with 0 the background thread does. Other ``options``: :class:`DeliveryOptions`.
+    ``workers`` processes decode; with 0, or where processes cannot share semaphores, the background thread does. Other
+    ``options``: :class:`DeliveryOptions`.
     """
 
     def __init__(
@@ -75,10 +81,37 @@ class TorchLoader:
 
     def _pairs(self, epoch: int, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
         pending: deque[Job] = deque()
-        workers = self._delivery.workers
-        loader = DataLoader(
+
+        def samples() -> Iterator[list[_Sample]]:
+            return self._planned_samples(epoch, start_step, pending)
+
+        try:
+            for collated, faults in self._begun(samples):  # in the sampler's order
+                crops = torch.as_tensor(collated)
+                job = self._delivery.jobs.mend(pending.popleft(), faults, partial(self._decode, crops))
+                yield job, self._delivery.stage(crops)
+        except (RuntimeError, OSError, EOFError) as fault:
+            raise _explain(fault) from fault
+
+    def _begun(self, samples: Callable[[], Iterator[list[_Sample]]]) -> Iterator[_Collated]:
+        """Batches of ``samples()``, from workers that have started."""
+        try:
+            _try_semaphores(self._delivery.workers)
+        except OSError as error:
+            if error.errno not in _NO_SEMAPHORES:
+                raise
+            if self._delivery.dataset.incidents.untold("no semaphores", [""]):
+                _log.warning(
+                    f"data workers need semaphores in /dev/shm: {error.strerror}; this process decodes alone, more "
+                    "slowly: free some space there, or mount it"
+                )
+            return iter(self._loader(samples(), workers=0))
+        return _start_workers(self._loader(samples(), self._delivery.workers))
+
+    def _loader(self, samples: Iterator[list[_Sample]], workers: int) -> DataLoader:
+        return DataLoader(
             self._crops,
-            batch_sampler=self._planned_samples(epoch, start_step, pending),
+            batch_sampler=samples,
             collate_fn=self._collate,
             num_workers=workers,
             # Whatever the program's default (forkserver from Python 3.14 on): only forked workers share memory with
@@ -87,13 +120,6 @@ class TorchLoader:
             worker_init_fn=begin,
             prefetch_factor=_AHEAD if workers else None,
         )
-        try:
-            for collated, faults in _start_workers(loader):  # in the sampler's order
-                crops = torch.as_tensor(collated)
-                job = self._delivery.jobs.mend(pending.popleft(), faults, partial(self._decode, crops))
-                yield job, self._delivery.stage(crops)
-        except (RuntimeError, OSError, EOFError) as fault:
-            raise _explain(fault) from fault
 
     def _planned_samples(self, epoch: int, start_step: int, pending: deque[Job]) -> Iterator[list[_Sample]]:
         for job in self._delivery.jobs.epoch(epoch, start_step):
@@ -112,6 +138,13 @@ class TorchLoader:
             if isinstance(item, np.ndarray):
                 crops[place] = torch.from_numpy(item)
         return {place: item for place, item in found.items() if isinstance(item, UserError)}
+
+
+def _try_semaphores(workers: int) -> None:
+    """Make as many as a DataLoader needs for its queues and an event, and let them go. OSError if that is not possible,
+    upon which a DataLoader would print a traceback as well."""
+    context = multiprocessing.get_context("fork")
+    _ = [context.Lock() for _ in range(3 * (workers + 1) + 5 if workers else 0)]
 
 
 def _start_workers(loader: DataLoader) -> Iterator[_Collated]:
@@ -173,7 +206,7 @@ def _fits_shared_memory(needed: int) -> bool:
 
 
 def _explain(fault: RuntimeError | OSError | EOFError) -> Exception:
-    if isinstance(fault, OSError) and fault.errno == errno.EMFILE:
+    if os.strerror(errno.EMFILE) in str(fault) or "items of ancdata" in str(fault):  # the latter: they were dropped
         return UserError("too many open files: raise the limit (ulimit -n 4096) or lower --workers")
     died = "DataLoader worker" in str(fault) and ("killed" in str(fault) or "exited" in str(fault))
     if died or isinstance(fault, EOFError | ConnectionError):  # also in the middle of a message

@@ -1,5 +1,6 @@
 """All loaders execute one plan: same order, labels, boxes and programs, nearly the same pixels; nothing stays."""
 
+import errno
 import gc
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
+from multiprocessing import synchronize
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +143,27 @@ class TestOnePlan:
         monkeypatch.delitem(multiprocessing.current_process()._config, "tempdir", raising=False)  # type: ignore[attr-defined]
         with time_limit(), closing(TorchLoader(dataset, PLAN, order=BatchOrder(24, 8, seed=3), workers=2)) as loader:  # type: ignore[type-var]
             assert all(same(a, b) for a, b in zip(loader.epoch(0), make("torch").epoch(0), strict=True))
+
+    @pytest.mark.parametrize("lack", [errno.ENOSPC, errno.EROFS, errno.ENOENT])  # full, read-only, missing
+    def test_without_semaphores_the_process_decodes_alone_and_says_so(
+        self,
+        make: Callable[..., Loader],
+        photo_folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        lack: int,
+    ) -> None:
+        def refuse() -> str:  # where the system would
+            raise OSError(lack, os.strerror(lack))
+
+        monkeypatch.setattr(synchronize.SemLock, "_make_name", staticmethod(refuse))
+        order = BatchOrder(24, 8, seed=PLAN.seed)
+        loader = TorchLoader(open_folder(photo_folder, quiet=True), PLAN, order=order, workers=2)
+        with time_limit(), closing(loader):  # type: ignore[type-var]
+            for epoch in (0, 1):
+                assert all(same(a, b) for a, b in zip(loader.epoch(epoch), make("torch").epoch(epoch), strict=True))
+        (said,) = [record.getMessage() for record in caplog.records]
+        assert said.startswith(f"data workers need semaphores in /dev/shm: {os.strerror(lack)}; this process decodes")
 
     def test_worker_processes_are_forked_in_programs_that_spawn_theirs(
         self, dataset: ImageDataset, monkeypatch: pytest.MonkeyPatch
@@ -299,6 +322,23 @@ class TestFaults:
                 _kept = [MemoryFile(np.zeros(9, np.uint8), "a.png") for _ in range(10)]
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    @pytest.mark.parametrize("free", range(8, 32, 4))
+    def test_few_open_files_are_enough_for_workers_or_said_to_be_the_reason(
+        self, dataset: ImageDataset, free: int
+    ) -> None:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        next_handle = os.open(os.devnull, os.O_RDONLY)
+        os.close(next_handle)
+        with time_limit(), closing(TorchLoader(dataset, PLAN, order=BatchOrder(24, 2), workers=2)) as loader:  # type: ignore[type-var]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (next_handle + free, limits[1]))
+            try:
+                kept = list(loader.epoch(0))  # with the file of each batch
+                assert len(kept) == 12 and free >= 16
+            except UserError as error:
+                assert "open files" in str(error) and "ulimit -n 4096" in str(error)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
     def test_missing_dali_is_one_line_with_the_remedy(
         self, dataset: ImageDataset, monkeypatch: pytest.MonkeyPatch
