@@ -5,7 +5,7 @@ views, the labelled batches that steer the MMNN, and the plain views on which k-
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +31,8 @@ _log = logging.getLogger(__name__)
 # k-NN uses no more images than this: enough for a trend, seconds on a GPU.
 KNN_BANK, KNN_QUERIES = 20_000, 5_000
 _KNN_BATCH = 256
+
+_LABELLED_STREAM = 1 << 62  # joins the seed where labelled batches are drawn from the same images as the others
 
 
 @dataclass(frozen=True)
@@ -168,9 +170,15 @@ def training_loader(config: Config, data: Data, world: World, dtype: torch.dtype
 
 def labelled_loader(config: Config, data: Data, world: World, dtype: torch.dtype, steps: int) -> Loader | None:
     """The MMNN's labelled batches: one for each of the ``steps`` steps of an epoch in which it learns. A small labelled
-    set is repeated within an epoch. None if no labels are needed."""
+    set is repeated within an epoch. None if no labels are needed.
+
+    Draws are named by seed and place in the set. If all images show their labels, the same seed would name the same
+    images and crops twice, and the MMNN would be judged on what the step has just trained on.
+    """
     if data.labelled is None:
         return None
+    if len(data.labelled) == len(data.train):
+        config = replace(config, seed=config.seed ^ _LABELLED_STREAM)
     order = CyclicOrder(
         len(data.labelled),
         labelled_batch_size(config, world.size),
