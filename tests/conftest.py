@@ -4,7 +4,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import loading
@@ -52,6 +52,14 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 def earlier_threads() -> None:
     loading.EARLIER.clear()
     loading.EARLIER.update(threading.enumerate())
+
+
+@pytest.fixture(autouse=True)
+def no_handler_of_an_earlier_dataloader() -> Iterator[None]:
+    """One that starts in the main thread leaves a handler of SIGCHLD, which raises there, at any moment, when a worker
+    of another one dies: in tests that kill workers, or even after them."""
+    yield
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 PHOTOS = ("astronaut", "chelsea", "coffee", "rocket")
