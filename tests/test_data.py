@@ -4,12 +4,18 @@ import shutil
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageEnhance, ImageOps
 
 from cocor.config import Config
-from cocor.data import labelled_loader, open_data, training_loader
+from cocor.data import labelled_loader, open_data, training_loader, training_plan
 from cocor.distributed import World
+from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
+from loaders.ops import END, Op
+
+WORLD = World(0, 0, 1, torch.device("cpu"))
 
 
 def opened(data: Path, val_data: Path | None = None, knn_every: int = 1) -> tuple[Path, Path | None]:
@@ -53,12 +59,64 @@ def test_all_labels_guide_the_mmnn_by_images_other_than_those_of_the_step(photo_
     config = Config(
         data=photo_folder, loader="torch", image_size=8, batch_size=8, labelled_batch_size=8, label_fraction=1.0
     )
-    data, world = open_data(config), World(0, 0, 1, torch.device("cpu"))
+    data = open_data(config)
     assert data.labelled is not None and len(data.labelled) == len(data.train) == 24
-    unlabelled = training_loader(config, data, world, torch.float32)
-    labelled = labelled_loader(config, data, world, torch.float32, unlabelled.steps_per_epoch)
+    unlabelled = training_loader(config, data, WORLD, torch.float32)
+    labelled = labelled_loader(config, data, WORLD, torch.float32, unlabelled.steps_per_epoch)
     assert labelled is not None
     with closing(unlabelled), closing(labelled):  # type: ignore[type-var]
         pairs = [pair for e in range(4) for pair in zip(unlabelled.epoch(e), labelled.epoch(e), strict=True)]
     common = [len(set(batch.index.tolist()) & set(guiding.index.tolist())) for batch, guiding in pairs]
     assert 16 < sum(common) < 48  # 32 +- 4 by chance, 96 if they were the same
+
+
+def augmented(image: Image.Image, op: Op, strength: float) -> Image.Image:
+    """One of the 14 basic augmentations, as Pillow has it."""
+    share, affine = int(strength * image.width), Image.Transform.AFFINE
+    match op:
+        case Op.IDENTITY:
+            return image
+        case Op.AUTO_CONTRAST:
+            return ImageOps.autocontrast(image)
+        case Op.EQUALIZE:
+            return ImageOps.equalize(image)
+        case Op.POSTERIZE:
+            return ImageOps.posterize(image, int(strength))
+        case Op.SOLARIZE:
+            return ImageOps.solarize(image, int(strength))
+        case Op.ROTATE:
+            return image.rotate(strength)
+        case Op.SHEAR_X:
+            return image.transform(image.size, affine, (1, strength, 0, 0, 1, 0))
+        case Op.SHEAR_Y:
+            return image.transform(image.size, affine, (1, 0, 0, strength, 1, 0))
+        case Op.TRANSLATE_X:
+            return image.transform(image.size, affine, (1, 0, share, 0, 1, 0))
+        case Op.TRANSLATE_Y:
+            return image.transform(image.size, affine, (1, 0, 0, 0, 1, share))
+    return getattr(ImageEnhance, op.label)(image).enhance(strength)
+
+
+def test_a_composite_is_the_original_of_its_batch_after_what_its_vector_counts(photo_folder: Path) -> None:
+    config = Config(data=photo_folder, loader="torch", image_size=32, batch_size=8, mmnn="constants")
+    data = open_data(config)
+    with closing(training_loader(config, data, WORLD, torch.float32)) as loader:  # type: ignore[type-var]
+        batches = list(loader.epoch(1))
+    scale, shift = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_STD, IMAGENET_MEAN))
+
+    def pixels(image: torch.Tensor) -> np.ndarray:
+        return ((image * scale + shift) * 255).round().byte().permute(1, 2, 0).numpy()
+
+    for batch in batches:
+        index = batch.index.numpy()
+        planned = training_plan(config).draw(1, index, data.train.sizes[index])
+        for place in range(8):
+            for number, length in enumerate((1, 2, 3)):
+                program = planned.codes[place, 3 + number], planned.magnitudes[place, 3 + number]
+                counts, image = np.zeros(14, int), Image.fromarray(pixels(batch.original[place]))
+                for code, strength in zip(*program, strict=True):
+                    if code != END:
+                        image = augmented(image, Op(code), float(strength))
+                        counts[code] += 1
+                assert counts.sum() == length and (batch.composition[number, place].numpy() == counts).all()
+                assert (pixels(batch.composites[number, place]) == np.asarray(image)).all()

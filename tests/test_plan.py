@@ -1,7 +1,13 @@
 """The view plan is a pure function, and what it draws has the distributions that the recipes promise."""
 
+from itertools import combinations
+
 import numpy as np
 import pytest
+import torch
+from numpy.typing import NDArray
+from scipy import stats
+from torchvision.transforms import RandomResizedCrop
 
 from loaders import ops
 from loaders.errors import UserError
@@ -86,6 +92,30 @@ def test_crop_boxes_lie_inside_the_image_with_the_promised_area_and_aspect(size:
         assert area.min() < 0.22 and area.max() > 0.9
 
 
+def unlike(one: NDArray, other: NDArray | tuple[float, float]) -> bool:
+    """Whether draws have another distribution than others, or than the uniform one between two ends."""
+    if isinstance(other, tuple):
+        return stats.kstest(one, stats.uniform(other[0], other[1] - other[0]).cdf).pvalue < 1e-4
+    return stats.ks_2samp(one, other).pvalue < 1e-4
+
+
+def sides(boxes: NDArray) -> list[NDArray]:
+    """Top, left, height, width, area and aspect of boxes (N, 4)."""
+    top, left, height, width = boxes.T
+    return [top, left, height, width, height * width, width / height]
+
+
+@pytest.mark.parametrize("size", [(375, 500), (32, 32), (200, 900)])
+def test_crop_boxes_are_distributed_as_torchvisions(size: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    image = torch.empty(1, *size)
+    expected = np.array([RandomResizedCrop.get_params(image, [0.2, 1.0], [3 / 4, 4 / 3]) for _ in range(4000)])
+    for boxes in draw(ViewPlan(), 4000, size=size).boxes.swapaxes(0, 1):
+        assert not any(unlike(got, wanted) for got, wanted in zip(sides(boxes), sides(expected), strict=True))
+    wider = draw(ViewPlan(contrastive=(Augmentation((0.08, 1.0)),)), 4000, size=size).boxes[:, 0]
+    assert unlike(sides(wider)[4], sides(expected)[4])  # the test can tell
+
+
 @pytest.mark.parametrize("size", [(1, 1), (1, 700), (900, 2), (3, 5)])
 def test_extreme_image_shapes_still_get_a_box(size: tuple[int, int]) -> None:
     for plan in (ViewPlan(), ViewPlan(original="center", lengths=())):
@@ -149,6 +179,28 @@ def test_contrastive_programs_follow_moco_v2() -> None:
     jitter = first[np.isin(first, [Op.BRIGHTNESS, Op.CONTRAST, Op.COLOR, Op.HUE])]
     shares = [(jitter == op).mean() for op in (Op.BRIGHTNESS, Op.CONTRAST, Op.COLOR, Op.HUE)]
     assert max(abs(share - 0.25) for share in shares) < 0.02  # every order of the four ops
+
+
+def test_strengths_are_drawn_evenly_over_the_ranges_of_moco_v2_and_fixmatch() -> None:
+    planned = draw(ViewPlan(), 10_000)
+    factor, turn, share = (0.05, 0.95), (-30.0, 30.0), (-0.3, 0.3)
+    jitter = dict.fromkeys((Op.BRIGHTNESS, Op.CONTRAST, Op.COLOR), (0.6, 1.4))
+    contrastive = jitter | {Op.HUE: (-0.1, 0.1), Op.GAUSSIAN_BLUR: (0.1, 2.0)}
+    composite = dict.fromkeys((Op.BRIGHTNESS, Op.CONTRAST, Op.COLOR, Op.SHARPNESS), factor) | {Op.ROTATE: turn}
+    composite |= dict.fromkeys((Op.SHEAR_X, Op.SHEAR_Y, Op.TRANSLATE_X, Op.TRANSLATE_Y), share)
+    for views, ranges in ((slice(0, 2), contrastive), (slice(3, 6), composite)):
+        codes, strengths = planned.codes[:, views], planned.magnitudes[:, views]
+        for op, ends in ranges.items():
+            assert not unlike(strengths[codes == op], ends), op
+
+
+def test_operations_of_a_composite_are_drawn_apart() -> None:
+    """In one composite, in composites of other lengths, and in other epochs, whose first operation is shown."""
+    first, second = draw(ViewPlan(), 20_000), draw(ViewPlan(), 20_000, epoch=1)
+    drawn = [first.codes[:, 3, 0], *first.codes[:, 4, :2].T, *first.codes[:, 5, :3].T, second.codes[:, 3, 0]]
+    for one, other in combinations(drawn, 2):
+        together = np.histogram2d(one, other, bins=14, range=[[0, 14]] * 2)[0]
+        assert stats.chi2_contingency(together).pvalue > 1e-4
 
 
 def test_each_contrastive_view_may_have_its_own_augmentation() -> None:
