@@ -463,6 +463,18 @@ def test_batch_statistics_only_covers_synchronised_and_timms_norms_and_restores_
     assert [norm.track_running_stats for norm in module] == [True, True, False]
 
 
+def test_batch_statistics_only_leaves_evaluation_with_the_running_statistics() -> None:
+    """cocor-eval embeds originals and composites in evaluation mode."""
+    module = nn.Sequential(nn.BatchNorm2d(4), timm.layers.BatchNormAct2d(4), nn.SyncBatchNorm(4))
+    torch.manual_seed(0)
+    x = torch.randn(6, 4, 5, 5) * 3 + 1
+    module[:2](x)  # one training step moves the statistics; synchronised ones need a GPU
+    module.eval()
+    with batch_statistics_only(module):
+        inside = module(x[:2])
+    assert torch.equal(inside, module(x[:2])) and torch.equal(inside[:1], module(x[:1]))  # whatever else is in it
+
+
 @pytest.mark.gpu
 def test_moco_permutation_is_the_same_on_the_gpu() -> None:
     for step in range(5):

@@ -84,8 +84,8 @@ class Method(nn.Module):
 def batch_statistics_only(module: nn.Module) -> Iterator[None]:
     """Within the block BatchNorm in training mode does not update its running statistics.
 
-    Also holds for synchronised BatchNorm and timm's variants. Not for modules in evaluation mode: they would normalise
-    with batch statistics.
+    Also holds for synchronised BatchNorm and timm's variants. In evaluation mode nothing changes: they normalise with
+    their running statistics, as outside of the block.
     """
     tracking = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
     for norm in tracking:
