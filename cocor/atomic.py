@@ -31,7 +31,8 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.replace(path)
         _sync_rename(path.parent)
     except OSError as error:
-        remedy = "free some space or choose another --output"
+        limited = error.errno == errno.EFBIG
+        remedy = ("raise the limit (ulimit -f)" if limited else "free some space") + " or choose another --output"
         raise UserError(f"cannot write {path.name} in {path.parent}: {error.strerror or error}; {remedy}") from error
     finally:
         with suppress(OSError):

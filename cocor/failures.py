@@ -6,7 +6,6 @@ prints only the first one: the others are mostly complaints about a lost peer. A
 started, only one prints a message that all of them have.
 """
 
-import errno
 import json
 import os
 import signal
@@ -17,21 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from cocor import start, stop
-from loaders.names import printable
 
 USER_ERROR = 2  # exit code
 UNREAD = 128 + signal.SIGPIPE  # exit code when nobody reads the output: a shell's, for programs that SIGPIPE ends
 
 LAUNCHED = "COCOR_LAUNCHED"  # environment variable of ranks that cocor.launch has started: the launcher's process id
-_REMEDIES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or name another folder"),
-    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "check its permissions, or name another one"),
-    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n 4096)"),
-    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV), "is the disk still there?"),
-    **dict.fromkeys((errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EISDIR), "check the path"),
-    errno.ENOENT: "check the path, and whether something removes files meanwhile",
-    errno.EAGAIN: "too many processes: lower --workers, or raise the limit (ulimit -u)",
-}
 _SUDDEN_ENDS = {
     signal.SIGKILL: "SIGKILL: killed by hand or for lack of memory",
     signal.SIGSEGV: "SIGSEGV, a crash in compiled code",
@@ -50,27 +39,6 @@ class RanksFailed(Exception):
     def may_pass(self) -> bool:
         """Whether another start may succeed: not after a user's mistake, nor when a signal asked the ranks to stop."""
         return self.code not in (USER_ERROR, stop.STOPPED, stop.INTERRUPTED)
-
-
-def lacking(error: Exception) -> str:
-    """One line that names what the machine lacks and a remedy, if that rather than a bug caused ``error``; else ""."""
-    words = " ".join(str(error).split())[:300]
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in words:
-        return f"out of memory: lower the batch size, the number of workers or other sizes ({words or 'MemoryError'})"
-    if "can't start new thread" in words:
-        return "no more threads can be started: lower --workers, or raise the limit (ulimit -u)"
-    if "driver version is insufficient" in words:
-        return (
-            "the GPU's driver is too old for the installed PyTorch or DALI: install builds for the CUDA version that "
-            f"nvidia-smi names, for CUDA 12 nvidia-dali-cuda120 in place of nvidia-dali-cuda130 ({words})"
-        )
-    if "No usable temporary directory" in words:
-        return "no temporary folder can be written: free some space in /tmp, or set TMPDIR to a folder that has some"
-    if isinstance(error, OSError) and error.errno in _REMEDIES:
-        named = isinstance(error.filename, str | bytes)
-        where = f"{printable(os.fsdecode(error.filename))}: " if named else ""
-        return f"{where}{error.strerror}; {_REMEDIES[error.errno]}"
-    return ""
 
 
 def fail(message: str, code: int) -> int:

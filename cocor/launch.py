@@ -24,13 +24,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cocor import leaving, run_folder, start, stop
+from cocor import leaving, loopback, run_folder, start, stop
 from cocor.checks import check_ranks
 from cocor.config import Config
-from cocor.failures import LAUNCHED, UNREAD, USER_ERROR, RanksFailed, fail, first_failure, first_report, lacking, tell
+from cocor.failures import LAUNCHED, UNREAD, USER_ERROR, RanksFailed, fail, first_failure, first_report, tell
 from cocor.place import place
 from loaders import queues
 from loaders.errors import UserError
+from loaders.lacking import lacking
 from loaders.names import print_everything
 
 # Environment variables that the launcher sets for its ranks.
@@ -229,6 +230,7 @@ def usable_cpus() -> int:
 
 
 def _launch(ranks: int, module_and_arguments: list[str], max_restarts: int) -> None:
+    loopback.check()
     os.environ |= {LAUNCHED: str(os.getpid()), _STARTED: str(time.time())}
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cpus() // ranks)))
     for restarts in range(max_restarts + 1):
@@ -260,8 +262,8 @@ def _start(ranks: int, module_and_arguments: list[str]) -> None:
                 nproc_per_node=ranks,
                 run_id="cocor",
                 rdzv_backend="c10d",
-                rdzv_endpoint="127.0.0.1:0",  # any free port
-                local_addr="127.0.0.1",
+                rdzv_endpoint=f"{loopback.ADDRESS}:0",  # any free port
+                local_addr=loopback.ADDRESS,
                 max_restarts=0,
                 logs_specs=DefaultLogsSpecs(log_dir=folder),
             )

@@ -49,8 +49,8 @@ class Prefetch(Generic[Item]):
         self._thread = threading.Thread(
             target=_produce, args=(source, self._ready, self._stop), name="cocor-prefetch", daemon=True
         )
+        self._thread.start()  # before there is something that waits for its end: it may be one thread too many
         self._finalizer = weakref.finalize(self, _shut_down, self._ready, self._stop, self._thread, given_up)
-        self._thread.start()
 
     def __iter__(self) -> Iterator[Item]:
         return self

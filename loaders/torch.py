@@ -96,7 +96,7 @@ class TorchLoader:
     def _begun(self, samples: Callable[[], Iterator[list[_Sample]]]) -> Iterator[_Collated]:
         """Batches of ``samples()``, from workers that have started."""
         try:
-            _try_semaphores(self._delivery.workers)
+            _try_queues(self._delivery.workers)
         except OSError as error:
             if error.errno not in _NO_SEMAPHORES:
                 raise
@@ -140,11 +140,12 @@ class TorchLoader:
         return {place: item for place, item in found.items() if isinstance(item, UserError)}
 
 
-def _try_semaphores(workers: int) -> None:
-    """Make as many as a DataLoader needs for its queues and an event, and let them go. OSError if that is not possible,
-    upon which a DataLoader would print a traceback as well."""
+def _try_queues(workers: int) -> None:
+    """Make the queues and the event that a DataLoader needs, and let them go. OSError if that is not possible, upon
+    which a DataLoader would print a traceback as well."""
     context = multiprocessing.get_context("fork")
-    _ = [context.Lock() for _ in range(3 * (workers + 1) + 5 if workers else 0)]
+    if workers:
+        _ = context.Event(), [context.Queue() for _ in range(workers + 1)]
 
 
 def _start_workers(loader: DataLoader) -> Iterator[_Collated]:

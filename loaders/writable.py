@@ -31,4 +31,5 @@ def check_folder(flag: str, folder: Path, named: Path | None = None) -> None:
             file.write(_TRIED)
     except OSError as error:
         remedy = f"free some space or {remedy}" if error.errno in (errno.ENOSPC, errno.EDQUOT) else remedy
+        remedy = f"raise the limit (ulimit -f) or {remedy}" if error.errno == errno.EFBIG else remedy
         raise UserError(f"{subject}: {printable(place)} cannot be written: {error.strerror}; {remedy}") from None

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,9 +12,10 @@ import pytest
 import torch
 from test_train import environment, flags, run
 
-from cocor import launch
+from cocor import launch, loopback
 from cocor.export_cli import main as export
 from cocor.train import main
+from loaders.lacking import lacking
 
 Refused = Callable[..., str]
 
@@ -183,6 +185,9 @@ class TestMachine:
             ),
             (OSError(errno.EMFILE, "Too many open files"), "Too many open files; raise the limit of open files (ulim"),
             (OSError(errno.EIO, "Input/output error", b"/x/\xff"), "/x/\\xff: Input/output error; is the disk still"),
+            (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory: lower the batch size"),
+            (OSError(errno.EFBIG, "File too large", "/x"), "/x: File too large; raise the limit"),
+            (RuntimeError("unable: Too many open files (24)"), "unable: Too many open files (24); raise"),
             (RuntimeError("can't start new thread"), "no more threads can be started: lower --workers"),
             (
                 RuntimeError("CUDA driver version is insufficient for CUDA runtime version"),
@@ -194,7 +199,7 @@ class TestMachine:
         ],
     )
     def test_what_the_machine_lacks_is_told_in_a_line_and_bugs_are_not(self, error: Exception, line: str) -> None:
-        told = launch.lacking(error)
+        told = lacking(error)
         assert told.startswith(line) and bool(told) == bool(line) and len(told.splitlines()) <= 1
 
     def test_more_gpus_than_there_are(self, refused: Refused, photo_folder: Path) -> None:
@@ -249,6 +254,26 @@ class TestMachine:
             "cocor-train: error: no temporary folder can be written: "
             "free some space in /tmp, or set TMPDIR to a folder that has some"
         ]
+
+    def test_no_network_not_even_within_the_machine(
+        self, refused: Refused, photo_folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(loopback, "ADDRESS", "192.0.2.1")  # which nobody has
+        line = refused(data=photo_folder, cpu_ranks=2)
+        assert line.startswith("ranks of one machine meet at 192.0.2.1, which cannot be reached: ")
+        assert line.endswith("; bring the loopback interface up (ip link set lo up), or use one rank")
+
+    def test_no_threads_for_a_launcher(
+        self, refused: Refused, photo_folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(loopback, "_THREADS", 10**6)  # rather than a low limit, which root has not
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, limits[1]))  # for the threads' stacks
+        try:
+            assert refused(data=photo_folder, cpu_ranks=2).startswith("no more threads can be started: ")
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
 
     def test_a_terminal_that_lacks_a_character(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         terminal, errors = (io.TextIOWrapper(io.BytesIO(), "ascii") for _ in range(2))

@@ -1,10 +1,12 @@
 """What is written at the end is known to be writable at the beginning, and asking leaves nothing behind."""
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
+from cocor import atomic
 from loaders.errors import UserError
 from loaders.writable import check_file, check_folder
 
@@ -28,3 +30,16 @@ def test_what_cannot_be_written_is_named_with_its_flag(tmp_path: Path) -> None:
         check_file("--json", Path("/proc/x.json"))
     with pytest.raises(UserError, match="File name too long"):
         check_folder("--output", tmp_path / ("x" * 300))
+
+
+def test_a_file_larger_than_allowed_is_not_taken_for_a_full_disk(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"File too large; raise the limit \(ulimit -f\) or choose another --json$"):
+            check_file("--json", tmp_path / "out.json")
+        with pytest.raises(UserError, match=r"File too large; raise the limit \(ulimit -f\) or choose another"):
+            atomic.write_text(tmp_path / "out.json", "x" * 4096)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())

@@ -16,6 +16,7 @@ from loaders.arguments import Parser, fraction, seed, whole
 from loaders.beton import LARGEST_SIDE, is_beton
 from loaders.decode import MAX_PIXELS
 from loaders.errors import UserError
+from loaders.lacking import lacking
 from loaders.names import print_everything, printable
 from loaders.prep.output import refuse_existing, refuse_overlap
 from loaders.prep.source import Source
@@ -38,9 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except OSError as fault:
-        where = f"{printable(os.fsdecode(fault.filename))}: " if isinstance(fault.filename, str | bytes) else ""
-        print(f"cocor-prep: {where}{fault.strerror or fault}", file=sys.stderr)
+    except (OSError, MemoryError, RuntimeError) as fault:
+        lack = lacking(fault)
+        if not lack and not isinstance(fault, OSError):
+            raise
+        print(f"cocor-prep: {lack or fault}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("cocor-prep: stopped; nothing was kept", file=sys.stderr)

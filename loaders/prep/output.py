@@ -187,5 +187,7 @@ def explain(error: OSError, target: Path) -> UserError:
         return UserError(f"{name}: larger than the allowed file size (see ulimit -f); nothing was kept")
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return UserError(f"{name}: too many open files; lower --workers, or raise the limit (ulimit -n 8192)")
+    if error.errno == errno.EAGAIN:
+        return UserError(f"{name}: too many processes; lower --workers, or raise the limit (ulimit -u)")
     where = f" ({printable(os.fsdecode(error.filename))})" if isinstance(error.filename, str | bytes) else ""
     return UserError(f"{name}: {error.strerror or error}{where}")

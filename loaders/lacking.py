@@ -1,0 +1,41 @@
+"""What a machine lacks, in one line with a remedy: the errors of the system and of libraries that are no bug."""
+
+import errno
+import os
+
+from loaders.names import printable
+
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or name another folder"),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "check its permissions, or name another one"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n 4096)"),
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV), "is the disk still there?"),
+    **dict.fromkeys((errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EISDIR), "check the path"),
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
+    errno.ENOENT: "check the path, and whether something removes files meanwhile",
+    errno.EAGAIN: "too many processes: lower --workers, or raise the limit (ulimit -u)",
+}
+_LIMITS = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EFBIG, errno.EAGAIN)  # libraries name these
+
+
+def lacking(error: Exception) -> str:
+    """One line that names what the machine lacks and a remedy, if that rather than a bug caused ``error``; else ""."""
+    words = " ".join(str(error).split())[:300]
+    memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if memory or any(said in words for said in ("DefaultCPUAllocator", os.strerror(errno.ENOMEM))):
+        return f"out of memory: lower the batch size, the number of workers or other sizes ({words or 'MemoryError'})"
+    if "can't start new thread" in words:
+        return "no more threads can be started: lower --workers, or raise the limit (ulimit -u)"
+    if "driver version is insufficient" in words:
+        return (
+            "the GPU's driver is too old for the installed PyTorch or DALI: install builds for the CUDA version that "
+            f"nvidia-smi names, for CUDA 12 nvidia-dali-cuda120 in place of nvidia-dali-cuda130 ({words})"
+        )
+    if "No usable temporary directory" in words:
+        return "no temporary folder can be written: free some space in /tmp, or set TMPDIR to a folder that has some"
+    if isinstance(error, OSError) and error.errno in _REMEDIES:
+        named = isinstance(error.filename, str | bytes)
+        where = f"{printable(os.fsdecode(error.filename))}: " if named else ""
+        return f"{where}{error.strerror}; {_REMEDIES[error.errno]}"
+    wrapped = (number for number in _LIMITS if isinstance(error, RuntimeError) and os.strerror(number) in words)
+    return next((f"{words}; {_REMEDIES[number]}" for number in wrapped), "")
