@@ -15,36 +15,45 @@ import signal
 import sys
 import threading
 from contextlib import suppress
+from pathlib import Path
 from typing import TextIO
 
 
 def train() -> int:
-    return _command("cocor.train")
+    return _command("cocor-train", "cocor.train")
 
 
 def evaluate() -> int:
-    return _command("cocor.eval.cli")
+    return _command("cocor-eval", "cocor.eval.cli")
 
 
 def export() -> int:
-    return _command("cocor.export_cli")
+    return _command("cocor-export", "cocor.export_cli")
 
 
 def plot() -> int:
-    return _command("cocor.plot")
+    return _command("cocor-plot", "cocor.plot")
 
 
 def prepare() -> int:
-    return _command("loaders.prep.cli")
+    return _command("cocor-prep", "loaders.prep.cli")
 
 
-def _command(module: str) -> int:
+def _command(name: str, module: str) -> int:
     """Import ``module`` and run its ``main()``, which calls :func:`listen` once it can handle Ctrl-C itself."""
     open_streams()
     handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not if ignored, as for background jobs
     if handled:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    main = importlib.import_module(module).main
+    try:
+        Path.cwd()
+    except OSError as error:  # Intel's library would say that PyTorch cannot be loaded
+        print(f"{name}: error: the current folder cannot be used: {error.strerror}; cd to another one", file=sys.stderr)
+        return 2
+    try:
+        main = importlib.import_module(module).main
+    except (ImportError, MemoryError, OSError) as error:
+        return _without(name, error)
     if module.startswith("loaders."):  # which does not import this module
         listen()
     try:
@@ -52,6 +61,17 @@ def _command(module: str) -> int:
     finally:
         if handled:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _without(name: str, error: Exception) -> int:
+    """Report in one line what the machine lacks to import the command's modules; raises ``error`` if it is a bug."""
+    from loaders.lacking import lacking
+
+    lack = lacking(error)
+    if not lack:
+        raise error
+    print(f"{name}: error: {lack}", file=sys.stderr)
+    return 2
 
 
 def listen() -> None:

@@ -5,6 +5,7 @@ from importlib import metadata
 
 import cocor
 from loaders.errors import UserError
+from loaders.lacking import lacking
 
 _PACKAGES = ("torch", "torchvision", "timm", "numpy")
 
@@ -21,7 +22,7 @@ def check_pair() -> None:
     try:
         import torchvision  # noqa: F401
     except (ImportError, RuntimeError, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # a full disk, say, not a library that does not fit
+        if lacking(error):  # a full disk, say, not a library that does not fit
             raise
         torch = _version("torch")
         fitting = _fitting(torch)

@@ -5,8 +5,9 @@ only the parent ends a worker, by sending SIGTERM or by exiting. A thread watche
 be stuck in a read.
 
 PyTorch shares a batch's memory with the parent by means of a socket in the temporary folder, which a full disk does not
-allow. What cannot be sent is dropped by multiprocessing, and the parent would wait for it forever; here such a batch
-goes through the pipe instead, copied.
+allow, and of a thread that answers there, which a limit of threads may not allow. What cannot be sent is dropped by
+multiprocessing, and where nobody answers it is not noticed at all: the parent would wait forever. Here such batches go
+through the pipe instead, copied.
 """
 
 import mmap
@@ -17,6 +18,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.queues import Queue
+from multiprocessing.reduction import DupFd
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,8 @@ from torch.utils.data import get_worker_info
 
 _LOOK_SECONDS = 1.0
 _IGNORED = (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+
+_shares = True
 
 
 class Reading:
@@ -62,8 +66,19 @@ def starting() -> Iterator[None]:
 
 def begin(number: int) -> None:
     """``worker_init_fn`` of a DataLoader whose items are tuples."""
+    global _shares
     _obey_the_parent_only()
+    try:
+        with open(os.devnull) as file:  # noqa: PTH123 (a file to share, whichever)
+            DupFd(file.fileno())  # makes the socket and starts the thread
+    except (OSError, RuntimeError):
+        _shares = False
     Queue._on_queue_feeder_error = _send_without_sharing  # type: ignore[attr-defined]
+
+
+def shares() -> bool:
+    """Whether tensors can be sent to the parent in shared memory; known once a worker has begun."""
+    return _shares
 
 
 def _send_without_sharing(queue: "Queue[Any]", error: Exception, numbered: tuple[int, Any]) -> None:
@@ -80,10 +95,16 @@ def _obey_the_parent_only() -> None:
     for ignored in _IGNORED:
         signal.signal(ignored, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
-    tells_senders = hasattr(signal, "sigtimedwait")  # elsewhere the sender is unknown, and any SIGTERM ends the worker
-    signal.pthread_sigmask(signal.SIG_BLOCK if tells_senders else signal.SIG_UNBLOCK, [signal.SIGTERM])
-    if tells_senders:
-        threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
+    # Without that thread (elsewhere the sender of a signal is unknown, or no more threads can be started) any SIGTERM
+    # ends the worker, lest nothing does.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        if hasattr(signal, "sigtimedwait"):
+            return threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
+    except RuntimeError:
+        pass
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    return None
 
 
 def _leave_with(parent: int) -> None:

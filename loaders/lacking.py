@@ -20,16 +20,19 @@ _LIMITS = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EFBIG, 
 
 def lacking(error: Exception) -> str:
     """One line that names what the machine lacks and a remedy, if that rather than a bug caused ``error``; else ""."""
-    words = " ".join(str(error).split())[:300]
+    words = " ".join(str(error).split())
+    shown = words[:300]
     memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     if memory or any(said in words for said in ("DefaultCPUAllocator", os.strerror(errno.ENOMEM))):
-        return f"out of memory: lower the batch size, the number of workers or other sizes ({words or 'MemoryError'})"
+        return f"out of memory: lower the batch size, the number of workers or other sizes ({shown or 'MemoryError'})"
+    if "failed to map segment" in words:  # from the system's linker
+        return f"a library does not fit into memory: free some, or raise the limit (ulimit -v) ({shown})"
     if "can't start new thread" in words:
         return "no more threads can be started: lower --workers, or raise the limit (ulimit -u)"
     if "driver version is insufficient" in words:
         return (
             "the GPU's driver is too old for the installed PyTorch or DALI: install builds for the CUDA version that "
-            f"nvidia-smi names, for CUDA 12 nvidia-dali-cuda120 in place of nvidia-dali-cuda130 ({words})"
+            f"nvidia-smi names, for CUDA 12 nvidia-dali-cuda120 in place of nvidia-dali-cuda130 ({shown})"
         )
     if "No usable temporary directory" in words:
         return "no temporary folder can be written: free some space in /tmp, or set TMPDIR to a folder that has some"
@@ -38,4 +41,4 @@ def lacking(error: Exception) -> str:
         where = f"{printable(os.fsdecode(error.filename))}: " if named else ""
         return f"{where}{error.strerror}; {_REMEDIES[error.errno]}"
     wrapped = (number for number in _LIMITS if isinstance(error, RuntimeError) and os.strerror(number) in words)
-    return next((f"{words}; {_REMEDIES[number]}" for number in wrapped), "")
+    return next((f"{shown}; {_REMEDIES[number]}" for number in wrapped), "")

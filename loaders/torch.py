@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from loaders.batch import Batch
-from loaders.data_worker import Reading, begin, starting
+from loaders.data_worker import Reading, begin, shares, starting
 from loaders.dataset import ImageDataset
 from loaders.decode import EncodedImage
 from loaders.delivery import Delivery, DeliveryOptions
@@ -189,7 +189,7 @@ class _Collate:
                 faults[place] = sample
             else:
                 batch[place] = sample
-        return (torch.from_numpy(batch) if self._shared else batch), faults
+        return (torch.from_numpy(batch) if self._shared and shares() else batch), faults
 
 
 def resized_crop(image: Image.Image, box: np.ndarray, size: int, filter: Filter = "bilinear") -> np.ndarray:
@@ -215,7 +215,7 @@ def _explain(fault: RuntimeError | OSError | EOFError) -> Exception:
         if files < _FEW_FILES:
             return UserError(f"a data worker died, most likely at the limit of {files} open files: ulimit -n 4096")
         return UserError(
-            "a data worker was killed, most often for lack of memory or of shared memory (/dev/shm): "
-            "lower --workers or --batch-size"
+            "a data worker was killed, most often for lack of memory, of shared memory (/dev/shm) or of processes "
+            "(ulimit -u): lower --workers or --batch-size"
         )
     return fault

@@ -1,6 +1,7 @@
 """A user's mistake: one line on stderr that names it and its remedy, exit code 2, nothing written."""
 
 import errno
+import importlib
 import io
 import resource
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 import torch
 from test_train import environment, flags, run
 
-from cocor import launch, loopback
+from cocor import launch, loopback, start
 from cocor.export_cli import main as export
 from cocor.train import main
 from loaders.lacking import lacking
@@ -188,6 +189,10 @@ class TestMachine:
             (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory: lower the batch size"),
             (OSError(errno.EFBIG, "File too large", "/x"), "/x: File too large; raise the limit"),
             (RuntimeError("unable: Too many open files (24)"), "unable: Too many open files (24); raise"),
+            (
+                ImportError("libtorch.so: failed to map segment from shared object"),
+                "a library does not fit into memory: ",
+            ),
             (RuntimeError("can't start new thread"), "no more threads can be started: lower --workers"),
             (
                 RuntimeError("CUDA driver version is insufficient for CUDA runtime version"),
@@ -254,6 +259,26 @@ class TestMachine:
             "cocor-train: error: no temporary folder can be written: "
             "free some space in /tmp, or set TMPDIR to a folder that has some"
         ]
+
+    def test_no_current_folder(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        tmp_path.rmdir()
+        told = "the current folder cannot be used: No such file or directory; cd to another one"
+        assert start.prepare() == 2
+        assert capsys.readouterr().err == f"cocor-prep: error: {told}\n"
+
+    def test_no_memory_for_the_modules_of_a_command(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def fail(module: str) -> None:
+            raise ImportError("libtorch_cpu.so: failed to map segment from shared object")
+
+        monkeypatch.setattr(importlib, "import_module", fail)
+        assert start.plot() == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("cocor-plot: error: a library does not fit into memory: ") and "ulimit -v" in line
 
     def test_no_network_not_even_within_the_machine(
         self, refused: Refused, photo_folder: Path, monkeypatch: pytest.MonkeyPatch
