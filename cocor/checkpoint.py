@@ -25,6 +25,7 @@ from cocor.run_folder import checkpoints, step_of
 from cocor.versions import versions
 from loaders.decode import describe as describe_fault
 from loaders.errors import UserError
+from loaders.lacking import no_fault_of_a_file
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _log = logging.getLogger(__name__)
@@ -100,6 +101,8 @@ def load(path: Path) -> dict[str, Any]:
     except UserError:
         raise
     except Exception as error:  # a broken file can fail anywhere in zip, pickle or torch
+        if no_fault_of_a_file(error):  # an older checkpoint would take its place
+            raise
         raise UserError(f"{path} is damaged or no checkpoint: {describe_fault(error)[:200]}") from None
     if not isinstance(state, dict) or type(state.get("step")) is not int or state["step"] < 0:
         raise UserError(f"{path} is no checkpoint of cocor: it has no step")

@@ -9,7 +9,6 @@
 Pillow's global switches are left as they are: they belong to the user's process.
 """
 
-import errno
 import os
 import stat
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from loaders.errors import UnusableImage, UserError
+from loaders.lacking import no_fault_of_a_file
 from loaders.names import printable
 from loaders.regular import without_waiting
 
@@ -45,7 +45,6 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 _JPEG = ("JPEG", "MPO")
-_MACHINE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # faults of the machine, not of the file
 
 
 class ImageFault(Exception):
@@ -103,7 +102,7 @@ def decode(path: str | os.PathLike[str]) -> Image.Image:
                 raise ImageFault("not a regular file")
             return decode_file(file)
     except (OSError, ImageFault) as fault:
-        if isinstance(fault, OSError) and fault.errno in _MACHINE:
+        if isinstance(fault, OSError) and no_fault_of_a_file(fault):
             remedy = "raise the limit (ulimit -n 8192) or lower --workers and --batch-size"
             raise UserError(f"{printable(path)}: {fault.strerror}; {remedy}") from fault
         raise UnusableImage(

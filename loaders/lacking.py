@@ -15,7 +15,14 @@ _REMEDIES = {
     errno.ENOENT: "check the path, and whether something removes files meanwhile",
     errno.EAGAIN: "too many processes: lower --workers, or raise the limit (ulimit -u)",
 }
+_OF_THE_MACHINE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _LIMITS = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EFBIG, errno.EAGAIN)  # libraries name these
+
+
+def no_fault_of_a_file(error: Exception) -> bool:
+    """Whether ``error``, which reading a file has raised, is for want of memory or handles: the file may be sound."""
+    memory = isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
+    return memory or (isinstance(error, OSError) and error.errno in _OF_THE_MACHINE)
 
 
 def lacking(error: Exception) -> str:

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from loaders.cache import user_cache
 from loaders.decode import MAX_PIXELS, Header, ImageFault, decode_file, describe, read_header
 from loaders.folder import Listing
+from loaders.lacking import no_fault_of_a_file
 from loaders.progress import track
 from loaders.regular import open_regular, without_waiting
 
@@ -78,7 +79,7 @@ def _scan(root: Path, names: Sequence[str], workers: int, quiet: bool) -> list[H
 
 
 def inspect(path: str) -> Header | ImageFault | OSError:
-    """The header of the image at ``path``, or why it is unusable."""
+    """The header of the image at ``path``, or why it is unusable. OSError for want of handles or memory."""
     try:
         with open(path, "rb", opener=without_waiting) as file:
             header = read_header(file)
@@ -87,6 +88,8 @@ def inspect(path: str) -> Header | ImageFault | OSError:
                     decode_file(file)
             return header
     except (ImageFault, OSError) as fault:
+        if no_fault_of_a_file(fault):
+            raise
         return fault
 
 

@@ -2,6 +2,7 @@
 
 import os
 import random
+import resource
 import signal
 import struct
 from collections.abc import Callable, Iterator
@@ -54,6 +55,19 @@ def time_limit(seconds: int = 60) -> Iterator[None]:
 
 def run_train(**options: object) -> Callable[[], int]:
     return lambda: train(flags(**options))
+
+
+@contextmanager
+def no_more_files() -> Iterator[None]:
+    """Within the block this process may open no more files than it has open."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    next_handle = os.open(os.devnull, os.O_RDONLY)
+    os.close(next_handle)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next_handle, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def damaged(data: bytes, rng: random.Random, within: tuple[int, int]) -> bytes:

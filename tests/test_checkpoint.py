@@ -15,6 +15,7 @@ import pytest
 import safetensors
 import timm
 import torch
+from hostile import no_more_files
 from torch import nn
 
 from cocor import atomic, checkpoint
@@ -279,3 +280,13 @@ def test_a_backbone_is_read_from_an_export_and_from_a_checkpoint(tmp_path: Path)
     for file, message in ((tmp_path / "b.safetensors", "cannot be read"), (empty, "holds no backbone")):
         with pytest.raises(UserError, match=message):
             checkpoint.read_backbone(file)
+
+
+def test_a_machine_out_of_file_handles_does_not_make_a_checkpoint_a_damaged_one(tmp_path: Path) -> None:
+    """An older one would take its place, and the steps between be made again."""
+    for step in (1, 2):
+        checkpoint.save(tmp_path, {"step": step}, keep=2)
+    with no_more_files(), pytest.raises(OSError, match="Too many open files"):
+        checkpoint.newest(tmp_path)
+    newest = checkpoint.newest(tmp_path)
+    assert newest is not None and newest[1]["step"] == 2

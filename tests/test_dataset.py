@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hostile import no_more_files
 from PIL import Image
 
 from loaders import size_index
@@ -15,6 +16,9 @@ from loaders.decode import decode
 from loaders.errors import UserError
 from loaders.layout import folder_above
 from loaders.names import printable
+from loaders.prep.encode import Settings, encode
+from loaders.prep.locator import FileBytes
+from loaders.prep.scan import examine
 from loaders.size_index import CACHE_NAME
 
 
@@ -326,6 +330,17 @@ class TestSizeIndex:
         assert len(list((tmp_path / "cocor").iterdir())) == 1
         monkeypatch.setattr(size_index, "inspect", lambda path: pytest.fail("read again"))
         assert open_quietly(photo_folder).digest == first.digest
+
+    def test_a_machine_out_of_file_handles_makes_no_image_unusable(self, photo_folder: Path) -> None:
+        """``--on-error skip`` would leave it out."""
+        image = photo_folder / "chelsea" / "0.jpg"
+        with no_more_files():
+            with pytest.raises(OSError, match="Too many open files"):
+                size_index.inspect(str(image))
+            with pytest.raises(OSError, match="Too many open files"):
+                examine("0.jpg", FileBytes(str(image)), 10**6)
+            with pytest.raises(OSError, match="Too many open files"):
+                encode(FileBytes(str(image)), Settings(None, 95, False, 10**6))
 
 
 class TestDecode:

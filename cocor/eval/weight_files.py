@@ -23,6 +23,7 @@ from torch import Tensor
 
 from cocor.checkpoint import is_compressed
 from loaders.errors import UserError
+from loaders.lacking import no_fault_of_a_file
 
 Which = Literal["online", "ema"]
 
@@ -103,6 +104,8 @@ def _read_pickle(path: Path) -> Any:
         with torch.serialization.safe_globals(harmless + _stand_ins(path, harmless)):
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a broken file can fail anywhere in zip, pickle or torch
+        if no_fault_of_a_file(error):
+            raise
         text = str(error)
         if "Unsupported operand" in text and _beginning(path, 1) != b"\x80":  # a text, a picture, a website's page
             raise UserError(f"{path}: damaged, or no file of weights: torch.save did not write it") from None

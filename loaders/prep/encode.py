@@ -14,6 +14,7 @@ from PIL import Image
 
 from loaders.beton import JPEG, LARGEST_SIDE, RAW
 from loaders.decode import MAX_PIXELS, ImageFault, decode_file, describe, read_header
+from loaders.lacking import no_fault_of_a_file
 from loaders.prep.locator import Locator
 from loaders.prep.pool import one_at_a_time
 
@@ -55,6 +56,8 @@ def encode(place: Locator, settings: Settings) -> Encoded | str:
         data = place.read()
         return _encode(data, settings)
     except (ImageFault, OSError) as fault:
+        if no_fault_of_a_file(fault):
+            raise
         return describe(fault)
     except MemoryError:
         return "too large for this machine's memory"

@@ -17,6 +17,7 @@ from typing import Literal, TextIO
 from PIL import ExifTags, Image
 
 from loaders.decode import ImageFault, decode_file, describe, exif_segments, has_stray_bytes, read_header
+from loaders.lacking import no_fault_of_a_file
 from loaders.names import available_cores, printable
 from loaders.prep.convert import CHUNK
 from loaders.prep.locator import Locator
@@ -146,6 +147,8 @@ def examine(name: str, place: Locator, max_pixels: int) -> Finding:
             kind = image.format or ""
             notes = [] if header.upright_jpeg else _notes(name, image, data)
     except (ImageFault, OSError) as fault:
+        if no_fault_of_a_file(fault):
+            raise
         return Finding(name, "reject", reason=_reason(data, describe(fault)))
     except MemoryError:
         return Finding(name, "reject", reason="too large for this machine's memory")

@@ -14,6 +14,7 @@ from loaders.beton import RAW, is_beton, open_beton
 from loaders.decode import ImageFault, decode_file, describe
 from loaders.errors import UserError
 from loaders.folder import list_folder
+from loaders.lacking import no_fault_of_a_file
 from loaders.names import available_cores, printable
 from loaders.prep.convert import CHUNK
 from loaders.prep.locator import FileBytes, Locator, Stretch
@@ -54,6 +55,8 @@ def _check(place: Locator, crc: int | None, height: int, width: int, raw: bool) 
             return "" if len(data) == height * width * 3 else "damaged: wrong number of pixels"
         image = decode_file(BytesIO(data))
     except (ImageFault, OSError) as fault:
+        if no_fault_of_a_file(fault):
+            raise
         return describe(fault)
     return "" if image.size == (width, height) else f"is {image.width} x {image.height}, not {width} x {height} pixels"
 
