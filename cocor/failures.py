@@ -57,8 +57,11 @@ def tell(message: str, code: int) -> None:
         rank = "" if expected else f"rank {os.environ.get('RANK')} failed\n"
         content = {"message": rank + message, "code": code, "time": time.time(), "timestamp": int(time.time())}
         with suppress(OSError):
-            Path(report).write_text(json.dumps(content))
-            return
+            try:
+                Path(report).write_text(json.dumps(content))
+                return
+            except OSError:  # a full disk; PyTorch's launcher fails at half a report
+                Path(report).unlink(missing_ok=True)
     try:
         print(message, file=sys.stderr)
     except OSError:  # a closed terminal

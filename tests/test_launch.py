@@ -1,6 +1,7 @@
 """What every console command does before its own work."""
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_train import environment, flags
 
-from cocor import launch
+from cocor import failures, launch
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -33,7 +34,7 @@ def test_the_user_decides_how_many_queues_are_used() -> None:
 
 _PROGRAM = """
 import os, sys
-from cocor import launch
+from cocor import failures, launch
 
 def body():
     BODY
@@ -93,6 +94,21 @@ def test_output_onto_a_full_disk_is_one_line(lines: int) -> None:
         done = run(f"for _ in range({lines}): print('a line')", stdout=full.fileno())
     told = "test: error: No space left on device; free some space, or name another folder\n"
     assert (done.returncode, done.stderr) == (2, told)
+
+
+def test_a_rank_whose_disk_is_full_prints_its_failure_and_leaves_no_half_of_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
+    monkeypatch.setenv(failures.LAUNCHED, "1")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, limits[1]))
+    try:
+        failures.tell("no room", 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert capsys.readouterr().err == "no room\n" and not report.exists()
 
 
 def test_no_frames_of_c_plus_plus_are_shown_where_the_host_of_a_store_has_gone() -> None:
