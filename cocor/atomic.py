@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from loaders.errors import UserError
+from loaders.lacking import remedy
 
 TEMPORARY = ".tmp"
 
@@ -31,9 +32,8 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.replace(path)
         _sync_rename(path.parent)
     except OSError as error:
-        limited = error.errno == errno.EFBIG
-        remedy = ("raise the limit (ulimit -f)" if limited else "free some space") + " or choose another --output"
-        raise UserError(f"cannot write {path.name} in {path.parent}: {error.strerror or error}; {remedy}") from error
+        help = remedy(error.errno, "free some space or choose another --output")
+        raise UserError(f"cannot write {path.name} in {path.parent}: {error.strerror or error}; {help}") from error
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)

@@ -19,6 +19,11 @@ _OF_THE_MACHINE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _LIMITS = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EFBIG, errno.EAGAIN)  # libraries name these
 
 
+def remedy(number: int | None, otherwise: str) -> str:
+    """What helps against an error of the system while a file is written: raising a limit, or else ``otherwise``."""
+    return _REMEDIES[number] if number in (errno.EFBIG, errno.EMFILE, errno.ENFILE) else otherwise
+
+
 def no_fault_of_a_file(error: Exception) -> bool:
     """Whether ``error``, which reading a file has raised, is for want of memory or handles: the file may be sound."""
     memory = isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
@@ -47,5 +52,6 @@ def lacking(error: Exception) -> str:
         named = isinstance(error.filename, str | bytes)
         where = f"{printable(os.fsdecode(error.filename))}: " if named else ""
         return f"{where}{error.strerror}; {_REMEDIES[error.errno]}"
-    wrapped = (number for number in _LIMITS if isinstance(error, RuntimeError) and os.strerror(number) in words)
+    wraps, lower = isinstance(error, RuntimeError | ImportError), words.lower()
+    wrapped = (number for number in _LIMITS if wraps and os.strerror(number).lower() in lower)
     return next((f"{shown}; {_REMEDIES[number]}" for number in wrapped), "")

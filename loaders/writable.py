@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 
 from loaders.errors import UserError
+from loaders.lacking import remedy
 from loaders.names import printable
 
 _TRIED = bytes(4096)  # enough for a full disk to refuse
@@ -20,16 +21,16 @@ def check_file(flag: str, path: Path) -> None:
 def check_folder(flag: str, folder: Path, named: Path | None = None) -> None:
     """UserError, naming ``flag`` (and ``named``, if that is another path), unless files can be written in ``folder``,
     which may have yet to be made. Leaves nothing behind."""
-    subject, remedy = f"{flag} {printable(named or folder)}", f"choose another {flag}".rstrip()
+    subject, choose = f"{flag} {printable(named or folder)}", f"choose another {flag}".rstrip()
     place = folder.absolute()
     try:
         while not place.exists() and place != place.parent:
             place = place.parent
         if not place.is_dir():
-            raise UserError(f"{subject}: {printable(place)} is no folder; {remedy}")
+            raise UserError(f"{subject}: {printable(place)} is no folder; {choose}")
         with tempfile.TemporaryFile(dir=place) as file:
             file.write(_TRIED)
     except OSError as error:
-        remedy = f"free some space or {remedy}" if error.errno in (errno.ENOSPC, errno.EDQUOT) else remedy
-        remedy = f"raise the limit (ulimit -f) or {remedy}" if error.errno == errno.EFBIG else remedy
-        raise UserError(f"{subject}: {printable(place)} cannot be written: {error.strerror}; {remedy}") from None
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        help = remedy(error.errno, f"free some space or {choose}" if full else choose)
+        raise UserError(f"{subject}: {printable(place)} cannot be written: {error.strerror}; {help}") from None

@@ -191,7 +191,7 @@ except UserError as error:
 def test_a_disk_that_takes_no_more_keeps_the_old_checkpoint_and_is_named(tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, "-c", _FULL, str(tmp_path)], capture_output=True, text=True, check=False)
     assert run.stdout.startswith(
-        f"cannot write step_0000002.pt in {tmp_path}: File too large; raise the limit (ulimit -f)"
+        f"cannot write step_0000002.pt in {tmp_path}: File too large; raise the limit of a file"
     )
     assert steps(tmp_path) == ["step_0000001.pt"]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hostile import no_more_files
 from test_train import environment, flags, run
 
 from cocor import launch, loopback, start
@@ -188,6 +189,10 @@ class TestMachine:
             (OSError(errno.EIO, "Input/output error", b"/x/\xff"), "/x/\\xff: Input/output error; is the disk still"),
             (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory: lower the batch size"),
             (OSError(errno.EFBIG, "File too large", "/x"), "/x: File too large; raise the limit"),
+            (
+                RuntimeError("name: EMFILE, message: too many open files"),
+                "name: EMFILE, message: too many open files; ra",
+            ),
             (RuntimeError("unable: Too many open files (24)"), "unable: Too many open files (24); raise"),
             (
                 ImportError("libtorch.so: failed to map segment from shared object"),
@@ -287,6 +292,11 @@ class TestMachine:
         line = refused(data=photo_folder, cpu_ranks=2)
         assert line.startswith("ranks of one machine meet at 192.0.2.1, which cannot be reached: ")
         assert line.endswith("; bring the loopback interface up (ip link set lo up), or use one rank")
+
+    def test_no_files_for_a_launcher(self) -> None:
+        with no_more_files(), pytest.raises(OSError, match="Too many open files") as caught:
+            loopback.check()
+        assert "raise the limit of open files (ulimit -n 4096)" in lacking(caught.value)
 
     def test_no_threads_for_a_launcher(
         self, refused: Refused, photo_folder: Path, monkeypatch: pytest.MonkeyPatch

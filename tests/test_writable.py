@@ -36,9 +36,9 @@ def test_a_file_larger_than_allowed_is_not_taken_for_a_full_disk(tmp_path: Path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
     try:
-        with pytest.raises(UserError, match=r"File too large; raise the limit \(ulimit -f\) or choose another --json$"):
+        with pytest.raises(UserError, match=r"File too large; raise the limit of a file's size \(ulimit -f\)$"):
             check_file("--json", tmp_path / "out.json")
-        with pytest.raises(UserError, match=r"File too large; raise the limit \(ulimit -f\) or choose another"):
+        with pytest.raises(UserError, match=r"File too large; raise the limit of a file's size \(ulimit -f\)$"):
             atomic.write_text(tmp_path / "out.json", "x" * 4096)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
