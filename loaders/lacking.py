@@ -52,6 +52,6 @@ def lacking(error: Exception) -> str:
         named = isinstance(error.filename, str | bytes)
         where = f"{printable(os.fsdecode(error.filename))}: " if named else ""
         return f"{where}{error.strerror}; {_REMEDIES[error.errno]}"
-    wraps, lower = isinstance(error, RuntimeError | ImportError), words.lower()
+    wraps, lower = type(error) in (RuntimeError, ImportError), words.lower()  # not a connection's: its peer is to blame
     wrapped = (number for number in _LIMITS if wraps and os.strerror(number).lower() in lower)
     return next((f"{shown}; {_REMEDIES[number]}" for number in wrapped), "")

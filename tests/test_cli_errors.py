@@ -205,6 +205,7 @@ class TestMachine:
             ),
             (MemoryError(), "out of memory: lower the batch size, the number of workers or other sizes (MemoryError)"),
             (RuntimeError("a bug"), ""),
+            (torch.distributed.DistBackendError("recv failed: Resource temporarily unavailable"), ""),
             (KeyError("a bug"), ""),
         ],
     )
