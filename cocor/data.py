@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 KNN_BANK, KNN_QUERIES = 20_000, 5_000
 _KNN_BATCH = 256
 
-_LABELLED_STREAM = 1 << 62  # joins the seed where labelled batches are drawn from the same images as the others
+_LABELLED_STREAM = 1 << 62  # joins the seed where labelled batches are drawn from nearly the same images as the others
 
 
 @dataclass(frozen=True)
@@ -172,12 +172,12 @@ def labelled_loader(config: Config, data: Data, world: World, dtype: torch.dtype
     """The MMNN's labelled batches: one for each of the ``steps`` steps of an epoch in which it learns. A small labelled
     set is repeated within an epoch. None if no labels are needed.
 
-    Draws are named by seed and place in the set. If all images show their labels, the same seed would name the same
-    images and crops twice, and the MMNN would be judged on what the step has just trained on.
+    Draws are named by seed and place in the set. If all images show their labels, or all but a few, the same seed would
+    name the same images and crops twice, and the MMNN would be judged on what the step has just trained on.
     """
     if data.labelled is None:
         return None
-    if len(data.labelled) == len(data.train):
+    if len(data.labelled) > len(data.train) // 2:
         config = replace(config, seed=config.seed ^ _LABELLED_STREAM)
     order = CyclicOrder(
         len(data.labelled),

@@ -2,6 +2,7 @@
 
 import shutil
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -54,13 +55,17 @@ def test_classes_are_no_splits(corner_folder: Path, tmp_path: Path) -> None:
     assert opened(tmp_path) == (tmp_path, None)
 
 
-def test_all_labels_guide_the_mmnn_by_images_other_than_those_of_the_step(photo_folder: Path) -> None:
+@pytest.mark.parametrize("unlabelled_images", [0, 1])
+def test_all_labels_guide_the_mmnn_by_images_other_than_those_of_the_step(
+    photo_folder: Path, unlabelled_images: int
+) -> None:
     """Over one set the two loaders draw apart: what lowers the loss of the images just trained on proves nothing."""
     config = Config(
         data=photo_folder, loader="torch", image_size=8, batch_size=8, labelled_batch_size=8, label_fraction=1.0
     )
     data = open_data(config)
     assert data.labelled is not None and len(data.labelled) == len(data.train) == 24
+    data = replace(data, labelled=data.train.subset(range(24 - unlabelled_images)))
     unlabelled = training_loader(config, data, WORLD, torch.float32)
     labelled = labelled_loader(config, data, WORLD, torch.float32, unlabelled.steps_per_epoch)
     assert labelled is not None
