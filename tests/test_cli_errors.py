@@ -4,9 +4,10 @@ import errno
 import importlib
 import io
 import resource
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,14 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
         return line.removeprefix("cocor-train: error: ")
 
     return start
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Restores what Ctrl-C does: a console command leaves it to the system, which would end the tests at once."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def spoil(path: Path, how: str) -> None:
@@ -266,6 +275,7 @@ class TestMachine:
             "free some space in /tmp, or set TMPDIR to a folder that has some"
         ]
 
+    @pytest.mark.usefixtures("ctrl_c")
     def test_no_current_folder(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -275,6 +285,7 @@ class TestMachine:
         assert start.prepare() == 2
         assert capsys.readouterr().err == f"cocor-prep: error: {told}\n"
 
+    @pytest.mark.usefixtures("ctrl_c")
     def test_no_memory_for_the_modules_of_a_command(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
