@@ -83,6 +83,7 @@ def load(path: Path) -> dict[str, Any]:
 
     Raises:
         UserError: the file is missing, damaged, no checkpoint, or would have to run code to load.
+        OSError, MemoryError, RuntimeError: it cannot be read for want of handles or memory, and may be sound.
     """
     if path.is_dir():
         raise UserError(
@@ -122,6 +123,7 @@ def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
     Raises:
         UserError: there are checkpoints, but none that loads.
+        OSError, MemoryError, RuntimeError: as in :func:`load`.
     """
     paths = _listed(folder)
     for path in paths:

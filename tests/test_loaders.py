@@ -173,7 +173,7 @@ class TestOnePlan:
             workers = multiprocessing.active_children()
             for worker in workers:
                 worker.terminate()
-                worker.join(5)
+                worker.join(60)
             assert [worker.exitcode for worker in workers] == [0, 0]
 
     @pytest.mark.parametrize("lack", [errno.ENOSPC, errno.EROFS, errno.ENOENT])  # full, read-only, missing
