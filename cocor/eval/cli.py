@@ -129,7 +129,8 @@ def _command(add, name: str, text: str, several: bool = False) -> argparse.Argum
     )
     parser.add_argument("--backbone", metavar="NAME", help="timm's name, where the weights do not tell")
     parser.add_argument("--stem", choices=["imagenet", "small"], help="first layers, where the weights do not tell")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="for numbers and pictures (default: eval/RUN/DATA)")
+    usual = "eval/RUN" if name == "transfer" else "eval/RUN/DATA"
+    parser.add_argument("--output", type=Path, metavar="DIR", help=f"for numbers and pictures (default: {usual})")
     how = parser.add_argument_group("features")
     how.add_argument(
         "--crop", choices=["full", "central", "ten"], help="default: the protocol's; ten: for training images only"
