@@ -1,5 +1,6 @@
 """The commands from end to end on a few photographs; every mistake is one line and exit code 2."""
 
+import argparse
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ import torch
 from PIL import Image
 
 from cocor.eval.cli import main
-from cocor.eval.inputs import chosen_datasets
+from cocor.eval.inputs import chosen_datasets, name_of_data
 from cocor.eval.protocols import TRANSFER
 from loaders.errors import UserError
 from loaders.prep.convert import convert
@@ -209,6 +210,17 @@ def test_results_on_one_data_set_do_not_replace_those_on_another(
         assert main(["spectrum", "random:test_resnet", *usual, "--data", str(data / images)]) == 0
     for images in ("pets", "pets-test"):
         assert (tmp_path / "eval" / "random-test_resnet" / images / "spectrum.json").is_file()
+
+
+def test_results_go_by_the_name_that_the_user_has_given(tmp_path: Path) -> None:
+    """Also that of a link, which often leads to a disk's folder of some other name."""
+    (tmp_path / "disk7").mkdir()
+    (tmp_path / "tiny").mkdir()
+    for link in ("pets", "tiny/val"):
+        (tmp_path / link).symlink_to(tmp_path / "disk7")
+    given = {"pets": "pets", "tiny/val": "tiny-val", "tiny/..": tmp_path.name, "tiny/val.beton": "tiny-val"}
+    for data, name in given.items():
+        assert name_of_data(argparse.Namespace(data=tmp_path / data)) == name
 
 
 def test_unusable_files_stop_or_are_left_out_with_a_note(

@@ -1,6 +1,7 @@
 """From the flags of ``cocor-eval`` to encoders, data sets and features."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -73,7 +74,7 @@ def name_of_data(options: argparse.Namespace) -> str:
         return str(options.dataset)
     if getattr(options, "data", None) is None:
         return ""
-    place = options.data.resolve()
+    place = Path(os.path.abspath(options.data))  # noqa: PTH100 (resolve() names what a link leads to)
     name = place.stem if is_beton(place) else place.name
     return f"{place.parent.name}-{name}" if name.lower() in SPLITS else name
 
