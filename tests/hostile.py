@@ -6,7 +6,7 @@ import resource
 import signal
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,16 +58,21 @@ def run_train(**options: object) -> Callable[[], int]:
 
 
 @contextmanager
-def no_more_files() -> Iterator[None]:
-    """Within the block this process may open no more files than it has open."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    next_handle = os.open(os.devnull, os.O_RDONLY)
-    os.close(next_handle)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (next_handle, limits[1]))
+def limited(what: int, most: int) -> Iterator[None]:
+    """Within the block this process may have no more than ``most`` of ``what``, such as ``resource.RLIMIT_FSIZE``."""
+    limits = resource.getrlimit(what)
+    resource.setrlimit(what, (most, limits[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        resource.setrlimit(what, limits)
+
+
+def few_more_files(count: int) -> AbstractContextManager[None]:
+    """Within the block this process may open no more than ``count`` files beside those it has open."""
+    next_handle = os.open(os.devnull, os.O_RDONLY)
+    os.close(next_handle)
+    return limited(resource.RLIMIT_NOFILE, next_handle + count)
 
 
 def damaged(data: bytes, rng: random.Random, within: tuple[int, int]) -> bytes:

@@ -15,7 +15,7 @@ import pytest
 import safetensors
 import timm
 import torch
-from hostile import no_more_files
+from hostile import few_more_files
 from torch import nn
 
 from cocor import atomic, checkpoint
@@ -286,7 +286,7 @@ def test_a_machine_out_of_file_handles_does_not_make_a_checkpoint_a_damaged_one(
     """An older one would take its place, and the steps between be made again."""
     for step in (1, 2):
         checkpoint.save(tmp_path, {"step": step}, keep=2)
-    with no_more_files(), pytest.raises(OSError, match="Too many open files"):
+    with few_more_files(0), pytest.raises(OSError, match="Too many open files"):
         checkpoint.newest(tmp_path)
     newest = checkpoint.newest(tmp_path)
     assert newest is not None and newest[1]["step"] == 2

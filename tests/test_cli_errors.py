@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hostile import no_more_files
+from hostile import few_more_files, limited
 from test_train import environment, flags, run
 
 from cocor import launch, loopback, start
@@ -306,7 +306,7 @@ class TestMachine:
         assert line.endswith("; bring the loopback interface up (ip link set lo up), or use one rank")
 
     def test_no_files_for_a_launcher(self) -> None:
-        with no_more_files(), pytest.raises(OSError, match="Too many open files") as caught:
+        with few_more_files(0), pytest.raises(OSError, match="Too many open files") as caught:
             loopback.check()
         assert "raise the limit of open files (ulimit -n 4096)" in lacking(caught.value)
 
@@ -314,13 +314,9 @@ class TestMachine:
         self, refused: Refused, photo_folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(loopback, "_THREADS", 10**6)  # rather than a low limit, which root has not
-        limits = resource.getrlimit(resource.RLIMIT_AS)
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, limits[1]))  # for the threads' stacks
-        try:
+        with limited(resource.RLIMIT_AS, used + 2**28):  # for the threads' stacks
             assert refused(data=photo_folder, cpu_ranks=2).startswith("no more threads can be started: ")
-        finally:
-            resource.setrlimit(resource.RLIMIT_AS, limits)
 
     def test_a_terminal_that_lacks_a_character(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         terminal, errors = (io.TextIOWrapper(io.BytesIO(), "ascii") for _ in range(2))

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageEnhance, ImageOps
 
 from cocor.config import Config
 from cocor.data import labelled_loader, open_data, training_loader, training_plan
 from cocor.distributed import World
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
-from loaders.ops import END, Op
+from loaders.kernels import pillow
+from loaders.ops import END
 
 WORLD = World(0, 0, 1, torch.device("cpu"))
 
@@ -75,33 +75,6 @@ def test_all_labels_guide_the_mmnn_by_images_other_than_those_of_the_step(
     assert 16 < sum(common) < 48  # 32 +- 4 by chance, 96 if they were the same
 
 
-def augmented(image: Image.Image, op: Op, strength: float) -> Image.Image:
-    """One of the 14 basic augmentations, as Pillow has it."""
-    share, affine = int(strength * image.width), Image.Transform.AFFINE
-    match op:
-        case Op.IDENTITY:
-            return image
-        case Op.AUTO_CONTRAST:
-            return ImageOps.autocontrast(image)
-        case Op.EQUALIZE:
-            return ImageOps.equalize(image)
-        case Op.POSTERIZE:
-            return ImageOps.posterize(image, int(strength))
-        case Op.SOLARIZE:
-            return ImageOps.solarize(image, int(strength))
-        case Op.ROTATE:
-            return image.rotate(strength)
-        case Op.SHEAR_X:
-            return image.transform(image.size, affine, (1, strength, 0, 0, 1, 0))
-        case Op.SHEAR_Y:
-            return image.transform(image.size, affine, (1, 0, 0, strength, 1, 0))
-        case Op.TRANSLATE_X:
-            return image.transform(image.size, affine, (1, 0, share, 0, 1, 0))
-        case Op.TRANSLATE_Y:
-            return image.transform(image.size, affine, (1, 0, 0, 0, 1, share))
-    return getattr(ImageEnhance, op.label)(image).enhance(strength)
-
-
 def test_a_composite_is_the_original_of_its_batch_after_what_its_vector_counts(photo_folder: Path) -> None:
     config = Config(data=photo_folder, loader="torch", image_size=32, batch_size=8, mmnn="constants")
     data = open_data(config)
@@ -117,11 +90,8 @@ def test_a_composite_is_the_original_of_its_batch_after_what_its_vector_counts(p
         planned = training_plan(config).draw(1, index, data.train.sizes[index])
         for place in range(8):
             for number, length in enumerate((1, 2, 3)):
-                program = planned.codes[place, 3 + number], planned.magnitudes[place, 3 + number]
-                counts, image = np.zeros(14, int), Image.fromarray(pixels(batch.original[place]))
-                for code, strength in zip(*program, strict=True):
-                    if code != END:
-                        image = augmented(image, Op(code), float(strength))
-                        counts[code] += 1
+                codes, strengths = planned.codes[place, 3 + number], planned.magnitudes[place, 3 + number]
+                image = pillow.view(pixels(batch.original[place]), False, codes, strengths)
+                counts = np.bincount(codes[codes != END], minlength=14)
                 assert counts.sum() == length and (batch.composition[number, place].numpy() == counts).all()
                 assert (pixels(batch.composites[number, place]) == np.asarray(image)).all()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hostile import no_more_files
+from hostile import few_more_files
 from PIL import Image
 
 from loaders import size_index
@@ -334,7 +334,7 @@ class TestSizeIndex:
     def test_a_machine_out_of_file_handles_makes_no_image_unusable(self, photo_folder: Path) -> None:
         """``--on-error skip`` would leave it out."""
         image = photo_folder / "chelsea" / "0.jpg"
-        with no_more_files():
+        with few_more_files(0):
             with pytest.raises(OSError, match="Too many open files"):
                 size_index.inspect(str(image))
             with pytest.raises(OSError, match="Too many open files"):

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hostile import limited
 from test_train import environment, flags
 
 from cocor import failures, launch
@@ -102,12 +103,8 @@ def test_a_rank_whose_disk_is_full_prints_its_failure_and_leaves_no_half_of_a_re
     report = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
     monkeypatch.setenv(failures.LAUNCHED, "1")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8, limits[1]))
-    try:
+    with limited(resource.RLIMIT_FSIZE, 8):
         failures.tell("no room", 2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert capsys.readouterr().err == "no room\n" and not report.exists()
 
 

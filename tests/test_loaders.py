@@ -4,7 +4,6 @@ import errno
 import gc
 import multiprocessing
 import os
-import resource
 import sys
 import tempfile
 import threading
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hostile import time_limit
+from hostile import few_more_files, time_limit
 from loading import grey_levels, opening, same, threads
 from PIL import Image
 from prep_cases import stray_jpeg, twice_oriented_jpeg, write_all
@@ -345,15 +344,8 @@ class TestFaults:
         loader.close()
 
     def test_too_many_memory_files_are_one_line_with_the_remedy(self) -> None:
-        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        next_handle = os.open(os.devnull, os.O_RDONLY)
-        os.close(next_handle)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (next_handle + 3, limits[1]))
-        try:
-            with pytest.raises(UserError, match=r"a\.png: no file handle for its pixels .*ulimit -n"):
-                _kept = [MemoryFile(np.zeros(9, np.uint8), "a.png") for _ in range(10)]
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        with few_more_files(3), pytest.raises(UserError, match=r"a\.png: no file handle for its pixels .*ulimit -n"):
+            _kept = [MemoryFile(np.zeros(9, np.uint8), "a.png") for _ in range(10)]
 
     @pytest.mark.parametrize(
         "fault",

@@ -5,6 +5,7 @@ import resource
 from pathlib import Path
 
 import pytest
+from hostile import limited
 
 from cocor import atomic
 from loaders.errors import UserError
@@ -33,13 +34,9 @@ def test_what_cannot_be_written_is_named_with_its_flag(tmp_path: Path) -> None:
 
 
 def test_a_file_larger_than_allowed_is_not_taken_for_a_full_disk(tmp_path: Path) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
-    try:
+    with limited(resource.RLIMIT_FSIZE, 1024):
         with pytest.raises(UserError, match=r"File too large; raise the limit of a file's size \(ulimit -f\)$"):
             check_file("--json", tmp_path / "out.json")
         with pytest.raises(UserError, match=r"File too large; raise the limit of a file's size \(ulimit -f\)$"):
             atomic.write_text(tmp_path / "out.json", "x" * 4096)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(tmp_path.iterdir())
