@@ -32,8 +32,8 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.replace(path)
         _sync_rename(path.parent)
     except OSError as error:
-        help = remedy(error.errno, "free some space or choose another --output")
-        raise UserError(f"cannot write {path.name} in {path.parent}: {error.strerror or error}; {help}") from error
+        advice = remedy(error.errno, "free some space or choose another --output")
+        raise UserError(f"cannot write {path.name} in {path.parent}: {error.strerror or error}; {advice}") from error
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)

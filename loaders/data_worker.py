@@ -95,16 +95,20 @@ def _obey_the_parent_only() -> None:
     for ignored in _IGNORED:
         signal.signal(ignored, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
-    # Without that thread (elsewhere the sender of a signal is unknown, or no more threads can be started) any SIGTERM
-    # ends the worker, lest nothing does.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    if not _watches():  # any SIGTERM ends the worker, lest nothing does
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+
+def _watches() -> bool:
+    """Start the thread that looks after the parent; False where none can tell who sent a signal, or may be started."""
+    if not hasattr(signal, "sigtimedwait"):
+        return False
     try:
-        if hasattr(signal, "sigtimedwait"):
-            return threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
     except RuntimeError:
-        pass
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-    return None
+        return False
+    return True
 
 
 def _leave_with(parent: int) -> None:

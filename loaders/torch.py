@@ -12,7 +12,7 @@ import os
 import resource
 import shutil
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from functools import partial
 from threading import Lock
 from typing import Unpack
@@ -81,10 +81,7 @@ class TorchLoader:
 
     def _pairs(self, epoch: int, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
         pending: deque[Job] = deque()
-
-        def samples() -> Iterator[list[_Sample]]:
-            return self._planned_samples(epoch, start_step, pending)
-
+        samples = self._planned_samples(epoch, start_step, pending)
         try:
             for collated, faults in self._begun(samples):  # in the sampler's order
                 crops = torch.as_tensor(collated)
@@ -93,8 +90,8 @@ class TorchLoader:
         except (RuntimeError, OSError, EOFError) as fault:
             raise _explain(fault) from fault
 
-    def _begun(self, samples: Callable[[], Iterator[list[_Sample]]]) -> Iterator[_Collated]:
-        """Batches of ``samples()``, from workers that have started."""
+    def _begun(self, samples: Iterator[list[_Sample]]) -> Iterator[_Collated]:
+        """Batches of ``samples``, from workers that have started."""
         try:
             _try_queues(self._delivery.workers)
         except OSError as error:
@@ -105,8 +102,8 @@ class TorchLoader:
                     f"data workers need semaphores in /dev/shm: {error.strerror}; this process decodes alone, more "
                     "slowly: free some space there, or mount it"
                 )
-            return iter(self._loader(samples(), workers=0))
-        return _start_workers(self._loader(samples(), self._delivery.workers))
+            return iter(self._loader(samples, workers=0))
+        return _start_workers(self._loader(samples, self._delivery.workers))
 
     def _loader(self, samples: Iterator[list[_Sample]], workers: int) -> DataLoader:
         return DataLoader(

@@ -32,5 +32,5 @@ def check_folder(flag: str, folder: Path, named: Path | None = None) -> None:
             file.write(_TRIED)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        help = remedy(error.errno, f"free some space or {choose}" if full else choose)
-        raise UserError(f"{subject}: {printable(place)} cannot be written: {error.strerror}; {help}") from None
+        advice = remedy(error.errno, f"free some space or {choose}" if full else choose)
+        raise UserError(f"{subject}: {printable(place)} cannot be written: {error.strerror}; {advice}") from None
