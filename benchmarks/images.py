@@ -17,19 +17,22 @@ _CLASSES = 1000
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """The chosen images, as they are sent to other processes: names below ``root``, ``sizes`` and ``plain`` as in
-    :class:`ImageDataset`."""
+    """The chosen images, as they are sent to other processes: names below ``root``, ``sizes``, ``plain`` and
+    ``file_sizes`` as in :class:`ImageDataset`."""
 
     root: Path
     names: list[str]
     sizes: np.ndarray
     plain: np.ndarray
+    file_sizes: np.ndarray | None
 
     def dataset(self) -> ImageDataset:
         """As loaders take them. Labels are made up: they do not matter to time, and so any folder will do."""
         labels = np.arange(len(self.names), dtype=np.int64) % _CLASSES
         classes = [f"{i:04d}" for i in range(_CLASSES)]
-        return ImageDataset(self.root, self.names, labels, classes, self.sizes, self.plain)
+        return ImageDataset(
+            self.root, self.names, labels, classes, self.sizes, self.plain, file_sizes=self.file_sizes
+        )  # fmt: skip
 
 
 def open_images(folder: Path, most: int) -> Images:
@@ -41,7 +44,7 @@ def open_images(folder: Path, most: int) -> Images:
     dataset = dataset.subset(chosen)
     for path in dataset.paths:
         Path(path).read_bytes()
-    return Images(dataset.root.absolute(), dataset.names, dataset.sizes, dataset.plain)
+    return Images(dataset.root.absolute(), dataset.names, dataset.sizes, dataset.plain, dataset.file_sizes)
 
 
 def describe(images: Images) -> dict[str, Any]:

@@ -50,8 +50,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import images
 from cells import Absent, Settings, measure
 from cocor import panels
@@ -201,6 +199,10 @@ def try_executor(quick: bool) -> dict[str, Any] | None:
 
 def executor_against_pillow(samples: int, size: int, repeats: int) -> dict[str, Any]:
     """The CPU executor against Pillow on one core, as ``executor.py`` measures them: all views of some photographs."""
+    # Here, as processes that start from this file would otherwise find ``torch`` in it first, and name compiled code by
+    # that: they would not find what other programs have compiled.
+    import torch
+
     from executor import make_work, measure
 
     torch.set_num_threads(1)

@@ -73,10 +73,10 @@ def build_pipeline(
         inputs = 1 if filter is None else 1 + 2 * crops
         files, *corners = fn.external_source(source=source, num_outputs=inputs, batch=True)
         encoded = files if in_memory else fn.io.file.read(files)
-        if device_id is None:
-            # The CPU decoder crashes on a file that it cannot parse, if many others follow in the batch. Peeking at the
-            # size fails with an error instead, and comes first: the decoder's input, reshaped to itself, depends on it.
-            encoded = fn.reshape(encoded, shape=fn.peek_image_shape(encoded)[:1] * 0 - 1)
+        # The decoder crashes on a file that it cannot parse, if many others follow in the batch, on the GPU as well.
+        # Peeking at the size fails with an error instead, and comes first: the decoder's input, reshaped to itself,
+        # depends on it.
+        encoded = fn.reshape(encoded, shape=fn.peek_image_shape(encoded)[:1] * 0 - 1)
         images = fn.decoders.image(
             encoded,
             device="cpu" if device_id is None else "mixed",

@@ -5,7 +5,9 @@ raw pixels (PPM), in a memory file where it expects a name, and passes them on u
 
 - those whose pixels depend on the decoder: alpha, 16 bits, CMYK and the like;
 - huge ones, one after the other, so that memory stays bounded on the host and on the GPU;
-- those that DALI has failed to decode (:mod:`loaders.dali_faults`).
+- those that DALI has failed to decode (:mod:`loaders.dali_faults`);
+- those whose files have another length than when the data set was opened. On a GPU DALI takes a truncated image for a
+  whole one, a region of an image that has changed its size for the old one, and waits for ever at a named pipe.
 """
 
 import logging
@@ -14,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from threading import Lock
 
 import numpy as np
@@ -97,7 +100,8 @@ class Feed:
             jobs = [self._delivery.jobs.renewed(job) for job in jobs]
             index = np.concatenate([job.planned.index for job in jobs])
             boxes = np.concatenate([job.planned.boxes for job in jobs])
-            host = np.full(len(index), on_host) | self.on_host[index]
+            changed = self._changed(index, pool)
+            host = np.full(len(index), on_host) | self.on_host[index] | changed
             places = np.arange(len(index)) if stored else np.flatnonzero(host)
             found = dict(
                 zip(places.tolist(), pool.map(self._content, index[places], boxes[places], host[places]), strict=True)
@@ -107,6 +111,7 @@ class Feed:
                 break
             for place, fault in faults.items():
                 self._delivery.jobs.skip(int(index[place]), fault)
+        self._log_changed(index[changed])
         contents = {place: item for place, item in found.items() if not isinstance(item, UnusableImage)}
         boxes = boxes.astype(np.float32)
         boxes[host] = [(0, c * size, size, size) for c in range(boxes.shape[1])]
@@ -138,6 +143,21 @@ class Feed:
             return fault
         return np.frombuffer(b"P6 %d %d 255\n" % (crops.shape[1], plan.size) + crops.tobytes(), np.uint8)
 
+    def _changed(self, index: NDArray[np.int64], pool: Executor) -> NDArray[np.bool_]:
+        """Which of the files have another length than when the data set was opened, or are gone."""
+        paths, expected = self._delivery.dataset.paths, self._delivery.dataset.file_sizes
+        if expected is None:
+            return np.zeros(len(index), np.bool_)
+        lengths = pool.map(
+            lambda part: [_length(paths[i]) for i in part], np.array_split(index, max(1, self._delivery.workers))
+        )
+        return np.fromiter(chain.from_iterable(lengths), np.int64, len(index)) != expected[index]
+
+    def _log_changed(self, changed: NDArray[np.int64]) -> None:
+        names = self._delivery.dataset.names
+        for name in self._delivery.dataset.incidents.untold("changed", [names[i] for i in changed]):
+            _log.warning(f"{printable(name)}: has changed since the data set was opened; decoded by Pillow from now on")
+
     def _log_huge(self, huge: NDArray[np.int64]) -> None:
         """Log the names of huge images, each once."""
         dataset = self._delivery.dataset
@@ -151,3 +171,11 @@ class Feed:
             ]
             more = f" and {len(found) - _SHOWN:,} more" if len(found) > _SHOWN else ""
             _log.info(f"decoded on the CPU, for more than {HOST_PIXELS:,} pixels: {', '.join(shown)}{more}")
+
+
+def _length(path: str) -> int:
+    """Bytes of a file; -1 if there is none."""
+    try:
+        return os.stat(path).st_size  # noqa: PTH116 (making a Path takes as long as the call)
+    except OSError:
+        return -1

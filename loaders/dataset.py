@@ -37,6 +37,7 @@ class ImageDataset:
     - ``sizes`` int32 (N, 2): height and width of the upright image in pixels.
     - ``plain`` bool (N,): whether decoders other than Pillow give Pillow's pixels (see :mod:`loaders.decode`).
     - ``skipped``: (name, reason) of the files left out.
+    - ``file_sizes`` int64 (N,): bytes of every file when the set was opened; None if they are not known.
     - ``incidents``: problems that loaders have met since; shared with subsets.
     """
 
@@ -47,6 +48,7 @@ class ImageDataset:
     sizes: npt.NDArray[np.int32]
     plain: npt.NDArray[np.bool_]
     skipped: tuple[tuple[str, str], ...] = ()
+    file_sizes: npt.NDArray[np.int64] | None = None
     incidents: Incidents = field(default_factory=Incidents, kw_only=True)
 
     def __len__(self) -> int:
@@ -81,6 +83,7 @@ class ImageDataset:
             sizes=self.sizes[chosen],
             plain=self.plain[chosen],
             skipped=(),
+            file_sizes=None if self.file_sizes is None else self.file_sizes[chosen],
         )
 
 
@@ -122,6 +125,7 @@ def open_folder(
         index.sizes[chosen],
         index.plain[chosen],
         tuple(sorted(faults.items())),
+        np.array(listing.sizes, np.int64)[chosen],
     )
 
 

@@ -26,22 +26,29 @@ ORDER = BatchOrder(24, 2, seed=3)
 _FAILS = """
 import os, sys, threading, time
 from contextlib import closing, nullcontext
-from loaders import decode, prefetch
+from loaders import dali_input, decode, prefetch
 from loaders.open import open_images, open_loader
 from loaders.order import BatchOrder
 from loaders.plan import ViewPlan
 from loaders.stored import StoredFile
 
 name, data, workers, closes = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "closes"
+name, _, place = name.partition(" ")
 prefetch.PATIENCE = 0.5
 images, order = open_images(data, workers=1), BatchOrder(24, 2, seed=3)
-hung = int(order.indices(0, 1)[0])
+hung = int(order.indices(0, 5 if place == "stat" else 1)[0])  # 5: a batch that DALI has not been given yet
 opener, damage, stuck = decode.without_waiting, StoredFile.damage, threading.Event()
+length = dali_input._length
 
 def hangs(path, flags):
     while path == images.paths[hung]:
         time.sleep(0.1)
     return opener(path, flags)
+
+def hangs_before(path):
+    while path == images.paths[hung]:
+        time.sleep(0.1)
+    return length(path)
 
 def hangs_in(file, rows):
     while images.rows[hung] in rows:
@@ -49,9 +56,12 @@ def hangs_in(file, rows):
         time.sleep(0.1)
     return damage(file, rows)
 
-if name == "dali":
+if place == "stat":
+    dali_input._length = hangs_before
+elif name == "dali":
     os.remove(images.paths[hung])
     os.mkfifo(images.paths[hung])  # DALI waits for somebody to write into it
+    images.file_sizes[hung] = 0  # it has not changed
 elif name == "torch":
     decode.without_waiting = hangs
 else:
@@ -78,6 +88,8 @@ with closing(loader) if closes else nullcontext():
         ("torch", 2, "closes"),
         ("dali", 2, "closes"),
         ("dali", 2, "leaves it open"),
+        ("dali stat", 2, "closes"),
+        ("dali stat", 2, "leaves it open"),
         pytest.param("ffcv", 2, "closes", marks=pytest.mark.ffcv),
     ],
 )

@@ -187,18 +187,18 @@ def test_the_wait_on_a_gpu_is_the_time_in_which_it_idles(tmp_path: Path) -> None
             time.sleep(pause)
             yield number
 
-    def wait_share(pause: float) -> float:
+    def wait_share(pause: float, products: int) -> float:
         log = run_log(tmp_path, world, total_steps=20, log_every=20)
         for number in log.timed(batches(pause)):
-            for _ in range(30):  # some 80 ms on the GPU in float32, queued at once
+            for _ in range(products):  # 2 to 3 ms each on the GPU in float32, queued at once
                 work @ work
             log.step(number + 1, 0, 0.1, {"loss": work[0, 0]})
         log.close()
         return float(records(tmp_path)[-1]["data_wait_share"])
 
-    wait_share(0.0)
-    assert wait_share(0.002) < 0.1  # hidden behind the GPU's work, although the host slept
-    assert wait_share(0.5) > 0.5
+    wait_share(0.0, 30)
+    assert wait_share(0.002, 30) < 0.1  # hidden behind the GPU's work, although the host slept
+    assert wait_share(0.5, 3) > 0.5  # also where other programs use most of the GPU
 
 
 @pytest.mark.parametrize("place", ["pipe", "disk"])

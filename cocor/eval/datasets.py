@@ -223,7 +223,8 @@ def _open_files(root: Path, rows: list[tuple[str, int]], classes: list[str], wor
         place = min(index.faults)
         raise UserError(f"{root / names[place]}: {index.faults[place]}; unpack the archive again")
     labels = np.array([label for _, label in rows], np.int64)
-    return ImageDataset(root, names, labels, classes, index.sizes, index.plain)
+    sizes = np.array(listing.sizes, np.int64)
+    return ImageDataset(root, names, labels, classes, index.sizes, index.plain, file_sizes=sizes)
 
 
 def _checked(splits: Splits) -> Splits:
