@@ -1,6 +1,6 @@
 """The throughput table as a picture: a group of bars for each loader, a bar for each stage, from 0 on.
 
-Those of ``synthetic``, which reads no files, are cut off where they would leave no room for the others.
+Those of ``synthetic``, which reads no files, are cut off at the longest of the others.
 """
 
 from collections.abc import Sequence

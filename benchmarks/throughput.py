@@ -199,8 +199,8 @@ def try_executor(quick: bool) -> dict[str, Any] | None:
 
 def executor_against_pillow(samples: int, size: int, repeats: int) -> dict[str, Any]:
     """The CPU executor against Pillow on one core, as ``executor.py`` measures them: all views of some photographs."""
-    # Here, as processes that start from this file would otherwise find ``torch`` in it first, and name compiled code by
-    # that: they would not find what other programs have compiled.
+    # Here, as torch.compile's cache key names the first module that holds ``torch``: if this file did, the processes
+    # started from it would compile again what other programs have in the cache.
     import torch
 
     from executor import make_work, measure

@@ -137,7 +137,8 @@ def undecodable(files: Iterable[np.ndarray], sizes: np.ndarray) -> list[int]:
 
     @dali.pipeline_def(batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
     def one_image() -> Any:
-        return fn.decoders.image(fn.external_source(name="file"), device="cpu")
+        file = fn.external_source(name="file")
+        return fn.decoders.image(file, device="cpu"), fn.peek_image_shape(file)  # training fails where either does
 
     found, pipeline = [], one_image()
     for place, (file, size) in enumerate(zip(files, sizes.tolist(), strict=True)):

@@ -6,12 +6,13 @@ raw pixels (PPM), in a memory file where it expects a name, and passes them on u
 - those whose pixels depend on the decoder: alpha, 16 bits, CMYK and the like;
 - huge ones, one after the other, so that memory stays bounded on the host and on the GPU;
 - those that DALI has failed to decode (:mod:`loaders.dali_faults`);
-- those whose files have another length than when the data set was opened. On a GPU DALI takes a truncated image for a
-  whole one, a region of an image that has changed its size for the old one, and waits for ever at a named pipe.
+- those whose files have another length than when the data set was opened, or are no files any more. DALI crops an image
+  of another size as if it were the old one, waits for ever at a named pipe, and on a GPU takes half a JPEG for a whole.
 """
 
 import logging
 import os
+import stat
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from contextlib import nullcontext
@@ -100,8 +101,9 @@ class Feed:
             jobs = [self._delivery.jobs.renewed(job) for job in jobs]
             index = np.concatenate([job.planned.index for job in jobs])
             boxes = np.concatenate([job.planned.boxes for job in jobs])
-            changed = self._changed(index, pool)
-            host = np.full(len(index), on_host) | self.on_host[index] | changed
+            changed = index[self._changed(index, pool)]
+            self.on_host[changed] = True
+            host = np.full(len(index), on_host) | self.on_host[index]
             places = np.arange(len(index)) if stored else np.flatnonzero(host)
             found = dict(
                 zip(places.tolist(), pool.map(self._content, index[places], boxes[places], host[places]), strict=True)
@@ -111,7 +113,7 @@ class Feed:
                 break
             for place, fault in faults.items():
                 self._delivery.jobs.skip(int(index[place]), fault)
-        self._log_changed(index[changed])
+        self._log_changed(changed)
         contents = {place: item for place, item in found.items() if not isinstance(item, UnusableImage)}
         boxes = boxes.astype(np.float32)
         boxes[host] = [(0, c * size, size, size) for c in range(boxes.shape[1])]
@@ -144,19 +146,23 @@ class Feed:
         return np.frombuffer(b"P6 %d %d 255\n" % (crops.shape[1], plan.size) + crops.tobytes(), np.uint8)
 
     def _changed(self, index: NDArray[np.int64], pool: Executor) -> NDArray[np.bool_]:
-        """Which of the files have another length than when the data set was opened, or are gone."""
-        paths, expected = self._delivery.dataset.paths, self._delivery.dataset.file_sizes
+        """Which of the files have another length than when the data set was opened, or are no files any more."""
+        expected = self._delivery.dataset.file_sizes
         if expected is None:
             return np.zeros(len(index), np.bool_)
+        paths = self._delivery.dataset.paths
         lengths = pool.map(
             lambda part: [_length(paths[i]) for i in part], np.array_split(index, max(1, self._delivery.workers))
         )
         return np.fromiter(chain.from_iterable(lengths), np.int64, len(index)) != expected[index]
 
     def _log_changed(self, changed: NDArray[np.int64]) -> None:
-        names = self._delivery.dataset.names
-        for name in self._delivery.dataset.incidents.untold("changed", [names[i] for i in changed]):
-            _log.warning(f"{printable(name)}: has changed since the data set was opened; decoded by Pillow from now on")
+        """Log the names of changed images, each once."""
+        dataset = self._delivery.dataset
+        new = dataset.incidents.untold("changed", [dataset.names[i] for i in changed])
+        if new:
+            shown = _listed([printable(name) for name in new])
+            _log.warning(f"changed since the data set was opened, so decoded by Pillow from now on: {shown}")
 
     def _log_huge(self, huge: NDArray[np.int64]) -> None:
         """Log the names of huge images, each once."""
@@ -164,18 +170,23 @@ class Feed:
         new = set(dataset.incidents.untold("huge", [dataset.names[i] for i in huge]))
         found = [i for i in huge if dataset.names[i] in new]
         if found:
-            height_and_width = (dataset.sizes[i] for i in found[:_SHOWN])
+            height_and_width = (dataset.sizes[i] for i in found)
             shown = [
                 f"{printable(dataset.names[i])} ({width} x {height})"
-                for i, (height, width) in zip(found, height_and_width, strict=False)
+                for i, (height, width) in zip(found, height_and_width, strict=True)
             ]
-            more = f" and {len(found) - _SHOWN:,} more" if len(found) > _SHOWN else ""
-            _log.info(f"decoded on the CPU, for more than {HOST_PIXELS:,} pixels: {', '.join(shown)}{more}")
+            _log.info(f"decoded on the CPU, for more than {HOST_PIXELS:,} pixels: {_listed(shown)}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def _length(path: str) -> int:
-    """Bytes of a file; -1 if there is none."""
+    """Bytes of a file; -1 if there is none, or it is no regular file."""
     try:
-        return os.stat(path).st_size  # noqa: PTH116 (making a Path takes as long as the call)
+        status = os.stat(path)  # noqa: PTH116 (making a Path takes as long as the call)
     except OSError:
         return -1
+    return status.st_size if stat.S_ISREG(status.st_mode) else -1

@@ -37,7 +37,8 @@ class ImageDataset:
     - ``sizes`` int32 (N, 2): height and width of the upright image in pixels.
     - ``plain`` bool (N,): whether decoders other than Pillow give Pillow's pixels (see :mod:`loaders.decode`).
     - ``skipped``: (name, reason) of the files left out.
-    - ``file_sizes`` int64 (N,): bytes of every file when the set was opened; None if they are not known.
+    - ``file_sizes`` int64 (N,): bytes of every file when the set was opened, by which DALI's loader sees that one has
+      changed; None for images that are no files of their own.
     - ``incidents``: problems that loaders have met since; shared with subsets.
     """
 
@@ -50,6 +51,11 @@ class ImageDataset:
     skipped: tuple[tuple[str, str], ...] = ()
     file_sizes: npt.NDArray[np.int64] | None = None
     incidents: Incidents = field(default_factory=Incidents, kw_only=True)
+
+    def __post_init__(self) -> None:
+        columns = (self.labels, self.sizes, self.plain, self.file_sizes)
+        if any(column is not None and len(column) != len(self.names) for column in columns):
+            raise ValueError(f"{len(self.names)} names, but {[None if c is None else len(c) for c in columns]} values")
 
     def __len__(self) -> int:
         return len(self.names)

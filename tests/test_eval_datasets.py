@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -281,6 +282,15 @@ def test_prepared_files_stand_for_class_folders(corner_folder: Path, tmp_path: P
     assert sorted(both.image(place).decode().size for place in range(6)) == sorted(
         found.test.image(place).decode().size for place in range(6)
     )
+
+
+def test_the_lengths_of_files_stay_with_them(corner_folder: Path, tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        shutil.copytree(corner_folder, tmp_path / split)
+    both = open_splits(tmp_path).learned_from()
+    assert len(both) == 6
+    assert both.file_sizes is not None
+    assert both.file_sizes.tolist() == [Path(path).stat().st_size for path in both.paths]
 
 
 @pytest.mark.parametrize("make", SIZES, ids=lambda make: make.__name__)

@@ -34,7 +34,7 @@ from loaders.stored import StoredFile
 
 name, data, workers, closes = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "closes"
 name, _, place = name.partition(" ")
-prefetch.PATIENCE = 0.5
+prefetch.PATIENCE = 3.0 if place == "stat" else 0.5  # DALI itself does not hang at a stat: let it come to its end
 images, order = open_images(data, workers=1), BatchOrder(24, 2, seed=3)
 hung = int(order.indices(0, 5 if place == "stat" else 1)[0])  # 5: a batch that DALI has not been given yet
 opener, damage, stuck = decode.without_waiting, StoredFile.damage, threading.Event()
@@ -47,6 +47,7 @@ def hangs(path, flags):
 
 def hangs_before(path):
     while path == images.paths[hung]:
+        stuck.set()
         time.sleep(0.1)
     return length(path)
 
@@ -61,7 +62,7 @@ if place == "stat":
 elif name == "dali":
     os.remove(images.paths[hung])
     os.mkfifo(images.paths[hung])  # DALI waits for somebody to write into it
-    images.file_sizes[hung] = 0  # it has not changed
+    images.file_sizes[hung] = -1  # it has not changed
 elif name == "torch":
     decode.without_waiting = hangs
 else:
@@ -70,7 +71,7 @@ loader = open_loader(name, images, ViewPlan(size=32, seed=3), order, workers=wor
 with closing(loader) if closes else nullcontext():
     batches = loader.epoch(0)
     next(batches)
-    if name == "ffcv":
+    if name == "ffcv" or place == "stat":
         stuck.wait(300)
     deadline = time.monotonic() + 300
     while name == "torch" and not loader.reading() and time.monotonic() < deadline:

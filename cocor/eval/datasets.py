@@ -52,12 +52,16 @@ class Splits:
         train, val = self.train, self.val
         if train.root != val.root or type(train) is not type(val):
             return train
+        file_sizes = None
+        if train.file_sizes is not None and val.file_sizes is not None:
+            file_sizes = np.concatenate([train.file_sizes, val.file_sizes])
         both = replace(
             train,
             names=[*train.names, *val.names],
             labels=np.concatenate([train.labels, val.labels]),
             sizes=np.concatenate([train.sizes, val.sizes]),
             plain=np.concatenate([train.plain, val.plain]),
+            file_sizes=file_sizes,
         )
         if isinstance(both, StoredDataset) and isinstance(val, StoredDataset):
             both = replace(both, rows=np.concatenate([both.rows, val.rows]))
