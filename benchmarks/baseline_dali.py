@@ -15,7 +15,7 @@ from torch import Tensor
 
 from baseline_torchvision import to_batch
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
-from loaders.dali_graph import load_dali
+from loaders.dali.pipeline import load_dali
 from stages import Stage
 
 _AHEAD = 2

@@ -16,7 +16,7 @@ from torchvision.transforms import v2
 
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
 from loaders.errors import UserError
-from loaders.ops import BASIC, Op
+from loaders.views.ops import BASIC, Op
 from stages import FULL, PLAIN, Stage
 
 _AHEAD = 2  # DataLoader's own default

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cocor.config import Execution
-from cocor.distributed import World, init, shutdown
-from cocor.recording import WARM_UP
+from cocor.config.options import Execution
+from cocor.distributed.collectives import World, init, shutdown
+from cocor.step.cudagraph import WARM_UP
 from images import Images, store
-from loaders.stored import open_stored
+from loaders.datasets.stored import open_stored
 from processes import in_processes
 from sources import Contender, Request, open_source, premade
 from stages import Stage, views_of
@@ -151,7 +151,7 @@ def _measure_rank(
 
 
 def _announce(rank: int, ranks: int, port: int) -> None:
-    """Tell ``cocor.distributed`` who this process is, as torchrun does."""
+    """Tell ``cocor.distributed.collectives`` who this process is, as torchrun does."""
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),

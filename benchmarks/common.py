@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cocor import atomic
-from loaders.names import available_cores
+from loaders.text import available_cores
 
 PACKAGES = ("torch", "torchvision", "numpy", "numba", "pillow", "nvidia-dali-cuda130", "ffcv")
 RESULTS = Path(__file__).parent / "results"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cocor.measurements import epochs_of, lengths_of, read_run
+from cocor.monitor.metrics_file import epochs_of, lengths_of, read_run
 from cocor.panels import legend, panels
 from common import markdown
 from evidence_runs import Training

@@ -21,9 +21,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cocor import atomic, stop
-from cocor.cli import flag
-from cocor.config import Config
+from cocor import atomic
+from cocor.config.arguments import flag
+from cocor.config.options import Config
+from cocor.distributed import signals
 from common import describe_machine
 from loaders.errors import UserError
 
@@ -31,7 +32,7 @@ _PATIENCE = 120.0  # seconds for a run to write its checkpoint and stop
 _LOOK = 0.2  # seconds between two looks at the processes
 _SETTINGS, _MACHINE = "all settings", "machine"  # in a marker, among flags
 # Exit codes after a signal: of cocor-train and cocor-eval, and of both before their handlers are in place.
-_STOPPED = {stop.STOPPED, stop.INTERRUPTED, 128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGINT}
+_STOPPED = {signals.STOPPED, signals.INTERRUPTED, 128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGINT}
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ class Crew:
         resumed, and then this process: in sessions of their own the runs would go on without it."""
         waiting = [training for training in trainings if not training.is_done()]
         self._say(f"{len(trainings)} runs, {len(trainings) - len(waiting)} of them done, {self._jobs} at a time")
-        before = {number: signal.getsignal(number) for number in stop.SIGNALS}
+        before = {number: signal.getsignal(number) for number in signals.SIGNALS}
         for number, handler in before.items():
             if handler is not signal.SIG_IGN:  # as under nohup
                 signal.signal(number, signal.default_int_handler)

@@ -27,15 +27,15 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
-from cocor.launch import command
+from cocor.distributed.launch import command
 from common import Column, describe_machine, header, machine_line, row, write_json
 from loaders.arguments import Parser, not_negative, positive, writable
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
 from loaders.kernels import pillow
 from loaders.kernels.cpu import CpuExecutor
 from loaders.kernels.lower import lower
-from loaders.ops import Op
-from loaders.plan import ViewLayout, ViewPlan
+from loaders.views.ops import Op
+from loaders.views.plan import ViewLayout, ViewPlan
 from photographs import make_photographs
 
 COLUMNS = {  # by the keys of ``measure``

@@ -24,7 +24,8 @@ from PIL import Image
 from torch import Tensor
 
 import cocor.loop  # noqa: F401 - the forked runs need it
-from cocor import checkpoint, stop
+from cocor import checkpoint
+from cocor.distributed import signals
 from cocor.train import main
 
 PATIENCE = 60.0  # seconds until a process counts as hanging
@@ -142,7 +143,7 @@ def stop_in_order() -> None:
 
 
 def _handle_signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
-    for number in stop.SIGNALS:
+    for number in signals.SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, handler)
 

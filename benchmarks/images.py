@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from loaders.beton import is_beton
-from loaders.dataset import ImageDataset, open_folder
+from loaders.datasets.beton import is_beton
+from loaders.datasets.dataset import ImageDataset, open_folder
 from loaders.errors import UserError
 from photographs import cache_folder
 
@@ -72,9 +72,9 @@ def store(images: Images) -> Path:
 
     JPEG files keep their bytes; the others are encoded anew.
     """
+    from loaders.prep.byte_ranges import FileBytes
     from loaders.prep.convert import convert
     from loaders.prep.encode import Settings
-    from loaders.prep.locator import FileBytes
     from loaders.prep.source import Source
 
     dataset = images.dataset()

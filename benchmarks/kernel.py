@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cocor.launch import command
+from cocor.distributed.launch import command
 from common import Column, describe_machine, header, machine_line, row, write_json
 from loaders.arguments import Parser, positive, writable
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
@@ -33,8 +33,8 @@ from loaders.kernels import cuda
 from loaders.kernels.cpu import CpuExecutor
 from loaders.kernels.cuda import CudaExecutor
 from loaders.kernels.lower import lower
-from loaders.ops import END, UNIFORM, Op
-from loaders.plan import ViewLayout, ViewPlan
+from loaders.views.ops import END, UNIFORM, Op
+from loaders.views.plan import ViewLayout, ViewPlan
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 INPUT_SETS = 4

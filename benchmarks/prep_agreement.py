@@ -19,17 +19,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cocor.launch import command
+from cocor.distributed.launch import command
 from loaders.arguments import Parser, positive
 from loaders.batch import IMAGENET_STD, Batch
-from loaders.dataset import ImageDataset, open_folder
+from loaders.datasets.dataset import ImageDataset, open_folder
+from loaders.datasets.stored import open_stored
 from loaders.open import LoaderName, open_loader
-from loaders.order import BatchOrder
-from loaders.plan import ViewPlan
 from loaders.prep.convert import convert
 from loaders.prep.encode import Settings
 from loaders.prep.sources import open_source
-from loaders.stored import open_stored
+from loaders.views.order import BatchOrder
+from loaders.views.plan import ViewPlan
 
 _BOUNDS: dict[LoaderName, float] = {"torch": 0.0, "dali": 0.5, "ffcv": 0.5}  # mean over the pixels of any one original
 _EPOCH, _SEED = 2, 1

@@ -23,9 +23,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from cocor.launch import command
+from cocor.distributed.launch import command
 from loaders.arguments import Parser, not_negative, positive
-from loaders.beton import open_beton
+from loaders.datasets.beton import open_beton
 from loaders.errors import UserError
 
 _PATIENCE = 20.0  # seconds until a process counts as hanging

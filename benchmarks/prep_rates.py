@@ -20,13 +20,13 @@ from pathlib import Path
 
 from PIL import Image
 
-from cocor.launch import command
+from cocor.distributed.launch import command
 from loaders.arguments import Parser, positive
-from loaders.names import available_cores
 from loaders.prep.convert import Target, convert
 from loaders.prep.encode import Settings, target_size
 from loaders.prep.source import Source
 from loaders.prep.sources import open_source
+from loaders.text import available_cores
 from loaders.writable import check_folder
 
 

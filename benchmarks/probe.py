@@ -17,14 +17,14 @@ from pathlib import Path
 import torch
 
 from cocor import atomic
+from cocor.distributed.launch import command
 from cocor.eval.features import Features
-from cocor.eval.linear import PENALTIES, linear_probe
 from cocor.eval.peer import against_sklearn
-from cocor.eval.softmax import SoftmaxRegression
-from cocor.launch import command
+from cocor.eval.probes.linear import PENALTIES, linear_probe
+from cocor.eval.probes.softmax_regression import SoftmaxRegression
 from loaders.arguments import Parser, above_zero, positive, writable
 from loaders.errors import UserError
-from loaders.names import available_cores
+from loaders.text import available_cores
 
 
 def draw(images: int, dimensions: int, classes: int, seed: int) -> Features:

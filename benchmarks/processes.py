@@ -16,7 +16,14 @@ from typing import Any
 
 from loaders.errors import UserError
 
-_PRELOADED = ["torch", "torchvision.transforms.v2", "loaders.open", "loaders.kernels.cpu", "cocor.step", "cocor.build"]
+_PRELOADED = [
+    "torch",
+    "torchvision.transforms.v2",
+    "loaders.open",
+    "loaders.kernels.cpu",
+    "cocor.step.step",
+    "cocor.models",
+]
 
 _PARTING = 10.0  # seconds that a process has to end once it has answered, or once another one has failed
 

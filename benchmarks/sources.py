@@ -15,11 +15,11 @@ import torch
 from PIL.Image import Image
 
 from loaders.batch import Batch, Loader
-from loaders.dataset import ImageDataset
-from loaders.decode import decode
+from loaders.datasets.dataset import ImageDataset
+from loaders.datasets.decode import decode
 from loaders.open import LoaderName, open_loader
-from loaders.order import BatchOrder, CyclicOrder
-from loaders.plan import ViewPlan
+from loaders.views.order import BatchOrder, CyclicOrder
+from loaders.views.plan import ViewPlan
 from stages import STAGES, Stage, plan_of, views_of
 
 Contender = Literal["dali", "ffcv", "synthetic", "torch", "dali-auto-aug", "torchvision", "libjpeg-turbo", "pillow"]
@@ -105,7 +105,7 @@ def premade(request: Request) -> Source:
 def labelled(request: Request, order: BatchOrder) -> Loader | None:
     """The second loader of training, of the labelled images that steer the MMNN, as ``cocor-train`` opens it. None for
     baselines: they have none of their own."""
-    from cocor.config import Config
+    from cocor.config.options import Config
     from cocor.data import labelled_plan
 
     if request.contender not in OURS:

@@ -2,7 +2,7 @@
 
 from typing import Literal, get_args
 
-from loaders.plan import Augmentation, ViewPlan
+from loaders.views.plan import Augmentation, ViewPlan
 
 Stage = Literal["decode", "crops", "contrastive", "composites", "step"]
 STAGES: tuple[Stage, ...] = get_args(Stage)

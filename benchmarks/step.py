@@ -5,8 +5,10 @@
     python benchmarks/step.py --kinds cocor --options none composite-size=128 composite-size=128,mmnn-every=4
     python benchmarks/step.py --json out.json
 
-Rows: {plain method, + CoCor} x methods x executions (see ``cocor/execution.py``) x images a GPU, and CoCor with each of
---options (see ``cocor/turns.py``), several of which are joined by commas. Batches are noise that lies on the device
+Rows: {plain method, + CoCor} x methods x executions (see ``cocor/step/compile.py``) x images a GPU, and CoCor with
+each of
+--options (see ``cocor/step/subsample.py``), several of which are joined by commas. Batches are noise that lies on
+the device
 already: no loader is measured (``benchmarks/throughput.py`` does that). The labelled batch is a quarter of the batch,
 the MMNN learns in every step unless an option says otherwise, and its gradient is the exact one.
 
@@ -37,12 +39,12 @@ from typing import Any
 
 import torch
 
-from cocor.cli import flag
-from cocor.config import Config
-from cocor.configure import resolve
-from cocor.launch import command
-from cocor.profile import CONTRASTIVE_COST
-from cocor.values import convert
+from cocor.config.arguments import flag
+from cocor.config.options import Config
+from cocor.config.resolve import resolve
+from cocor.config.values import convert
+from cocor.distributed.launch import command
+from cocor.monitor.profile import CONTRASTIVE_COST
 from common import RESULTS, Column, describe_machine, device_slug, header, machine_line, row, write_json
 from loaders.arguments import Parser, above_zero, nearest, positive, writable
 from loaders.errors import UserError

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cocor.build import build_method, build_target
-from cocor.config import Config, Execution, labelled_batch_size
-from cocor.distributed import World
-from cocor.execution import choose, executable
+from cocor.config.options import Config, Execution, labelled_batch_size
+from cocor.distributed.collectives import World
 from cocor.methods.base import batch_statistics_only
-from cocor.profile import costs
-from cocor.recording import WARM_UP
-from cocor.step import TrainingStep
+from cocor.models import build_method, build_target
+from cocor.monitor.profile import costs
+from cocor.step.compile import choose, executable
+from cocor.step.cudagraph import WARM_UP
+from cocor.step.step import TrainingStep
 from loaders.batch import Batch
 
 CLASSES, WINDOWS, STEPS_PER_EPOCH = 1000, 3, 10_000
@@ -28,7 +28,7 @@ def measure(
     config: Config, execution: Execution, steps: int, device: torch.device, parallel: bool | None = None
 ) -> dict[str, Any]:
     """All figures of one row, from windows of ``steps`` steps, rounded up to whole turns. ``parallel``: see
-    :class:`cocor.recording.RecordedStep`. UserError for an ``execution`` of which this machine is not capable."""
+    :class:`cocor.step.cudagraph.RecordedStep`. UserError for an ``execution`` of which this machine is not capable."""
     begin = time.perf_counter()
     precision = torch.bfloat16 if config.precision == "bf16" else torch.float32
     world = World(0, 0, 1, device)

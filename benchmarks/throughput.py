@@ -53,7 +53,7 @@ from typing import Any
 import images
 from cells import Absent, Settings, measure
 from cocor import panels
-from cocor.launch import command
+from cocor.distributed.launch import command
 from common import RESULTS, describe_machine, device_slug, header, machine_line, write_json
 from images import open_images
 from loaders.arguments import Parser, above_zero, not_negative, positive, share, writable
@@ -128,7 +128,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backbone", help="timm name of the trained encoder (default: resnet50; on CPUs resnet18)")
     parser.add_argument(
         "--execution", choices=["eager", "compiled", "graph", "fused"],
-        help="of the training step, see cocor/execution.py (default: graph; eager on CPUs)",
+        help="of the training step, see cocor/step/compile.py (default: graph; eager on CPUs)",
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="small and short, two cells at a time: no measurement")
     parser.add_argument("--json", type=writable, metavar="FILE", help="write all figures to FILE, after every row")

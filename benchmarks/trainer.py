@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from cocor.build import build_method, build_target
-from cocor.config import Config, Execution, labelled_batch_size
-from cocor.configure import resolve
+from cocor.config.options import Config, Execution, labelled_batch_size
+from cocor.config.resolve import resolve
 from cocor.data import labelled_plan
-from cocor.distributed import World
-from cocor.execution import choose, executable
-from cocor.step import TrainingStep
+from cocor.distributed.collectives import World
+from cocor.models import build_method, build_target
+from cocor.step.compile import choose, executable
+from cocor.step.step import TrainingStep
 from loaders.batch import Batch
-from loaders.order import CyclicOrder
 from loaders.synthetic import SyntheticLoader
+from loaders.views.order import CyclicOrder
 from sources import Request, Source, labelled
 
 _STEPS = 100_000  # of an epoch; the learning-rate schedule must not end

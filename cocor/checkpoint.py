@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from cocor import atomic
-from cocor.config import FREE_TO_CHANGE, Config
-from cocor.run_folder import CHECKPOINTS as FOLDER
-from cocor.run_folder import checkpoints, step_of
+from cocor.config.options import FREE_TO_CHANGE, Config
+from cocor.run_dir import CHECKPOINTS as FOLDER
+from cocor.run_dir import checkpoints, step_of
 from cocor.versions import versions
-from loaders.decode import describe as describe_fault
+from loaders.datasets.decode import describe as describe_fault
 from loaders.errors import UserError
 from loaders.lacking import no_fault_of_a_file
 

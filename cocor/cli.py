@@ -1,100 +1,132 @@
-"""Flags for the fields of a flat dataclass (:mod:`cocor.values`); an unknown one is an error that names the nearest."""
+"""How the console commands begin and end, wherever their output goes and whenever Ctrl-C comes.
 
-import argparse
-import dataclasses
-import re
-import types
-from collections.abc import Mapping, Sequence
+Ctrl-C shows no traceback, not even while modules load (PyTorch takes seconds) or at the very end, where Python would
+raise KeyboardInterrupt wherever it happens to be. Until a command handles signals itself, and after it, SIGINT has its
+default action instead: the system ends the process, and a shell sees exit code 130.
+
+If an output stream is closed (``2>&-``), what is printed to it is dropped; if its reader has gone (``| head -1``), the
+command ends in silence.
+"""
+
+import importlib
+import os
+import select
+import signal
+import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
-
-from cocor.values import convert, shown
-from loaders.arguments import Parser, nearest
-from loaders.errors import UserError
+from typing import TextIO
 
 
-def flag(key: str) -> str:
-    return "--" + key.replace("_", "-")
+def train() -> int:
+    return _command("cocor-train", "cocor.train")
 
 
-def parser(
-    options: type, prog: str, description: str, groups: Mapping[str, str], notes: Mapping[str, str]
-) -> argparse.ArgumentParser:
-    """A parser with one flag per field. ``groups``: the first field of each group, and the group's title. ``notes``:
-    what the help shows in place of a field's default."""
-    usage = f"{prog} [--config FILE] [flags]"
-    result = Parser(prog, usage, description, formatter_class=_Help, allow_abbrev=False)
-    recipe = "a recipe, such as configs/moco_in100.yaml; flags override it"
-    result.add_argument("--config", metavar="FILE", action="append", default=[], help=recipe)
-    group: Any = result
-    hints = get_type_hints(options)
-    for field in dataclasses.fields(options):
-        if field.name in groups:
-            group = result.add_argument_group(groups[field.name])
-        _add_flag(group, field, hints[field.name], notes.get(field.name))
-    return result
+def evaluate() -> int:
+    return _command("cocor-eval", "cocor.eval.cli")
 
 
-def _add_flag(group: Any, field: dataclasses.Field[Any], kind: Any, note: str | None) -> None:
-    default = f" ({note})" if note else "" if field.default is None else f" (default: {shown(field.default)})"
-    words: dict[str, Any] = {
-        "dest": field.name,
-        "default": argparse.SUPPRESS,
-        "metavar": _metavar(kind),
-        "help": f"{field.metadata['help']}{default}".replace("%", "%%"),
-    }
-    bare = "true" if kind is bool else field.metadata["bare"]
-    if bare is not None:
-        words |= {"nargs": "?", "const": bare}
-    group.add_argument(flag(field.name), **words)
-    if kind is bool:
-        negation: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-        group.add_argument(flag(f"no_{field.name}"), action="store_const", const="false", **negation)
+def export() -> int:
+    return _command("cocor-export", "cocor.eval.weights.export_cli")
 
 
-def read_flags(
-    options: type, arguments: argparse.ArgumentParser, argv: Sequence[str]
-) -> tuple[dict[str, Any], Path | None]:
-    """The converted values of the flags in ``argv`` and the file of ``--config``.
-
-    Raises:
-        UserError: an unknown flag (names the nearest), a missing value, or a value of the wrong type.
-    """
-    known, rest = arguments.parse_known_args(_with_negative_values(argv))
-    hints = get_type_hints(options)
-    if rest:
-        word = next((word for word in rest if word.startswith("-")), rest[0]).split("=")[0]
-        what = "unknown flag" if word.startswith("-") else "unexpected argument"
-        raise UserError(f"{what} {word}{nearest(word, ['--config', *map(flag, hints)])}")
-    values = vars(known)
-    files = values.pop("config")
-    if len(files) > 1:
-        raise UserError("--config is given twice; let one file name the other with `defaults:`")
-    converted = {key: convert(flag(key), value, hints[key]) for key, value in values.items()}
-    return converted, convert("--config", files[0], Path) if files else None
+def plot() -> int:
+    return _command("cocor-plot", "cocor.monitor.plot")
 
 
-def _with_negative_values(argv: Sequence[str]) -> list[str]:
-    """``--constants -0.1,-0.2`` and the like joined by an equals sign: argparse would take such values for flags."""
-    words: list[str] = []
-    for word in argv:
-        if re.match(r"-\.?\d", word) and words and words[-1].startswith("--") and "=" not in words[-1]:
-            words[-1] += f"={word}"
-        else:
-            words.append(word)
-    return words
+def prepare() -> int:
+    return _command("cocor-prep", "loaders.prep.cli")
 
 
-class _Help(argparse.HelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34, width=118)
+def _command(name: str, module: str) -> int:
+    """Import ``module`` and run its ``main()``, which calls :func:`listen` once it can handle Ctrl-C itself."""
+    open_streams()
+    handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not if ignored, as for background jobs
+    if handled:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        Path.cwd()
+    except OSError as error:  # Intel's library would say that PyTorch cannot be loaded
+        print(f"{name}: error: the current folder cannot be used: {error.strerror}; cd to another one", file=sys.stderr)
+        return 2
+    try:
+        main = importlib.import_module(module).main
+    except (ImportError, MemoryError, OSError) as error:
+        return _without(name, error)
+    if module.startswith("loaders."):  # which does not import this module
+        listen()
+    try:
+        return int(main())
+    finally:
+        if handled:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _metavar(kind: Any) -> str:
-    if get_origin(kind) in (Union, types.UnionType):
-        kind = get_args(kind)[0]
-    if get_origin(kind) is Literal:
-        return "{" + ",".join(get_args(kind)) + "}"
-    if get_origin(kind) is tuple:
-        return f"{_metavar(get_args(kind)[0])},..."
-    return {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", bool: "BOOL"}[kind]
+def _without(name: str, error: Exception) -> int:
+    """Report in one line what the machine lacks to import the command's modules; raises ``error`` if it is a bug."""
+    from loaders.lacking import lacking
+
+    lack = lacking(error)
+    if not lack:
+        raise error
+    print(f"{name}: error: {lack}", file=sys.stderr)
+    return 2
+
+
+def listen() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt from now on, if it would end this process; if it is ignored it stays so."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def open_streams() -> None:
+    """Open those standard streams that are closed, on the null device: the next file to be opened would otherwise get
+    the stream's descriptor, and with it whatever libraries print."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.set_inheritable(nowhere, True)  # by ranks and data workers
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
+def drop_unwritten(stream: TextIO) -> None:
+    """Discard what ``stream`` still buffers if it cannot be written (a full disk, a pipe without a reader). Python
+    would try again, and fail, at exit and in forked data workers."""
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        with suppress(OSError, ValueError):  # a stream without a file descriptor
+            _flush_to_nowhere(stream)
+
+
+def _flush_to_nowhere(stream: TextIO) -> None:
+    number, nowhere = stream.fileno(), os.open(os.devnull, os.O_RDWR)
+    kept = os.dup(number)
+    os.dup2(nowhere, number)
+    with suppress(OSError, ValueError):
+        stream.flush()
+    os.dup2(kept, number)
+    for handle in (kept, nowhere):
+        os.close(handle)
+
+
+def give_up_output() -> bool:
+    """Redirect stdout to the null device if it cannot be written, so that Python does not complain about it at exit;
+    returns whether its reader has gone."""
+    poll = select.poll()
+    poll.register(1, 0)  # errors only
+    reader_gone = bool(poll.poll(0))
+    try:
+        sys.stdout.flush()
+        failed = False
+    except (OSError, ValueError):
+        failed = True
+    if reader_gone or failed:
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
+    return reader_gone

@@ -26,10 +26,10 @@ from pathlib import Path
 
 import torch
 
-from cocor.config import Config
-from cocor.distributed import ranks
+from cocor.config.options import Config
+from cocor.distributed.collectives import ranks
 from loaders.cache import user_cache
-from loaders.names import printable
+from loaders.text import printable
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 LIMIT = 5 << 30  # bytes

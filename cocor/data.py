@@ -11,20 +11,20 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from cocor.config import Config, labelled_batch_size
-from cocor.distributed import World
-from cocor.turns import guided_steps
+from cocor.config.options import Config, labelled_batch_size
+from cocor.distributed.collectives import World
+from cocor.step.subsample import guided_steps
 from loaders.batch import Loader
-from loaders.dataset import ImageDataset, read_label_split
+from loaders.datasets.dataset import ImageDataset, read_label_split
+from loaders.datasets.layout import folder_above, training_splits
+from loaders.datasets.split import stratified_split
 from loaders.errors import UserError
-from loaders.layout import folder_above, training_splits
-from loaders.names import printable
 from loaders.open import open_images, open_loader
-from loaders.order import BatchOrder, CyclicOrder
-from loaders.plan import Augmentation, ViewPlan
 from loaders.prep.demo import or_demo
-from loaders.split import stratified_split
 from loaders.synthetic import synthetic_dataset
+from loaders.text import printable
+from loaders.views.order import BatchOrder, CyclicOrder
+from loaders.views.plan import Augmentation, ViewPlan
 
 _log = logging.getLogger(__name__)
 

@@ -1,6 +1,7 @@
 """Stopping while the loader hangs, as on a disk that does not answer: save what is finished, without more data.
 
-A signal has asked to stop (:mod:`cocor.stop`), and the training thread is waiting for its next batch. Nothing of the
+A signal has asked to stop (:mod:`cocor.distributed.signals`), and the training thread is waiting for its next batch.
+Nothing of the
 run changes meanwhile, so another thread writes the checkpoint, on the main rank and without collectives, and ends the
 process. If the main rank has its data and is waiting in the middle of a step for a rank that has none, that step cannot
 be undone, and the run resumes from the last checkpoint.
@@ -12,10 +13,11 @@ import threading
 import time
 from typing import NoReturn
 
-from cocor import leaving, resume, stop
+from cocor import leaving, resume
+from cocor.distributed import signals
 from cocor.run import Run
 from loaders.errors import UserError
-from loaders.names import printable
+from loaders.text import printable
 
 _OTHERS_WAIT = 7.0  # seconds for the main rank to save: when a rank exits, its launcher ends the others
 _SAVING = 60.0  # seconds after which the disk of the run folder is taken to hang as well
@@ -25,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 def leave(run: Run, signum: int) -> NoReturn:
     """End this process, as signal ``signum`` has asked; the main rank first saves the last finished step if it can."""
-    position = f"after step {run.done:,} of {run.total:,}: no data for {stop.PATIENCE:.0f} s{_awaited(run)}"
+    position = f"after step {run.done:,} of {run.total:,}: no data for {signals.PATIENCE:.0f} s{_awaited(run)}"
     _log.warning(f"{signal.Signals(signum).name} {position}")
     saved = threading.Event()
     leaving.alone()
@@ -35,7 +37,7 @@ def leave(run: Run, signum: int) -> NoReturn:
         saving.join(_SAVING)
     else:
         time.sleep(_OTHERS_WAIT)
-    stop.leave(stop.Stopped(signum, position, "there" if saved.is_set() else "the last checkpoint"))
+    signals.leave(signals.Stopped(signum, position, "there" if saved.is_set() else "the last checkpoint"))
 
 
 def _save(run: Run, saved: threading.Event) -> None:

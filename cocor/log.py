@@ -24,9 +24,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cocor import atomic
+from cocor.cli import drop_unwritten
 from cocor.clock import Clock
-from cocor.distributed import World, mean_over_ranks
-from cocor.start import drop_unwritten
+from cocor.distributed.collectives import World, mean_over_ranks
 
 Item = TypeVar("Item")
 

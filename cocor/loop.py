@@ -17,20 +17,22 @@ from typing import NoReturn
 
 import torch
 
-from cocor import dry_run, hang, profile, resume, run_folder, stop
-from cocor.agreement import on_main
-from cocor.config import Config
-from cocor.distributed import World, gather
-from cocor.execution import executable, uncompiled
+from cocor import hang, resume, run_dir
+from cocor.config.options import Config
+from cocor.distributed import signals
+from cocor.distributed.agreement import on_main
+from cocor.distributed.collectives import World, gather
 from cocor.log import RunLog, duration, set_up_logging
+from cocor.monitor import dry_run, profile
+from cocor.monitor.skip import SkippingStep
+from cocor.monitor.view_sheet import save_view_sheet
 from cocor.run import Run, build
 from cocor.run_lock import RunLock
-from cocor.skip import SkippingStep
-from cocor.step import Metrics
-from cocor.view_sheet import save_view_sheet
+from cocor.step.compile import executable, uncompiled
+from cocor.step.step import Metrics
 from loaders.batch import Batch
 from loaders.errors import UserError
-from loaders.names import printable
+from loaders.text import printable
 
 _SHOWN = 12  # names of skipped files in the log
 _log = logging.getLogger(__name__)
@@ -46,16 +48,16 @@ def train(config: Config, world: World, asked: Config) -> None:
         if config.trains:
             on_main(lambda: _claim(config, lock))
         elif config.profile:
-            on_main(lambda: run_folder.check_trace(config))
+            on_main(lambda: run_dir.check_trace(config))
         run = stack.enter_context(closing(build(config, world)))
-        stop.without_data(partial(hang.leave, run))
+        signals.without_data(partial(hang.leave, run))
         if not config.trains:
             (dry_run if config.dry_run else profile).report(run)
             return
         checkpoint_read = resume.restore(run)  # before anything is written
         roots = [data.root for data in (run.data.train, run.data.held_out) if data is not None]
         resumes = checkpoint_read is not None
-        on_main(lambda: run_folder.prepare(config, asked, roots, lock, resumes=resumes))
+        on_main(lambda: run_dir.prepare(config, asked, roots, lock, resumes=resumes))
         set_up_logging(world, config.output / "log.txt")
         describe(run, checkpoint_read)
         log = RunLog(
@@ -74,7 +76,7 @@ def train(config: Config, world: World, asked: Config) -> None:
 
 
 def _claim(config: Config, lock: RunLock) -> None:
-    run_folder.check(config)
+    run_dir.check(config)
     lock.take(make=False)
 
 
@@ -111,7 +113,7 @@ def fit(run: Run, log: RunLog) -> None:
     make_step = executable(run.step, run.execution)
     if run.config.on_nan == "skip":
         make_step = SkippingStep(run.step, make_step)
-    with stop.deferred():
+    with signals.deferred():
         if run.knn_is_due:
             measure_knn(run, log)
             leave_if_asked(run)
@@ -135,7 +137,7 @@ def train_epoch(run: Run, make_step: Callable[[Batch, Batch | None, int], Metric
             seed_step(config.seed, run.done, run.world)
             metrics = make_step(batch, labelled, run.done)
             run.done += 1
-            stop.progress()
+            signals.progress()
             run.knn_is_due = False
             run.watch(run.done, metrics, batch, labelled, run.step.learning_rate)
             log.step(run.done, epoch, run.step.learning_rate, metrics)
@@ -145,7 +147,7 @@ def train_epoch(run: Run, make_step: Callable[[Batch, Batch | None, int], Metric
                 return  # finish_epoch does what is due now
             seconds = 60 * config.checkpoint_every_minutes
             due = run.world.main and seconds > 0 and time.monotonic() - run.saved >= seconds
-            signum, due_anywhere = run.votes(stop.requested(), due)
+            signum, due_anywhere = run.votes(signals.requested(), due)
             if signum:
                 leave(run, signum)
             if due_anywhere:
@@ -181,7 +183,7 @@ def finish_epoch(run: Run, log: RunLog) -> None:
 
 def leave_if_asked(run: Run) -> None:
     """Collective: save and stop if a signal has reached any rank."""
-    (signum,) = run.votes.now(stop.requested())
+    (signum,) = run.votes.now(signals.requested())
     if signum:
         leave(run, signum)
 
@@ -191,7 +193,7 @@ def leave(run: Run, signum: int) -> NoReturn:
     if run.world.main:
         _log.info(f"{signal.Signals(signum).name}: writing a checkpoint after step {run.done:,} of {run.total:,}")
     resume.save(run, must=True)
-    raise stop.Stopped(signum, f"after step {run.done:,} of {run.total:,}")
+    raise signals.Stopped(signum, f"after step {run.done:,} of {run.total:,}")
 
 
 def measure_knn(run: Run, log: RunLog) -> None:
@@ -200,7 +202,7 @@ def measure_knn(run: Run, log: RunLog) -> None:
     finished = True
     if run.knn is not None:
         with uncompiled():
-            result = run.knn(run.step.method.backbone, interrupted=stop.requested)
+            result = run.knn(run.step.method.backbone, interrupted=signals.requested)
         finished = result is not None
         if result is not None:
             epoch = run.done // run.loader.steps_per_epoch

@@ -1,9 +1,10 @@
 """Rendezvous: the ranks find each other in a store, and learn there of a rank that failed before all had met.
 
-    met            the ranks of one start find each other, then join for collectives (:mod:`cocor.distributed`)
+    met            the ranks of one start find each other, then join for collectives
+    (:mod:`cocor.distributed.collectives`)
     fail_before    a rank that fails before that announces it in the store: nobody waits for it, and one rank prints why
 
-torchrun's environment holds the store's address; srun's tasks agree on one (:mod:`cocor.slurm`).
+torchrun's environment holds the store's address; srun's tasks agree on one (:mod:`cocor.distributed.slurm`).
 """
 
 import os
@@ -16,8 +17,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from cocor import failures, leaving, said, slurm
-from cocor.place import Place, place, torchrun_hosts
+from cocor import leaving, said
+from cocor.distributed import failures, slurm
+from cocor.distributed.env import Place, place, torchrun_hosts
 from loaders.errors import UserError
 
 # Long enough for one rank to write a checkpoint to slow storage while the others wait.

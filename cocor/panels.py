@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from cocor import atomic
 from loaders.errors import UserError
-from loaders.names import printable
+from loaders.text import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,9 +15,9 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cocor import checkpoint
-from cocor.config import key_bn_groups, labelled_batch_size
+from cocor.config.options import key_bn_groups, labelled_batch_size
 from cocor.data import uses_labels
-from cocor.distributed import barrier
+from cocor.distributed.collectives import barrier
 from cocor.export import export_backbone
 from cocor.run import Run
 from loaders.errors import UserError
@@ -31,7 +31,8 @@ def save(run: Run, *, must: bool) -> None:
     disk, that is a warning unless it ``must`` be: the next one may find more room.
 
     Raises:
-        UserError: it cannot be written but must be, weights are not finite, or :mod:`cocor.watch` stops the run.
+        UserError: it cannot be written but must be, weights are not finite, or :mod:`cocor.monitor.health` stops the
+        run.
     """
     run.watch.look(run.step.learning_rate)
     _refuse_lost_weights(run)

@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cocor import stop
-from cocor.agreement import main_first
-from cocor.build import build_method, build_target
-from cocor.config import Config
+from cocor.config.options import Config
 from cocor.data import Data, knn_loaders, labelled_loader, open_data, training_loader
-from cocor.distributed import World
-from cocor.execution import choose
-from cocor.launch import usable_cpus
-from cocor.online_knn import OnlineKnn
-from cocor.step import TrainingStep
-from cocor.votes import Votes
-from cocor.watch import Watch
+from cocor.distributed import signals
+from cocor.distributed.agreement import main_first
+from cocor.distributed.collectives import World
+from cocor.distributed.launch import usable_cpus
+from cocor.distributed.votes import Votes
+from cocor.eval.probes.online_knn import OnlineKnn
+from cocor.models import build_method, build_target
+from cocor.monitor.health import Watch
+from cocor.step.compile import choose
+from cocor.step.step import TrainingStep
 from loaders.batch import Batch, Loader
 
 
@@ -35,7 +35,7 @@ class Run:
     knn: OnlineKnn | None
     watch: Watch
     votes: Votes
-    execution: str  # see cocor.execution
+    execution: str  # see cocor.step.compile
     done: int = 0  # finished steps
     knn_is_due: bool = True  # at this very step
     saved: float = field(default_factory=time.monotonic)  # when the last checkpoint was written
@@ -58,13 +58,13 @@ class Run:
         """Batches of an epoch from step ``first`` on, each with its labelled batch or, if it has none, None."""
         turns, number = self.step.turns, epoch * self.loader.steps_per_epoch + first
         with ExitStack() as stack:
-            batches = stack.enter_context(closing(stop.awaited(self.loader.epoch(epoch, first))))
+            batches = stack.enter_context(closing(signals.awaited(self.loader.epoch(epoch, first))))
             if self.labelled is None:
                 for batch in batches:
                     yield batch, None
             else:
                 labelled = stack.enter_context(
-                    closing(stop.awaited(self.labelled.epoch(epoch, turns.guided_before(number))))
+                    closing(signals.awaited(self.labelled.epoch(epoch, turns.guided_before(number))))
                 )
                 for step, batch in enumerate(batches, start=number):
                     yield batch, next(labelled) if turns.guided(step) else None

@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from cocor import leaving
-from cocor.place import place, torchrun_hosts
+from cocor.distributed.env import place, torchrun_hosts
 
 
 def by_another(message: str) -> bool:

@@ -13,25 +13,27 @@ from typing import Any
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The console command; returns the exit code (2 for a user's mistake)."""
-    from cocor import launch
+    from cocor.distributed import launch
 
     arguments = sys.argv[1:] if argv is None else list(argv)
     return launch.command("cocor-train", lambda: _run(arguments), ranks=True)
 
 
 def _run(arguments: list[str]) -> None:
-    from cocor import checks, launch, run_folder, stop, versions
-    from cocor.configure import read
+    from cocor import run_dir, versions
+    from cocor.config import checks
+    from cocor.config.resolve import read
+    from cocor.distributed import launch, signals
 
-    with stop.at_once(launch.leave_at_once):
+    with signals.at_once(launch.leave_at_once):
         asked, keys = read(arguments)
         if launch.speaks():
             for line in checks.warnings(asked, keys, launch.launched_elsewhere()):
                 print(f"cocor-train: warning: {line}", file=sys.stderr)
         if launch.begins() and asked.trains:
-            run_folder.check(asked)
+            run_dir.check(asked)
         if launch.begins() and asked.profile:
-            run_folder.check_trace(asked)
+            run_dir.check_trace(asked)
 
         def train(config: Any, world: Any) -> None:
             versions.check_pair()
@@ -43,6 +45,6 @@ def _run(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    from cocor.start import train
+    from cocor.cli import train
 
     sys.exit(train())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from loaders.errors import UserError
-from loaders.names import printable
+from loaders.text import printable
 from loaders.writable import check_file
 
 _MOST = 2**31 - 1

@@ -20,7 +20,7 @@ class Batch:
     - ``original`` (O*B, 3, H, W), view-major: what the consistency loss compares with. O is 1 except in the
       ``released`` recipe, which averages the embeddings of several weak crops.
     - ``composites`` (L, B, 3, H, W): one composite view a length, in the order of the plan's lengths.
-    - ``composition`` (L, B, 14) uint8: how often each basic augmentation of :mod:`loaders.ops` was applied.
+    - ``composition`` (L, B, 14) uint8: how often each basic augmentation of :mod:`loaders.views.ops` was applied.
     - ``label`` (B,) int64, -1 where there is none; ``index`` (B,) int64, the sample's place in the data set.
     """
 

@@ -3,7 +3,7 @@
 import errno
 import os
 
-from loaders.names import printable
+from loaders.text import printable
 
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or name another folder"),

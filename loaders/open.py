@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Literal, Unpack
 
 from loaders.batch import Loader
-from loaders.beton import is_beton
-from loaders.dataset import ImageDataset, OnError, open_folder
-from loaders.delivery import DeliveryOptions
-from loaders.order import BatchOrder
-from loaders.plan import ViewPlan
-from loaders.stored import open_stored
+from loaders.datasets.beton import is_beton
+from loaders.datasets.dataset import ImageDataset, OnError, open_folder
+from loaders.datasets.stored import open_stored
+from loaders.pipeline.delivery import DeliveryOptions
+from loaders.views.order import BatchOrder
+from loaders.views.plan import ViewPlan
 
 LoaderName = Literal["dali", "torch", "synthetic", "ffcv"]
 
@@ -26,7 +26,7 @@ def open_images(
     *,
     classes: Sequence[str] | None = None,
 ) -> ImageDataset:
-    """The images of a folder or ``.beton`` file; see :func:`loaders.dataset.open_folder`.
+    """The images of a folder or ``.beton`` file; see :func:`loaders.datasets.dataset.open_folder`.
 
     cocor-prep has verified what it stored in a ``.beton`` file, so ``on_error`` matters to folders only.
     """
@@ -48,19 +48,20 @@ def open_loader(
 
     Every name gives the same images, labels, boxes and programs; pixels differ by decoder and resize only (synthetic
     ones are noise). ``options``: ``device``, ``dtype``, ``workers``, ``mean``, ``std`` and ``on_error``, see
-    :class:`loaders.delivery.Delivery`. ``hw_decoder_load`` is for ``dali``: the share of JPEGs for the GPU's hardware
+    :class:`loaders.pipeline.delivery.Delivery`. ``hw_decoder_load`` is for ``dali``: the share of JPEGs for the
+    GPU's hardware
     decoder. UserError if what the loader needs is not installed.
     """
     if name == "dali":
-        from loaders.dali import DaliLoader
+        from loaders.dali.loader import DaliLoader
 
         return DaliLoader(dataset, plan, order=order, hw_decoder_load=hw_decoder_load, **options)
     if name == "torch":
-        from loaders.torch import TorchLoader
+        from loaders.torch_loader import TorchLoader
 
         return TorchLoader(dataset, plan, order=order, **options)
     if name == "ffcv":
-        from loaders.ffcv import FfcvLoader
+        from loaders.ffcv.loader import FfcvLoader
 
         return FfcvLoader(dataset, plan, order=order, **options)
     from loaders.synthetic import SyntheticLoader

@@ -6,7 +6,7 @@ import stat
 from typing import BinaryIO
 
 from loaders.errors import UserError
-from loaders.names import printable
+from loaders.text import printable
 
 
 def open_regular(path: str | os.PathLike[str], wanted: str) -> BinaryIO:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from loaders.batch import Batch
-from loaders.dataset import ImageDataset
-from loaders.delivery import Delivery, DeliveryOptions
-from loaders.jobs import Job
-from loaders.order import BatchOrder
-from loaders.plan import ViewPlan
+from loaders.datasets.dataset import ImageDataset
+from loaders.pipeline.delivery import Delivery, DeliveryOptions
+from loaders.pipeline.jobs import Job
+from loaders.views.order import BatchOrder
+from loaders.views.plan import ViewPlan
 
 _CLASSES = 1000
 _HEIGHT_WIDTH = 375, 500

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from loaders.errors import UserError
 from loaders.lacking import remedy
-from loaders.names import printable
+from loaders.text import printable
 
 _TRIED = bytes(4096)  # enough for a full disk to refuse
 

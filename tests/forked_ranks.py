@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cocor import distributed, launch, stop
+from cocor.distributed import collectives, launch, signals
 
 AT_ONCE = 3  # pairs
 BEFORE = "# before\n"  # begins code that runs before the ranks have met
@@ -45,13 +45,13 @@ def rank(number: int, port: int, code: str, folder: Path) -> int:
     def body() -> None:
         if code.startswith(BEFORE):
             exec(code, globals())
-        distributed.init(use_gpu=False)
-        with distributed.company():
+        collectives.init(use_gpu=False)
+        with collectives.company():
             print("met")
             exec(code, globals())
-        distributed.shutdown()
+        collectives.shutdown()
 
-    with stop.at_once(launch.leave_at_once):
+    with signals.at_once(launch.leave_at_once):
         ended = launch.command("cocor-eval", body, ranks=True)
     sys.exit(ended)
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from loaders.batch import IMAGENET_STD, Batch, Loader
-from loaders.dataset import ImageDataset
-from loaders.order import BatchOrder
-from loaders.plan import ViewPlan
+from loaders.datasets.dataset import ImageDataset
+from loaders.views.order import BatchOrder
+from loaders.views.plan import ViewPlan
 
 FIELDS = ("views", "original", "composites", "composition", "label", "index")
 

@@ -19,14 +19,14 @@ from timm.models import register_model
 from timm.models.resnet import BasicBlock, ResNet
 from torch import Tensor, nn
 
-from cocor import config as configuration
-from cocor import distributed
-from cocor.build import build_method, build_target
-from cocor.config import Config
-from cocor.configure import resolve
+from cocor.config import options as configuration
+from cocor.config.options import Config
+from cocor.config.resolve import resolve
 from cocor.data import labelled_loader, open_data, training_loader
-from cocor.distributed import World, mean_over_ranks
-from cocor.step import TrainingStep
+from cocor.distributed import collectives
+from cocor.distributed.collectives import World, mean_over_ranks
+from cocor.models import build_method, build_target
+from cocor.step.step import TrainingStep
 from loaders.batch import Batch
 
 STEPS, CLASSES = 2, 4
@@ -63,7 +63,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-CHEAPER = {"lengths_per_step": 2, "composite_size": 24, "mmnn_every": 2}  # see cocor.turns
+CHEAPER = {"lengths_per_step": 2, "composite_size": 24, "mmnn_every": 2}  # see cocor.step.subsample
 ON_TWO = {"plain": {"consistency": "none"}, "abs": {"consistency": "abs", "hypergradient": "taylor"}}  # MoCo
 
 
@@ -137,8 +137,8 @@ def fork(rank: int, ranks: int, port: int, folder: Path, images: Path) -> int:
         torch.set_num_threads(1)
         place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
         os.environ |= {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
-        work(images, distributed.init(use_gpu=False), folder / f"{ranks}.pt")
-        distributed.shutdown()
+        work(images, collectives.init(use_gpu=False), folder / f"{ranks}.pt")
+        collectives.shutdown()
         code = 0
     except BaseException:
         traceback.print_exc()

@@ -8,11 +8,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from cocor import agreement, compiled_code, distributed, launch
-from cocor.config import Config
-from cocor.configure import load
-from cocor.distributed import World
-from cocor.votes import Votes
+from cocor import compiled_code
+from cocor.config.options import Config
+from cocor.config.resolve import load
+from cocor.distributed import agreement, launch
+from cocor.distributed import collectives as communication
+from cocor.distributed.collectives import World
+from cocor.distributed.votes import Votes
 from loaders.errors import UserError
 
 
@@ -22,28 +24,28 @@ def collectives(config: Config, world: World) -> None:
     rank, size = world.rank, world.size
     whole = torch.arange(8 * 3, dtype=torch.float32).reshape(8, 3)
     share = whole.chunk(size)[rank]
-    assert torch.equal(distributed.gather(share), whole)
-    assert torch.equal(distributed.gather(share.long()), whole.long())
+    assert torch.equal(communication.gather(share), whole)
+    assert torch.equal(communication.gather(share.long()), whole.long())
     images = torch.rand(1, 3, 2, 2).mul_(0).add_(rank).to(memory_format=torch.channels_last).requires_grad_()
-    everyone = distributed.gather(images)
+    everyone = communication.gather(images)
     assert everyone.shape == (size, 3, 2, 2) and not everyone.requires_grad
     assert everyone[:, 0, 0, 0].tolist() == list(range(size))
 
     sent = torch.arange(2.0 * size)[:, None, None, None].expand(-1, 2, 2, 3).to(torch.bfloat16) + 100 * rank
-    arrived = distributed.exchange(sent)
+    arrived = communication.exchange(sent)
     assert arrived[:, 0, 0, 0].tolist() == [
         float(torch.tensor(100 * r + 2 * rank + k).bfloat16()) for r in range(size) for k in (0, 1)
     ]
 
     own = torch.tensor([float(rank), 1.0])
-    assert torch.equal(distributed.mean_over_ranks(own), torch.tensor([(size - 1) / 2, 1.0]))
+    assert torch.equal(communication.mean_over_ranks(own), torch.tensor([(size - 1) / 2, 1.0]))
     assert own[0] == rank
 
     tensors = [torch.full((3, 2), float(rank)), torch.full((5,), float(rank), dtype=torch.float64)]
     tensors.append(torch.full((2, 3, 4, 4), float(rank)).to(memory_format=torch.channels_last))
     tensors[2][1, 2, 3, 0] = 10.0 * rank
-    distributed._BUCKET_BYTES = 40  # several messages
-    distributed.reduce_gradients(tensors)
+    communication._BUCKET_BYTES = 40  # several messages
+    communication.reduce_gradients(tensors)
     mean = (size - 1) / 2
     assert all((tensor.flatten()[:5] == mean).all() for tensor in tensors)
     assert tensors[2][1, 2, 3, 0] == 10 * mean and tensors[2].is_contiguous(memory_format=torch.channels_last)
@@ -51,14 +53,14 @@ def collectives(config: Config, world: World) -> None:
     module = nn.Sequential(nn.Conv2d(2, 2, 3), nn.BatchNorm2d(2)).to(memory_format=torch.channels_last)
     for value in module.state_dict().values():
         value.fill_(rank + 1)
-    distributed.broadcast_parameters(module)
+    communication.broadcast_parameters(module)
     assert all((value == 1).all() for value in module.state_dict().values())
 
     votes = Votes(world.device)
     answers = [votes(rank, 0, size - rank) for _ in range(6)]
     assert answers[-1] == (size - 1, 0, size) and votes.now(rank * 7, 1) == (7 * size - 7, 1)
     same_gradient(world)
-    distributed.barrier()
+    communication.barrier()
 
 
 def same_gradient(world: World) -> None:
@@ -72,8 +74,8 @@ def same_gradient(world: World) -> None:
     model, images = nn.Linear(3, 1), torch.randn(8, 3)
     expected = torch.autograd.grad(loss(model, images, lambda mean: mean), list(model.parameters()))
     share = images.chunk(world.size)[world.rank]
-    gradients = list(torch.autograd.grad(loss(model, share, distributed.mean_over_ranks), list(model.parameters())))
-    distributed.reduce_gradients(gradients)
+    gradients = list(torch.autograd.grad(loss(model, share, communication.mean_over_ranks), list(model.parameters())))
+    communication.reduce_gradients(gradients)
     for one, reference in zip(gradients, expected, strict=True):
         torch.testing.assert_close(one, reference, rtol=1e-5, atol=1e-6)
 
@@ -87,7 +89,7 @@ def compiled_programs(config: Config, world: World) -> None:
 def mistake(config: Config, world: World) -> None:
     if world.rank == 1:
         raise UserError("no images in nowhere")
-    distributed.barrier()
+    communication.barrier()
 
 
 def mistakes_of_one(config: Config, world: World) -> None:
@@ -113,19 +115,19 @@ def mistakes_of_one(config: Config, world: World) -> None:
 def bug(config: Config, world: World) -> None:
     if world.rank == 1:
         raise ZeroDivisionError("the first to fail")
-    distributed.barrier()
+    communication.barrier()
 
 
 def killed(config: Config, world: World) -> None:
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    distributed.barrier()
+    communication.barrier()
 
 
 def aborted(config: Config, world: World) -> None:
     if world.rank == 1:
         os.abort()
-    distributed.barrier()
+    communication.barrier()
 
 
 if __name__ == "__main__":

@@ -7,14 +7,14 @@ import pytest
 import torch
 from test_step import WORLD, build, config_for
 
-from cocor.build import build_target
-from cocor.config import Config
-from cocor.configure import load, resolve
+from cocor.config.options import Config
+from cocor.config.resolve import load, resolve
 from cocor.data import open_data, training_loader, training_plan
-from cocor.mmnn import MMNN, Constants
-from loaders import ops
+from cocor.models import build_target
+from cocor.objective.mmnn import MMNN, Constants
 from loaders.errors import UserError
-from loaders.plan import PlannedBatch
+from loaders.views import ops
+from loaders.views.plan import PlannedBatch
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 

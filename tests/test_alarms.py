@@ -1,4 +1,5 @@
-"""Real steps: the alarms of ``cocor.watch`` stay silent in healthy runs and go off in those that are made to fail."""
+"""Real steps: the alarms of ``cocor.monitor.health`` stay silent in healthy runs and go off in those that are made
+to fail."""
 
 import logging
 from collections.abc import Callable
@@ -10,8 +11,8 @@ import pytest
 from PIL import Image
 from test_step import WORLD, build, config_for
 
-from cocor import watch
-from cocor.config import Method
+from cocor.config.options import Method
+from cocor.monitor import health
 
 METHODS = pytest.mark.parametrize("method", get_args(Method))
 ALARMS = {"collapse": "the features have collapsed", "dead": "the MMNN does not learn", "chance": "that of guessing"}
@@ -23,12 +24,12 @@ def alarms(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> Callable[..., set[str]]:
     """Those that go off within the first steps of a run; they usually look at more of them."""
-    monkeypatch.setattr(watch, "EVERY", STEPS)
+    monkeypatch.setattr(health, "EVERY", STEPS)
 
     def steps(folder: Path, **options: Any) -> set[str]:
         options = {"lr": 0.02, "mmnn_lr": 0.05, "epochs": STEPS, "image_size": 16, "output": tmp_path} | options
         step, pairs = build(config_for(folder, **options))
-        watching = watch.Watch(step.config, WORLD, [str(number) for number in range(1000)])
+        watching = health.Watch(step.config, WORLD, [str(number) for number in range(1000)])
         with caplog.at_level(logging.WARNING):
             for number, (batch, labelled) in enumerate(islice(cycle(pairs), STEPS)):
                 watching(number + 1, step(batch, labelled, number), batch, labelled, step.learning_rate)

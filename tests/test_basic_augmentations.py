@@ -10,8 +10,8 @@ from pictures import generated, photographs, pictures
 from loaders.kernels import pillow
 from loaders.kernels.cpu import CpuExecutor
 from loaders.kernels.lower import lower
-from loaders.ops import BASIC, END, RANGES, Op
-from loaders.plan import ViewLayout
+from loaders.views.ops import BASIC, END, RANGES, Op
+from loaders.views.plan import ViewLayout
 
 Program = list[tuple[Op, float]]
 

@@ -12,18 +12,18 @@ from PIL import Image
 from prep_cases import CORNERS, corner_colours, good_cases, write_all
 
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Loader
-from loaders.dali import DaliLoader
-from loaders.dataset import ImageDataset, open_folder, read_label_split
-from loaders.decode import decode
+from loaders.dali.loader import DaliLoader
+from loaders.datasets.dataset import ImageDataset, open_folder, read_label_split
+from loaders.datasets.decode import decode
+from loaders.datasets.stored import StoredDataset, open_stored
 from loaders.errors import UserError
 from loaders.open import open_images
-from loaders.order import BatchOrder
-from loaders.plan import ViewPlan
 from loaders.prep.convert import Target, convert
 from loaders.prep.encode import Settings
 from loaders.prep.sources import open_source
-from loaders.stored import StoredDataset, open_stored
-from loaders.torch import TorchLoader
+from loaders.torch_loader import TorchLoader
+from loaders.views.order import BatchOrder
+from loaders.views.plan import ViewPlan
 
 SIZE = 32
 PLAN = ViewPlan(size=SIZE, seed=3)
@@ -157,7 +157,7 @@ def test_a_damaged_image_is_named_and_the_loader_goes_on(
 
 def test_a_table_that_does_not_fit_the_bytes_is_refused(photo_beton: Path, tmp_path: Path) -> None:
     """Compiled code would read and write beyond an image's memory."""
-    from loaders.beton import FIELD, HEADER, RAW, SAMPLE
+    from loaders.datasets.beton import FIELD, HEADER, RAW, SAMPLE
 
     for field, value in (("mode", RAW), ("mode", 7), ("width", 0), ("height", 60000)):
         data = bytearray(photo_beton.read_bytes())

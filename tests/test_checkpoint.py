@@ -19,7 +19,7 @@ from hostile import few_more_files
 from torch import nn
 
 from cocor import atomic, checkpoint
-from cocor.config import Config
+from cocor.config.options import Config
 from cocor.export import export_backbone
 from loaders.errors import UserError
 

@@ -15,8 +15,9 @@ import torch
 from hostile import few_more_files, limited
 from test_train import environment, flags, run
 
-from cocor import launch, loopback, start
-from cocor.export_cli import main as export
+from cocor import cli, loopback
+from cocor.distributed import launch
+from cocor.eval.weights.export_cli import main as export
 from cocor.train import main
 from loaders.lacking import lacking
 
@@ -246,7 +247,7 @@ class TestMachine:
         assert "pip install nvidia-dali-cuda130, or choose another --loader" in line
         assert not (tmp_path / "run").exists()
 
-    @pytest.mark.parametrize("command", ["cocor.train", "cocor.eval.cli", "cocor.export_cli"])
+    @pytest.mark.parametrize("command", ["cocor.train", "cocor.eval.cli", "cocor.eval.weights.export_cli"])
     def test_a_torchvision_for_another_pytorch(self, command: str, photo_folder: Path, tmp_path: Path) -> None:
         (tmp_path / "torchvision").mkdir()
         (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('operator nms does not exist')")
@@ -282,7 +283,7 @@ class TestMachine:
         monkeypatch.chdir(tmp_path)
         tmp_path.rmdir()
         told = "the current folder cannot be used: No such file or directory; cd to another one"
-        assert start.prepare() == 2
+        assert cli.prepare() == 2
         assert capsys.readouterr().err == f"cocor-prep: error: {told}\n"
 
     @pytest.mark.usefixtures("ctrl_c")
@@ -293,7 +294,7 @@ class TestMachine:
             raise ImportError("libtorch_cpu.so: failed to map segment from shared object")
 
         monkeypatch.setattr(importlib, "import_module", fail)
-        assert start.plot() == 2
+        assert cli.plot() == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("cocor-plot: error: a library does not fit into memory: ") and "ulimit -v" in line
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cocor import compiled_code
-from cocor.config import Config
+from cocor.config.options import Config
 
 DAY = 24 * 3600.0
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cocor.checks import check_ranks
-from cocor.config import Config, key_bn_groups, labelled_batch_size
-from cocor.configure import load
+from cocor.config.checks import check_ranks
+from cocor.config.options import Config, key_bn_groups, labelled_batch_size
+from cocor.config.resolve import load
 from loaders.errors import UserError
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -203,7 +203,7 @@ def test_what_a_run_saves_reads_back_as_the_same_configuration(tmp_path: Path) -
 
 
 def test_help_is_quick_grouped_and_complete() -> None:
-    code = "import sys, cocor.configure as c; sys.modules.get('torch') and sys.exit(3); c.load(['--help'])"
+    code = "import sys, cocor.config.resolve as c; sys.modules.get('torch') and sys.exit(3); c.load(['--help'])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 0 and not run.stderr
     flags = ["--" + name.replace("_", "-") for name in Config.__dataclass_fields__]

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cocor.consistency import Consistency, abs_loss, latent_similarity, normalised, softplus_loss
+from cocor.objective.consistency import Consistency, abs_loss, latent_similarity, normalised, softplus_loss
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from torchvision.transforms import ColorJitter, functional
 
 from loaders.kernels.lower import BLUR_TAPS, lower
 from loaders.kernels.pointwise import shift_hue
-from loaders.ops import Op
+from loaders.views.ops import Op
 
 SIGMAS = (0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.3, 1.7, 2.0, 3.5)
 

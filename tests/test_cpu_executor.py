@@ -13,7 +13,7 @@ from pictures import photographs
 from loaders.kernels import pillow
 from loaders.kernels.cpu import CpuExecutor
 from loaders.kernels.lower import lower
-from loaders.plan import ViewLayout, ViewPlan
+from loaders.views.plan import ViewLayout, ViewPlan
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 

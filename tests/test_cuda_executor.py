@@ -22,8 +22,8 @@ from loaders.errors import UserError
 from loaders.kernels import cuda, pillow
 from loaders.kernels.cpu import CpuExecutor
 from loaders.kernels.lower import lower, normalisation_table
-from loaders.ops import END, UNIFORM, Op
-from loaders.plan import ViewLayout, ViewPlan
+from loaders.views.ops import END, UNIFORM, Op
+from loaders.views.plan import ViewLayout, ViewPlan
 
 SIZES = (1, 2, 3, 31, 32, 64, 97, 224, 256)
 IDENTITY = np.tile(np.arange(256, dtype=np.uint8), (3, 1))

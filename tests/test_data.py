@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from cocor.config import Config
+from cocor.config.options import Config
 from cocor.data import labelled_loader, open_data, training_loader, training_plan
-from cocor.distributed import World
+from cocor.distributed.collectives import World
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
 from loaders.kernels import pillow
-from loaders.ops import END
+from loaders.views.ops import END
 
 WORLD = World(0, 0, 1, torch.device("cpu"))
 

@@ -10,16 +10,16 @@ import pytest
 from hostile import few_more_files
 from PIL import Image
 
-from loaders import size_index
-from loaders.dataset import ImageDataset, open_folder, read_label_split
-from loaders.decode import decode
+from loaders.datasets import size_index
+from loaders.datasets.dataset import ImageDataset, open_folder, read_label_split
+from loaders.datasets.decode import decode
+from loaders.datasets.layout import folder_above
+from loaders.datasets.size_index import CACHE_NAME
 from loaders.errors import UserError
-from loaders.layout import folder_above
-from loaders.names import printable
+from loaders.prep.byte_ranges import FileBytes
 from loaders.prep.encode import Settings, encode
-from loaders.prep.locator import FileBytes
 from loaders.prep.scan import examine
-from loaders.size_index import CACHE_NAME
+from loaders.text import printable
 
 
 def write(path: Path, image: Image.Image, **options: object) -> Path:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from cocor import distributed, slurm
-from cocor.config import Config
-from cocor.configure import load
-from cocor.launch import settle, usable_cpus
-from cocor.place import Place, place
+from cocor.config.options import Config
+from cocor.config.resolve import load
+from cocor.distributed import collectives, slurm
+from cocor.distributed.env import Place, place
+from cocor.distributed.launch import settle, usable_cpus
 from loaders.errors import UserError
 
 TESTS = Path(__file__).parent
@@ -83,14 +83,14 @@ def test_a_killed_rank_is_named(how: str, code: int) -> None:
 
 
 def test_one_rank_needs_no_process_group(alone: pytest.MonkeyPatch) -> None:
-    world = distributed.init(use_gpu=False)
+    world = collectives.init(use_gpu=False)
     assert (world.rank, world.size, world.main, world.device.type) == (0, 1, True, "cpu")
     assert not torch.distributed.is_initialized()
     tensor = torch.ones(3, requires_grad=True)
-    assert distributed.mean_over_ranks(tensor) is tensor
-    assert distributed.gather(tensor).data_ptr() == tensor.data_ptr()
-    distributed.barrier()
-    distributed.shutdown()
+    assert collectives.mean_over_ranks(tensor) is tensor
+    assert collectives.gather(tensor).data_ptr() == tensor.data_ptr()
+    collectives.barrier()
+    collectives.shutdown()
 
 
 def test_torchrun_and_srun_say_who_is_who(alone: pytest.MonkeyPatch) -> None:

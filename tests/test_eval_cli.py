@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from cocor.eval.cli import main
-from cocor.eval.inputs import chosen_datasets, name_of_data
-from cocor.eval.protocols import TRANSFER
+from cocor.eval.datasets.protocols import TRANSFER
+from cocor.eval.options import chosen_datasets, name_of_data
 from loaders.errors import UserError
 from loaders.prep.convert import convert
 from loaders.prep.encode import Settings

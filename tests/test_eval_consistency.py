@@ -9,16 +9,16 @@ from PIL import Image
 from torch import nn
 
 from cocor import checkpoint
-from cocor.build import build_method
-from cocor.configure import resolve
-from cocor.distributed import World
-from cocor.eval.consistency import LENGTHS, measure, subject, target_rises
+from cocor.config.resolve import resolve
+from cocor.distributed.collectives import World
 from cocor.eval.features import Extraction
 from cocor.eval.figures import draw_consistency, draw_spectra
-from cocor.eval.spectrum import Spectrum
-from cocor.eval.weights import digest
-from cocor.mmnn import MMNN
-from loaders.dataset import open_folder
+from cocor.eval.probes.consistency import LENGTHS, measure, subject, target_rises
+from cocor.eval.probes.spectrum import Spectrum
+from cocor.eval.weights.load import digest
+from cocor.models import build_method
+from cocor.objective.mmnn import MMNN
+from loaders.datasets.dataset import open_folder
 from loaders.errors import UserError
 
 CPU = torch.device("cpu")

@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 from scipy.io import savemat
 
-from cocor.eval.datasets import Absent, open_named, open_splits, random_split
-from cocor.eval.protocols import PROTOCOLS, TRANSFER
-from loaders.decode import decode
+from cocor.eval.datasets.protocols import PROTOCOLS, TRANSFER
+from cocor.eval.datasets.splits import Absent, open_named, open_splits, random_split
+from loaders.datasets.decode import decode
 from loaders.errors import UserError
 from loaders.prep.classes import read_classes
 from loaders.prep.convert import convert

@@ -14,17 +14,17 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from cocor.distributed import World
+from cocor.distributed.collectives import World
 from cocor.eval.crops import CropPlan
+from cocor.eval.datasets.protocols import VIEWS, SgdSettings
 from cocor.eval.features import Extraction, _rows_of_rank, features_of, features_of_two, summary
-from cocor.eval.protocols import VIEWS, SgdSettings
-from cocor.eval.sgd_probe import RandomCrops
-from cocor.eval.weights import Encoder, digest, load_encoder
+from cocor.eval.probes.sgd import RandomCrops
+from cocor.eval.weights.load import Encoder, digest, load_encoder
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
-from loaders.dataset import open_folder
+from loaders.datasets.dataset import open_folder
 from loaders.errors import UserError
 from loaders.open import open_loader
-from loaders.order import BatchOrder
+from loaders.views.order import BatchOrder
 
 HOW = Extraction(size=64, batch_size=7, workers=0)
 
@@ -120,8 +120,8 @@ def test_features_are_given_though_they_cannot_be_kept(
 
 def test_two_processes_share_a_cache(photo_folder: Path, tmp_path: Path) -> None:
     code = (
-        "import sys, torch; from pathlib import Path; from loaders.dataset import open_folder\n"
-        "from cocor.eval.features import Extraction, features_of; from cocor.eval.weights import load_encoder\n"
+        "import sys, torch; from pathlib import Path; from loaders.datasets.dataset import open_folder\n"
+        "from cocor.eval.features import Extraction, features_of; from cocor.eval.weights.load import load_encoder\n"
         "how = Extraction(size=32, workers=0, cache=Path(sys.argv[2]))\n"
         "print(features_of(load_encoder('random:resnet18'), open_folder(sys.argv[1]), how).values.sum().item())"
     )

@@ -9,9 +9,9 @@ import pytest
 from matplotlib.axes import Axes
 
 from cocor.eval import figures
-from cocor.eval.consistency import Consistency
-from cocor.eval.fewshot import ShotResult
-from cocor.eval.spectrum import Spectrum
+from cocor.eval.probes.consistency import Consistency
+from cocor.eval.probes.fewshot import ShotResult
+from cocor.eval.probes.spectrum import Spectrum
 
 
 @pytest.fixture

@@ -11,13 +11,13 @@ import torch
 from eval_cases import clusters
 from torch import Tensor
 
+from cocor.eval.datasets.protocols import RECIPES, SgdSettings
 from cocor.eval.features import Features
-from cocor.eval.lbfgs import Memory
-from cocor.eval.linear import PENALTIES, class_mean, linear_probe, top1
 from cocor.eval.peer import check_peer
-from cocor.eval.protocols import RECIPES, SgdSettings
-from cocor.eval.sgd_probe import sgd_probe, shortened
-from cocor.eval.softmax import SoftmaxRegression
+from cocor.eval.probes.lbfgs import Memory
+from cocor.eval.probes.linear import PENALTIES, class_mean, linear_probe, top1
+from cocor.eval.probes.sgd import sgd_probe, shortened
+from cocor.eval.probes.softmax_regression import SoftmaxRegression
 from loaders import progress
 from loaders.errors import UserError
 

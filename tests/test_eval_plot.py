@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from cocor.measurements import epochs_of, read_run
+from cocor.monitor.metrics_file import epochs_of, read_run
+from cocor.monitor.plot import main
 from cocor.panels import WIDTH, panels, wrapped
-from cocor.plot import main
 
 
 def write_run(folder: Path, consistent: bool = True, tail: str = "") -> Path:

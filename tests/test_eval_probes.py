@@ -10,10 +10,10 @@ from PIL import Image
 from sklearn.linear_model import LogisticRegression
 
 from cocor.eval.features import Features
-from cocor.eval.fewshot import draw_shots, episodes, logistic_regression, shots
-from cocor.eval.retrieval import retrieve, save_sheet
-from cocor.eval.spectrum import spectrum
-from loaders.dataset import open_folder
+from cocor.eval.probes.fewshot import draw_shots, episodes, logistic_regression, shots
+from cocor.eval.probes.retrieval import retrieve, save_sheet
+from cocor.eval.probes.spectrum import spectrum
+from loaders.datasets.dataset import open_folder
 from loaders.errors import UserError
 
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cocor.build import build_method, build_target
-from cocor.config import Config
-from cocor.configure import resolve
-from cocor.distributed import World
-from cocor.execution import LONG_RUN, choose, compile_backbones, executable, uncompiled
-from cocor.recording import WARM_UP, RecordedStep
-from cocor.schedule import Cosine
-from cocor.skip import SkippingStep
-from cocor.step import TrainingStep
+from cocor.config.options import Config
+from cocor.config.resolve import resolve
+from cocor.distributed.collectives import World
+from cocor.models import build_method, build_target
+from cocor.monitor.skip import SkippingStep
+from cocor.step.compile import LONG_RUN, choose, compile_backbones, executable, uncompiled
+from cocor.step.cudagraph import WARM_UP, RecordedStep
+from cocor.step.schedule import Cosine
+from cocor.step.step import TrainingStep
 from loaders.batch import Batch
 from loaders.errors import UserError
 
@@ -161,7 +161,7 @@ class TestChoice:
     def test_a_gpu_runs_the_fastest_that_is_possible_and_pays(
         self, options: dict, steps: int, chosen: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("cocor.execution.missing_to_compile", lambda device: None)
+        monkeypatch.setattr("cocor.step.compile.missing_to_compile", lambda device: None)
         assert choose(config_for(**options), GPU, steps) == chosen
 
     @pytest.mark.parametrize("world", [CPU, GPU], ids=["cpu", "gpu"])
@@ -179,7 +179,7 @@ class TestChoice:
     def test_compiling_on_a_cpu_is_advised_against(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr("cocor.execution.missing_to_compile", lambda device: None)
+        monkeypatch.setattr("cocor.step.compile.missing_to_compile", lambda device: None)
         assert choose(config_for(execution="compiled"), CPU, 1) == "compiled"
         assert "on a CPU compiling takes minutes" in caplog.text
 

@@ -18,20 +18,20 @@ from prep_cases import CORNERS, corner_colours, good_cases, write_all
 from tqdm import tqdm
 
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Loader
-from loaders.dali import DaliLoader
-from loaders.dali_decoder import DaliDecoder
-from loaders.dataset import open_folder
+from loaders.dali.decoder import DaliDecoder
+from loaders.dali.loader import DaliLoader
+from loaders.datasets.dataset import open_folder
+from loaders.datasets.stored import StoredDataset, open_stored
 from loaders.errors import UserError
-from loaders.ffcv import FfcvLoader
-from loaders.ffcv_import import load_ffcv
+from loaders.ffcv.loader import FfcvLoader
+from loaders.ffcv.patches import load_ffcv
 from loaders.open import open_loader
-from loaders.order import BatchOrder, CyclicOrder
-from loaders.plan import ViewPlan
 from loaders.prep.convert import convert
 from loaders.prep.encode import Settings
 from loaders.prep.sources import open_source
-from loaders.stored import StoredDataset, open_stored
-from loaders.torch import TorchLoader, resized_crop
+from loaders.torch_loader import TorchLoader, resized_crop
+from loaders.views.order import BatchOrder, CyclicOrder
+from loaders.views.plan import ViewPlan
 
 pytest.importorskip("ffcv", reason="needs the ffcv extra", exc_type=ImportError)
 pytestmark = pytest.mark.ffcv
@@ -160,17 +160,17 @@ class TestOneDecode:
         self, images: StoredDataset, recipe: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         load_ffcv()
-        from loaders import ffcv_decoder
+        from loaders.ffcv import decoder
 
         plan = ViewPlan(SIZE) if recipe == "paper" else ViewPlan(SIZE, original="weak", originals=5)
         decoded: list[int] = []
-        decode_crops = ffcv_decoder.decode_crops
+        decode_crops = decoder.decode_crops
 
         def counting(places: np.ndarray, stored: np.ndarray, *rest: object) -> None:
-            decoded.extend(stored[places, ffcv_decoder.ROW].tolist())
+            decoded.extend(stored[places, decoder.ROW].tolist())
             decode_crops(places, stored, *rest)
 
-        monkeypatch.setattr(ffcv_decoder, "decode_crops", counting)
+        monkeypatch.setattr(decoder, "decode_crops", counting)
         monkeypatch.setattr(type(images.file), "decode", lambda *_: pytest.fail("decoded again, by Pillow"))
         loader = FfcvLoader(images, plan, order=BatchOrder(24, 8), workers=2)
         for epoch in range(2):
@@ -270,7 +270,7 @@ class TestFaults:
 
     def test_an_error_in_ffcvs_thread_arrives(self, images: StoredDataset) -> None:
         load_ffcv()
-        from loaders.ffcv_pipeline import PlannedLoader
+        from loaders.ffcv.pipeline import PlannedLoader
 
         def submit(stored: np.ndarray) -> object:
             raise MemoryError("no room")
@@ -289,9 +289,9 @@ class TestFaults:
     def test_missing_ffcv_is_one_line_with_the_remedy(
         self, images: StoredDataset, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        import loaders.ffcv_import
+        import loaders.ffcv.patches
 
-        loaders.ffcv_import._load.cache_clear()
+        loaders.ffcv.patches._load.cache_clear()
         monkeypatch.setitem(sys.modules, "ffcv", None)
         remedy = r"missing: the Python package ffcv.*apt-get install .* pip install ffcv=="
         with pytest.raises(UserError, match=remedy) as error:
@@ -301,7 +301,7 @@ class TestFaults:
     def test_a_missing_library_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "ffcv").mkdir()
         (tmp_path / "ffcv" / "__init__.py").write_text("import ctypes; ctypes.CDLL('libturbojpeg.so.77')")
-        result = run_python("from loaders.ffcv_import import load_ffcv; load_ffcv()", PYTHONPATH=str(tmp_path))
+        result = run_python("from loaders.ffcv.patches import load_ffcv; load_ffcv()", PYTHONPATH=str(tmp_path))
         assert "UserError: --loader ffcv needs FFCV" in result.stderr.splitlines()[-1]
         assert "missing: libturbojpeg.so.77: cannot open shared object file" in result.stderr.splitlines()[-1]
 
@@ -364,10 +364,10 @@ import multiprocessing, numba, numpy, torch
 torch.set_num_threads(3)
 bytes_type = numba.types.uint8[::1]
 state = numpy.random.get_state()[1].tolist()
-from loaders.stored import open_stored
-from loaders.ffcv import FfcvLoader
-from loaders.order import BatchOrder
-from loaders.plan import ViewPlan
+from loaders.datasets.stored import open_stored
+from loaders.ffcv.loader import FfcvLoader
+from loaders.views.order import BatchOrder
+from loaders.views.plan import ViewPlan
 loader = FfcvLoader(open_stored({str(photo_beton)!r}), ViewPlan(32), order=BatchOrder(24, 8), workers=2)
 for epoch in range(2):
     seen = [torch.get_num_threads() for batch in loader.epoch(epoch)]
@@ -383,11 +383,12 @@ multiprocessing.set_start_method("spawn")
         assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
     def test_only_asking_for_it_imports_it(self) -> None:
-        code = "import sys, loaders.ffcv, loaders.open; print([m for m in sys.modules if m.split('.')[0] == 'ffcv'])"
+        code = "import sys, loaders.ffcv.loader, loaders.open\n"
+        code += "print([m for m in sys.modules if m.split('.')[0] == 'ffcv'])"
         assert run_python(code).stdout == "[]\n"
 
     def test_ffcv_still_needs_taming(self) -> None:
-        """Where this fails, loaders/ffcv_import.py can lose what a newer FFCV no longer needs."""
+        """Where this fails, loaders/ffcv/patches.py can lose what a newer FFCV no longer needs."""
         code = """
 import multiprocessing, torch
 torch.set_num_threads(3)

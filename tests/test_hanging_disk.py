@@ -12,13 +12,14 @@ import pytest
 from loading import same, threads
 from test_train import environment
 
-from loaders import decode, prefetch
-from loaders.dataset import open_folder
+from loaders.datasets import decode
+from loaders.datasets.dataset import open_folder
 from loaders.open import open_loader
-from loaders.order import BatchOrder
-from loaders.plan import ViewPlan
-from loaders.pool import DaemonPool
-from loaders.prefetch import InConsumer, Prefetch
+from loaders.pipeline import prefetch
+from loaders.pipeline.prefetch import InConsumer, Prefetch
+from loaders.pipeline.threads import DaemonPool
+from loaders.views.order import BatchOrder
+from loaders.views.plan import ViewPlan
 
 PLAN = ViewPlan(size=32, seed=3)
 ORDER = BatchOrder(24, 2, seed=3)
@@ -26,11 +27,13 @@ ORDER = BatchOrder(24, 2, seed=3)
 _FAILS = """
 import os, sys, threading, time
 from contextlib import closing, nullcontext
-from loaders import dali_input, decode, prefetch
+from loaders.dali import inputs
+from loaders.datasets import decode
+from loaders.pipeline import prefetch
 from loaders.open import open_images, open_loader
-from loaders.order import BatchOrder
-from loaders.plan import ViewPlan
-from loaders.stored import StoredFile
+from loaders.views.order import BatchOrder
+from loaders.views.plan import ViewPlan
+from loaders.datasets.stored import StoredFile
 
 name, data, workers, closes = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "closes"
 name, _, place = name.partition(" ")
@@ -38,7 +41,7 @@ prefetch.PATIENCE = 0.5
 images, order = open_images(data, workers=1), BatchOrder(24, 2, seed=3)
 hung = int(order.indices(0, 5 if place == "stat" else 1)[0])  # 5: a batch that DALI has not been given yet
 opener, damage, stuck = decode.without_waiting, StoredFile.damage, threading.Event()
-length = dali_input._length
+length = inputs._length
 
 def hangs(path, flags):
     while path == images.paths[hung]:
@@ -60,7 +63,7 @@ def hangs_in(file, rows):
 if place == "stat":
     with closing(open_loader(name, images, ViewPlan(size=32, seed=3), order, workers=workers)) as first:
         list(first.epoch(0))  # compiles: Python aborts if it exits while another thread does
-    dali_input._length = hangs_before
+    inputs._length = hangs_before
 elif name == "dali":
     os.remove(images.paths[hung])
     os.mkfifo(images.paths[hung])  # DALI waits for somebody to write into it

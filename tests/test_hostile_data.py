@@ -23,18 +23,18 @@ from hostile import Refused, damaged, one_line_or_none, refusal, run_train
 from PIL import Image
 from prep_cases import corner_image, jpeg_bytes, write_all
 
-from loaders.beton import FIELD, HEADER, SAMPLE, field_descriptors
-from loaders.decode import MAX_PIXELS, ImageFault
+from loaders.datasets.beton import FIELD, HEADER, SAMPLE, field_descriptors
+from loaders.datasets.decode import MAX_PIXELS, ImageFault
+from loaders.datasets.manifest import FOLDER_RECORD
+from loaders.datasets.stored import StoredDataset, open_stored
 from loaders.errors import UserError
 from loaders.open import open_loader
-from loaders.order import BatchOrder
-from loaders.plan import ViewPlan
-from loaders.prep import locator
+from loaders.prep import byte_ranges
 from loaders.prep.cli import main as prep
 from loaders.prep.info import describe_source
-from loaders.prep.record import FOLDER_RECORD
 from loaders.prep.sources import open_source
-from loaders.stored import StoredDataset, open_stored
+from loaders.views.order import BatchOrder
+from loaders.views.plan import ViewPlan
 
 TABLE = HEADER.itemsize + 2 * FIELD.itemsize  # where a .beton's table of images begins
 
@@ -398,7 +398,7 @@ class TestParquet:
 
 
 def read(place: Any) -> None:
-    locator._row_group.cache_clear()
+    byte_ranges._row_group.cache_clear()
     try:
         place.read()
     except (ImageFault, OSError) as fault:
@@ -437,7 +437,7 @@ class TestImages:
         (tmp_path / "x").write_bytes(bomb(kind))
         code = f"""
 import resource
-from loaders.decode import decode
+from loaders.datasets.decode import decode
 from loaders.errors import UserError
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:

@@ -25,15 +25,15 @@ from hostile import Harm, Refused, damaged, one_line_or_none, refusal, run_train
 from prep_cases import corner_image, jpeg_bytes, write_all
 from test_train import environment
 
-import cocor.export_cli
+import cocor.eval.weights.export_cli
 import loaders.jit
-from cocor.build import build_backbone
-from cocor.eval.weights import load_encoder
+from cocor.eval.weights.load import load_encoder
+from cocor.models import build_backbone
 from cocor.train import main as train
-from loaders import philox
-from loaders.dataset import open_folder
+from loaders.datasets.dataset import open_folder
+from loaders.datasets.size_index import CACHE_NAME
 from loaders.prep.cli import main as prep
-from loaders.size_index import CACHE_NAME
+from loaders.views import philox
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ class TestWeights:
         options = {"data": photo_folder, "loader": "torch", "output": tmp_path / "run"}
         assert "x.pt" in refused(run_train(**options, resume=path))
         assert "x.pt" in refused(run_train(**options, init=path))
-        line = refused(lambda: cocor.export_cli.main([str(path), "--output", str(tmp_path / "exported")]))
+        line = refused(lambda: cocor.eval.weights.export_cli.main([str(path), "--output", str(tmp_path / "exported")]))
         assert "x.pt: " in line and ("compressed" if form == "compressed" else "run code") in line
         assert not (tmp_path / "run").exists() and not (tmp_path / "exported").exists()
 
@@ -98,7 +98,9 @@ class TestWeights:
         path = tmp_path / "x.safetensors"
         length = struct.pack("<Q", len(header)) if header[:1] in (b"{", b"[") else b""
         path.write_bytes(length + header + bytes(32))
-        assert "x.safetensors: " in refused(lambda: cocor.export_cli.main([str(path), "--output", str(tmp_path)]))
+        assert "x.safetensors: " in refused(
+            lambda: cocor.eval.weights.export_cli.main([str(path), "--output", str(tmp_path)])
+        )
         options = {"data": photo_folder, "loader": "torch", "output": tmp_path / "run"}
         assert "x.safetensors: " in refused(run_train(**options, init=path))
 

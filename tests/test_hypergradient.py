@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cocor.consistency import Consistency, abs_loss, latent_similarity, softplus_loss
-from cocor.hypergradient import Measured, exact, inner_products, sample_inner_products, taylor
 from cocor.methods.base import Method, batch_statistics_only
 from cocor.methods.moco import MoCo
 from cocor.methods.simsiam import SimSiam
-from cocor.mmnn import MMNN
+from cocor.objective.consistency import Consistency, abs_loss, latent_similarity, softplus_loss
+from cocor.objective.hypergradient import Measured, exact, inner_products, sample_inner_products, taylor
+from cocor.objective.mmnn import MMNN
 
 LENGTHS, BATCH, LR, MOMENTUM, DECAY = 3, 6, 0.05, 0.9, 1e-2
 

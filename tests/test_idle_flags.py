@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from test_readme import READMES
 
-from cocor.checks import NEEDS, warnings
-from cocor.config import Config
-from cocor.configure import read
+from cocor.config.checks import NEEDS, warnings
+from cocor.config.options import Config
+from cocor.config.resolve import read
 from cocor.train import main
 
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cocor.eval import knn
-from cocor.eval.knn import KnnResult, knn_accuracy, knn_predict
+from cocor.eval.probes import knn
+from cocor.eval.probes.knn import KnnResult, knn_accuracy, knn_predict
 
 
 def literal(queries: Tensor, bank: Tensor, labels: Tensor, k: int, temperature: float, skip_self: bool) -> list[int]:
@@ -127,7 +127,7 @@ def test_features_that_are_not_finite_are_refused() -> None:
 
 _RANK = """
 import torch, torch.distributed as dist
-from cocor.eval import knn
+from cocor.eval.probes import knn
 knn._CHUNK_BYTES = 4 * 300 * 16
 g = torch.Generator().manual_seed(0)
 bank, labels = torch.randn(300, 8, generator=g), torch.arange(300) % 7

@@ -10,7 +10,7 @@ import pytest
 from hostile import limited
 from test_train import environment, flags
 
-from cocor import failures, launch
+from cocor.distributed import failures, launch
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -35,7 +35,7 @@ def test_the_user_decides_how_many_queues_are_used() -> None:
 
 _PROGRAM = """
 import os, sys
-from cocor import failures, launch
+from cocor.distributed import failures, launch
 
 def body():
     BODY
@@ -124,7 +124,7 @@ def test_no_frames_of_c_plus_plus_are_shown_where_the_host_of_a_store_has_gone()
 def test_ranks_load_no_modules_of_the_folder_they_are_started_in(photo_folder: Path, tmp_path: Path) -> None:
     for name in ("random.py", "loaders.py"):
         (tmp_path / name).write_text("raise SystemExit('a program of the user')\n")
-    installed = [sys.executable, "-P", "-c", "from cocor.start import train; raise SystemExit(train())"]
+    installed = [sys.executable, "-P", "-c", "from cocor.cli import train; raise SystemExit(train())"]
     found = subprocess.run(
         [*installed, *flags(data=photo_folder, loader="torch", cpu_ranks=2), "--dry-run"],
         env=environment(), cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,

@@ -22,19 +22,20 @@ from loading import grey_levels, opening, same, threads
 from PIL import Image
 from prep_cases import stray_jpeg, twice_oriented_jpeg, write_all
 
-import loaders.torch
-from loaders import prefetch, queues
+import loaders.torch_loader
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Loader
-from loaders.dali import DaliLoader
-from loaders.dali_input import MemoryFile
-from loaders.dataset import ImageDataset, open_folder
+from loaders.dali import cuda_env
+from loaders.dali.inputs import MemoryFile
+from loaders.dali.loader import DaliLoader
+from loaders.datasets.dataset import ImageDataset, open_folder
 from loaders.errors import UserError
 from loaders.open import LoaderName, open_loader
-from loaders.order import BatchOrder, CyclicOrder
-from loaders.plan import ViewPlan
-from loaders.prefetch import Prefetch
+from loaders.pipeline import prefetch
+from loaders.pipeline.prefetch import Prefetch
 from loaders.synthetic import SyntheticLoader, synthetic_dataset
-from loaders.torch import TorchLoader, resized_crop
+from loaders.torch_loader import TorchLoader, resized_crop
+from loaders.views.order import BatchOrder, CyclicOrder
+from loaders.views.plan import ViewPlan
 
 SIZE = 32
 PLAN = ViewPlan(size=SIZE, seed=3)
@@ -142,7 +143,7 @@ class TestOnePlan:
     def test_worker_processes_change_nothing(
         self, make: Callable[..., Loader], dataset: ImageDataset, monkeypatch: pytest.MonkeyPatch, room: bool
     ) -> None:
-        monkeypatch.setattr(loaders.torch, "_fits_shared_memory", lambda needed: room)
+        monkeypatch.setattr(loaders.torch_loader, "_fits_shared_memory", lambda needed: room)
         loader = TorchLoader(dataset, PLAN, order=BatchOrder(24, 8, seed=PLAN.seed), workers=2)
         assert all(same(a, b) for a, b in zip(loader.epoch(0), make("torch").epoch(0), strict=True))
         loader.close()
@@ -199,7 +200,7 @@ class TestOnePlan:
     def test_worker_processes_are_forked_in_programs_that_spawn_theirs(
         self, dataset: ImageDataset, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(loaders.torch, "resized_crop", lambda *_: np.zeros((SIZE, SIZE, 3), np.uint8))
+        monkeypatch.setattr(loaders.torch_loader, "resized_crop", lambda *_: np.zeros((SIZE, SIZE, 3), np.uint8))
         before = multiprocessing.get_start_method(allow_none=True)
         multiprocessing.set_start_method("spawn", force=True)
         loader = TorchLoader(dataset, PLAN, order=BatchOrder(24, 8), workers=1)
@@ -223,7 +224,7 @@ class TestOnePlan:
             gc.collect()
             return resized_crop(*arguments)
 
-        monkeypatch.setattr(loaders.torch, "resized_crop", crop)
+        monkeypatch.setattr(loaders.torch_loader, "resized_crop", crop)
         loader = TorchLoader(dataset, PLAN, order=BatchOrder(24, 8), workers=1)
         gc.disable()
         try:
@@ -356,7 +357,7 @@ class TestFaults:
         ],
     )
     def test_few_open_files_are_said_to_be_the_reason(self, fault: RuntimeError | OSError) -> None:
-        told = loaders.torch._explain(fault)
+        told = loaders.torch_loader._explain(fault)
         assert isinstance(told, UserError) and "too many open files: raise the limit (ulimit -n 4096)" in str(told)
 
     def test_one_thread_too_many_is_no_more_than_its_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,7 +393,7 @@ def test_whoever_uses_dali_without_our_commands_is_told_of_the_queues(
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", setting or "")
     if setting is None:
         monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
-    queues.advise.__wrapped__()
+    cuda_env.advise.__wrapped__()
     assert ("set CUDA_DEVICE_MAX_CONNECTIONS=32" in caplog.text) == advised
 
 

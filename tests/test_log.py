@@ -18,7 +18,7 @@ import torch
 from hand_clock import wound_by_hand
 
 import cocor.clock
-from cocor.distributed import World
+from cocor.distributed.collectives import World
 from cocor.log import METRICS, RunLog, duration, set_up_logging
 
 CPU = torch.device("cpu")
@@ -120,7 +120,7 @@ def test_only_the_main_rank_writes(tmp_path: Path, capsys: pytest.CaptureFixture
     set_up_logging(OTHER, tmp_path / "log.txt")
     log = run_log(tmp_path, OTHER, log_every=1)
     log.step(1, 0, 0.1, {"loss": torch.tensor(1.0)})
-    logging.getLogger("loaders.dali").warning("cannot read x.jpg")
+    logging.getLogger("loaders.dali.loader").warning("cannot read x.jpg")
     log.close()
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().err == "[rank 1] cannot read x.jpg\n"
@@ -145,7 +145,7 @@ def test_log_txt_grows_over_restarts_and_has_every_line_once(
 _TERMINAL = """
 import logging, sys, torch
 from pathlib import Path
-from cocor.distributed import World
+from cocor.distributed.collectives import World
 from cocor.log import RunLog, set_up_logging
 world = World(0, 0, 1, torch.device("cpu"))
 set_up_logging(world, Path(sys.argv[1]) / "log.txt")

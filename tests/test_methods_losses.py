@@ -9,7 +9,7 @@ from test_methods import LABELS, backbone, byol, images, intl, supcon
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cocor.configure import load
+from cocor.config.resolve import load
 from cocor.methods.base import batch_statistics_only
 from cocor.methods.byol import prediction_error, target_momentum
 from cocor.methods.intl import INTL, iterative_normalisation_loss, trace_loss, whitened

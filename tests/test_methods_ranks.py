@@ -13,8 +13,8 @@ import torch
 from test_distributed import LAUNCHERS, TESTS
 from torch import Tensor, nn
 
-from cocor.config import Method
-from cocor.configure import load
+from cocor.config.options import Method
+from cocor.config.resolve import load
 from cocor.methods.sync_norm import GlobalBatchNorm, synchronise_batch_norm
 from loaders.errors import UserError
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from cocor.mmnn import CONSTANTS, MMNN, OPS, Constants, _fitted, constants_for, similarity_at
+from cocor.objective.mmnn import CONSTANTS, MMNN, OPS, Constants, _fitted, constants_for, similarity_at
 from loaders.errors import UserError
 
 

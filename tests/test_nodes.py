@@ -16,7 +16,8 @@ import pytest
 from test_stop import HANGS, OPTIONS, lines, stands_still, wait_for
 from test_train import STEPS, environment, flags, metrics
 
-from cocor import checkpoint, distributed, slurm
+from cocor import checkpoint
+from cocor.distributed import collectives, slurm
 from cocor.train import main as train
 from loaders.errors import UserError
 
@@ -49,7 +50,7 @@ def test_a_port_that_was_asked_for_and_is_taken_is_named(monkeypatch: pytest.Mon
             if address is not None:
                 monkeypatch.setenv("MASTER_ADDR", address)
             with pytest.raises(UserError, match=f"{port}.*MASTER_PORT|MASTER_PORT {port}"):
-                distributed.init(use_gpu=False)
+                collectives.init(use_gpu=False)
 
 
 def free_port() -> int:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from loaders.errors import UserError
-from loaders.order import BatchOrder, CyclicOrder
+from loaders.views.order import BatchOrder, CyclicOrder
 
 
 def seen(order: BatchOrder, epoch: int) -> np.ndarray:

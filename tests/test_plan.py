@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 from scipy import stats
 from torchvision.transforms import RandomResizedCrop
 
-from loaders import ops
 from loaders.errors import UserError
-from loaders.ops import END, Op
-from loaders.philox import philox4x32, uniform
-from loaders.plan import Augmentation, PlannedBatch, ViewPlan
+from loaders.views import ops
+from loaders.views.ops import END, Op
+from loaders.views.philox import philox4x32, uniform
+from loaders.views.plan import Augmentation, PlannedBatch, ViewPlan
 
 SIZE = (375, 500)
 

@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 from prep_cases import CORNERS, bad_cases, corner_colours, corner_image, good_cases, jpeg_bytes, write_all
 
-from loaders.beton import open_beton
-from loaders.dataset import open_folder
-from loaders.decode import decode
+from loaders.datasets.beton import open_beton
+from loaders.datasets.dataset import open_folder
+from loaders.datasets.decode import decode
 from loaders.errors import UserError
 from loaders.prep.cli import main
 from loaders.prep.convert import convert

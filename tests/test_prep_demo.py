@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from loaders.dataset import open_folder
+from loaders.datasets.dataset import open_folder
 from loaders.errors import UserError
 from loaders.prep import demo
 

@@ -8,9 +8,9 @@ import pytest
 from PIL import Image
 from prep_cases import CORNERS, corner_colours, corner_image, good_cases, jpeg_bytes, write_all
 
-from loaders import beton
-from loaders.beton import open_beton
-from loaders.dataset import open_folder
+from loaders.datasets import beton
+from loaders.datasets.beton import open_beton
+from loaders.datasets.dataset import open_folder
 from loaders.prep.convert import convert
 from loaders.prep.encode import Settings
 from loaders.prep.sources import open_source

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from prep_cases import corner_image, jpeg_bytes, png_bytes, write_all
 
-from loaders.beton import open_beton
-from loaders.dataset import open_folder, read_label_split
-from loaders.names import bare
+from loaders.datasets.beton import open_beton
+from loaders.datasets.dataset import open_folder, read_label_split
+from loaders.datasets.split import stratified_split
 from loaders.open import open_images
 from loaders.prep.cli import main
-from loaders.split import stratified_split
+from loaders.text import bare
 
 TINY = jpeg_bytes(corner_image((16, 16)))
 

@@ -20,8 +20,8 @@ from prep_cases import (
     write_all,
 )
 
+from loaders.prep.byte_ranges import FileBytes
 from loaders.prep.cli import main
-from loaders.prep.locator import FileBytes
 from loaders.prep.scan import Finding, examine
 
 LIMIT = 178_000_000

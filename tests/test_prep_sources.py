@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from prep_cases import corner_image, jpeg_bytes, png_bytes, write_all
 
-from loaders.beton import open_beton
-from loaders.dataset import open_folder
+from loaders.datasets.beton import open_beton
+from loaders.datasets.dataset import open_folder
 from loaders.errors import UserError
 from loaders.prep.cli import main
 from loaders.prep.convert import convert

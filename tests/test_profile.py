@@ -9,16 +9,16 @@ import torch
 from hand_clock import wound_by_hand
 from test_train import flags
 
-import cocor.profile
-from cocor.config import Config
-from cocor.configure import resolve
-from cocor.profile import Parts, costs, table
-from cocor.run_folder import trace
+import cocor.monitor.profile
+from cocor.config.options import Config
+from cocor.config.resolve import resolve
+from cocor.monitor.profile import Parts, costs, table
+from cocor.run_dir import trace
 from cocor.train import main
 
 
 def test_an_inner_part_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, parts = wound_by_hand(cocor.profile, monkeypatch), Parts(torch.device("cpu"))
+    clock, parts = wound_by_hand(cocor.monitor.profile, monkeypatch), Parts(torch.device("cpu"))
     parts.start()
     with parts("outer"):
         clock.sleep(2)
@@ -100,7 +100,7 @@ def test_the_present_folder_has_its_trace_beside_it(tmp_path: Path, monkeypatch:
 def test_turns_however_long_are_looked_at_for_some_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cocor.profile._MOST_STEPS", 6)
+    monkeypatch.setattr("cocor.monitor.profile._MOST_STEPS", 6)
     turns = {"mmnn_every": 1_000_000, "lengths_per_step": 1, "composite_size": 8}
     tiny = {"loader": "synthetic", "synthetic_images": 200, "image_size": 16}
     assert main([*flags(output=tmp_path / "look", **tiny, **turns), "--profile"]) == 0

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cocor.eval.softmax import SoftmaxRegression
+from cocor.eval.probes.softmax_regression import SoftmaxRegression
 from loaders import progress
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cocor.configure import load
+from cocor.config.resolve import load
 from cocor.train import main
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"

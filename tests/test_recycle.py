@@ -5,7 +5,7 @@ import gc
 import numpy as np
 import torch
 
-from loaders.recycle import Recycler
+from loaders.pipeline.buffers import Recycler
 
 
 def test_memory_of_a_forgotten_tensor_is_used_again() -> None:

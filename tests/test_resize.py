@@ -5,8 +5,8 @@ import pytest
 from PIL import Image
 
 from loaders.kernels.resize import resize_crops
-from loaders.plan import ViewPlan
-from loaders.torch import resized_crop
+from loaders.torch_loader import resized_crop
+from loaders.views.plan import ViewPlan
 
 
 def crops_of(image: Image.Image, boxes: np.ndarray, size: int) -> np.ndarray:

@@ -30,10 +30,11 @@ from test_train import (
 )
 from torch import Tensor
 
-from cocor import atomic, checkpoint, launch, meeting, run_folder, run_lock
-from cocor.config import Config
-from cocor.configure import load
-from cocor.place import Place
+from cocor import atomic, checkpoint, meeting, run_dir, run_lock
+from cocor.config.options import Config
+from cocor.config.resolve import load
+from cocor.distributed import launch
+from cocor.distributed.env import Place
 from cocor.run_lock import RunLock
 from cocor.train import main
 from loaders.errors import UserError
@@ -364,7 +365,7 @@ class TestFolderInUse:
         lock.take(make=False)
         assert not list(tmp_path.iterdir())
         config = Config(data=tmp_path / "images", output=tmp_path / "new")
-        run_folder.prepare(config, config, [tmp_path / "images"], lock, resumes=False)
+        run_dir.prepare(config, config, [tmp_path / "images"], lock, resumes=False)
         assert lock.held
         lock.release()
 
@@ -410,12 +411,12 @@ class TestFolderInUse:
         """Neither had found a checkpoint when it looked."""
         folder, lock = tmp_path / "run", RunLock(tmp_path / "run")
         config = Config(data=tmp_path / "images", output=folder, resume="auto")
-        run_folder.prepare(config, config, [], lock, resumes=False)
+        run_dir.prepare(config, config, [], lock, resumes=False)
         checkpoint.save(folder / "checkpoints", {"step": 3}, keep=1)
         lock.release()
         with pytest.raises(UserError, match="another process has begun this run meanwhile; start the command again"):
-            run_folder.prepare(config, config, [], lock, resumes=False)
-        run_folder.prepare(config, config, [], lock, resumes=True)
+            run_dir.prepare(config, config, [], lock, resumes=False)
+        run_dir.prepare(config, config, [], lock, resumes=True)
         lock.release()
 
 

@@ -3,7 +3,7 @@ from itertools import pairwise
 
 import pytest
 
-from cocor.schedule import Cosine
+from cocor.step.schedule import Cosine
 from loaders.errors import UserError
 
 

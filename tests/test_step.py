@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cocor.build import build_method, build_target
-from cocor.config import Config
-from cocor.configure import resolve
+from cocor.config.options import Config
+from cocor.config.resolve import resolve
 from cocor.data import labelled_loader, open_data, training_loader
-from cocor.distributed import World
+from cocor.distributed.collectives import World
 from cocor.methods.base import Method, batch_statistics_only
-from cocor.step import TrainingStep
+from cocor.models import build_method, build_target
+from cocor.step.step import TrainingStep
 from loaders.batch import Batch
 
 WORLD = World(0, 0, 1, torch.device("cpu"))

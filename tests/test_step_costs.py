@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cocor.build import build_method, build_target
-from cocor.profile import costs
-from cocor.recording import _Recording
-from cocor.step import TrainingStep
+from cocor.models import build_method, build_target
+from cocor.monitor.profile import costs
+from cocor.step.cudagraph import _Recording
+from cocor.step.step import TrainingStep
 from loaders.batch import Batch
 
 WAITING = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_consecutive"}

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 from test_train import ROOT, assert_same_bits, environment, flags, metrics
 
-from cocor import checkpoint, stop
+from cocor import checkpoint
+from cocor.distributed import signals
 from cocor.train import main
-from loaders.dataset import open_folder
+from loaders.datasets.dataset import open_folder
 from loaders.errors import UserError
-from loaders.order import BatchOrder
-from loaders.plan import ViewPlan
-from loaders.torch import TorchLoader
+from loaders.torch_loader import TorchLoader
+from loaders.views.order import BatchOrder
+from loaders.views.plan import ViewPlan
 
 EPOCHS = 6
 OPTIONS = {"loader": "torch", "consistency": "none", "epochs": EPOCHS, "checkpoint_every_epochs": 100, "log_samples": 1}
@@ -77,7 +78,7 @@ def test_a_signal_stops_a_run_that_goes_on_later_as_if_nothing_had_been(photo_fo
         assert rows == expected
 
 
-_BEGIN = "import sys; print('begun', flush=True); from cocor.start import train; sys.exit(train())"
+_BEGIN = "import sys; print('begun', flush=True); from cocor.cli import train; sys.exit(train())"
 
 
 class TestTheFirstSeconds:
@@ -123,35 +124,35 @@ class TestTheFirstSeconds:
 
 class TestSignals:
     def test_before_training_they_end_the_process_at_once(self) -> None:
-        with pytest.raises(stop.Stopped, match="SIGTERM before a step was made") as caught, stop.obeyed():
+        with pytest.raises(signals.Stopped, match="SIGTERM before a step was made") as caught, signals.obeyed():
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(10)
-        assert caught.value.code == 75 and stop.requested() == 0
+        assert caught.value.code == 75 and signals.requested() == 0
 
     def test_during_training_they_are_noted_and_an_echo_of_one_is_no_second(self) -> None:
         before = signal.getsignal(signal.SIGTERM)
-        with stop.obeyed(), stop.deferred():
-            stop.progress()
+        with signals.obeyed(), signals.deferred():
+            signals.progress()
             for number in (signal.SIGUSR1, signal.SIGTERM):  # a scheduler's to the launcher and to its ranks
                 os.kill(os.getpid(), number)
-            assert stop.requested() == signal.SIGUSR1
+            assert signals.requested() == signal.SIGUSR1
         assert signal.getsignal(signal.SIGTERM) is before
 
     def test_ignored_ones_stay_ignored(self) -> None:
         """As under nohup, whose processes outlive their terminal."""
         before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
         try:
-            with stop.obeyed(), stop.deferred():
+            with signals.obeyed(), signals.deferred():
                 os.kill(os.getpid(), signal.SIGHUP)
-                assert stop.requested() == 0
+                assert signals.requested() == 0
         finally:
             signal.signal(signal.SIGHUP, before)
 
     def test_a_second_one_ends_the_process_at_once(self) -> None:
         program = (
             "import os, signal, time\nfrom cocor import stop\n"
-            "with stop.obeyed(), stop.deferred():\n"
-            "    stop.progress()\n"
+            "with signals.obeyed(), signals.deferred():\n"
+            "    signals.progress()\n"
             "    os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.7)\n"
             "    os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)\n"
         )
@@ -164,12 +165,12 @@ class TestSignals:
 def test_while_the_first_step_compiles_a_signal_ends_it_at_once() -> None:
     program = (
         "import os, signal, sys, time\nfrom cocor import stop\n"
-        "with stop.at_once(lambda text, code: print(text)), stop.obeyed(), stop.deferred():\n"
+        "with signals.at_once(lambda text, code: print(text)), signals.obeyed(), signals.deferred():\n"
         "    try: os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)\n"
         "    except BaseException: sys.exit('it was caught')\n"
     )
     process = subprocess.run([sys.executable, "-uc", program], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert process.returncode == stop.STOPPED and process.stderr == ""
+    assert process.returncode == signals.STOPPED and process.stderr == ""
     assert process.stdout.startswith("stopped by SIGTERM before a step was made; the same command with --resume")
 
 
@@ -293,10 +294,11 @@ def test_a_data_worker_that_dies_is_named(photo_folder: Path, number: signal.Sig
 
 HANGS = """
 import os, sys, time
-from cocor import stop, train
-from loaders import decode
+from cocor import train
+from cocor.distributed import signals
+from loaders.datasets import decode
 
-stop.PATIENCE, opener, (gate, *arguments) = 1.0, decode.without_waiting, sys.argv[1:]
+signals.PATIENCE, opener, (gate, *arguments) = 1.0, decode.without_waiting, sys.argv[1:]
 
 def hangs(path, flags):
     while path.endswith("chelsea/3.jpg") and os.path.exists(gate):
@@ -345,10 +347,10 @@ def test_signals_are_heard_while_the_main_thread_is_inside_of_a_library() -> Non
         "    while True: libc.pthread_mutex_lock(mutex)\n"
         "    yield\n"
         "threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()\n"
-        "with stop.obeyed(), stop.deferred():\n"
-        "    stop.progress()\n"
-        "    stop.without_data(lambda number: stop.leave(stop.Stopped(number, 'without data')))\n"
-        "    list(stop.awaited(hangs()))\n"
+        "with signals.obeyed(), signals.deferred():\n"
+        "    signals.progress()\n"
+        "    signals.without_data(lambda number: signals.leave(signals.Stopped(number, 'without data')))\n"
+        "    list(signals.awaited(hangs()))\n"
     )
     assert_left_without_data(program, "SIGUSR1")
 
@@ -360,9 +362,9 @@ def test_a_disk_that_does_not_answer_does_not_hold_up_the_end_of_what_is_read_ah
         "def hangs():\n"
         "    try: yield 1\n"
         "    finally: time.sleep(1000)\n"
-        "with stop.obeyed(), stop.deferred(), closing(stop.awaited(hangs())) as batches:\n"
-        "    stop.progress()\n"
-        "    stop.without_data(lambda number: stop.leave(stop.Stopped(number, 'without data')))\n"
+        "with signals.obeyed(), signals.deferred(), closing(signals.awaited(hangs())) as batches:\n"
+        "    signals.progress()\n"
+        "    signals.without_data(lambda number: signals.leave(signals.Stopped(number, 'without data')))\n"
         "    next(batches)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
     )

@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from cocor import checkpoint
-from cocor.configure import METHOD_DEFAULTS
+from cocor.config.resolve import METHOD_DEFAULTS
 from cocor.train import main
 
 ROOT = Path(__file__).parent.parent

@@ -10,10 +10,10 @@ from test_step import EPOCH, WORLD, Literal, assert_equal_steps, assert_the_mmnn
 from test_train import STEPS, assert_same_bits, final_state, flags, interrupted, metrics
 from torch import Tensor
 
-from cocor.configure import load, resolve
+from cocor.config.resolve import load, resolve
 from cocor.run import build as build_run
+from cocor.step.subsample import Turns, scaled_down
 from cocor.train import main
-from cocor.turns import Turns, scaled_down
 from loaders.batch import Batch
 from loaders.errors import UserError
 

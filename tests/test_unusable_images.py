@@ -18,15 +18,15 @@ import torch
 from PIL import Image, ImageOps
 from test_train import flags
 
-import loaders.dali_input
+import loaders.dali.inputs
 from cocor.train import main
 from loaders.batch import Batch, Loader
-from loaders.dataset import ImageDataset, open_folder
+from loaders.datasets.dataset import ImageDataset, open_folder
+from loaders.datasets.stored import StoredDataset, open_stored
 from loaders.errors import UserError
 from loaders.open import LoaderName, open_loader
-from loaders.order import BatchOrder, CyclicOrder
-from loaders.plan import Filter, ViewPlan
-from loaders.stored import StoredDataset, open_stored
+from loaders.views.order import BatchOrder, CyclicOrder
+from loaders.views.plan import Filter, ViewPlan
 
 PLAN = ViewPlan(size=32, seed=3)
 NAMES: list[LoaderName] = ["torch", "dali"]
@@ -319,7 +319,7 @@ class TestTooLarge:
         images = open_stored(photo_beton) if form == "beton" else open_folder(photo_folder, quiet=True)
         pixels = images.sizes.prod(axis=1)
         limit = int(np.sort(pixels)[-4])
-        monkeypatch.setattr(loaders.dali_input, "HOST_PIXELS", limit)
+        monkeypatch.setattr(loaders.dali.inputs, "HOST_PIXELS", limit)
         caplog.set_level(logging.INFO)
         huge = np.flatnonzero(pixels > limit)
         reference = samples(list(make("torch", images).epoch(0)))
@@ -339,11 +339,11 @@ class TestTooLarge:
             shutil.copyfile(tmp_path / "0.jpg", tmp_path / f"{number}.jpg")
         code = f"""
 import logging, resource, sys
-from loaders.dataset import open_folder
+from loaders.datasets.dataset import open_folder
 from loaders.errors import UserError
 from loaders.open import open_loader
-from loaders.order import BatchOrder
-from loaders.plan import ViewPlan
+from loaders.views.order import BatchOrder
+from loaders.views.plan import ViewPlan
 logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
 images = open_folder({str(tmp_path)!r}, workers=1, quiet=True)
 plan = ViewPlan(32, contrastive=(), lengths=())
@@ -380,10 +380,10 @@ def test_a_file_that_breaks_within_a_large_batch_does_not_crash_dali(tmp_path: P
         Image.effect_noise((97, 61), 60).convert("RGB").save(tmp_path / f"{number:03}.jpg")
     code = f"""
 from pathlib import Path
-from loaders.dataset import open_folder
+from loaders.datasets.dataset import open_folder
 from loaders.open import open_loader
-from loaders.order import BatchOrder
-from loaders.plan import ViewPlan
+from loaders.views.order import BatchOrder
+from loaders.views.plan import ViewPlan
 images = open_folder({str(tmp_path)!r}, workers=1, quiet=True)
 whole = Path(images.paths[13]).read_bytes()
 length = len(whole)
@@ -424,7 +424,7 @@ class TestOnGpu:
         self, make: Callable[..., Loader], photo_folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         images = open_folder(photo_folder, quiet=True)
-        monkeypatch.setattr(loaders.dali_input, "HOST_PIXELS", 0)
+        monkeypatch.setattr(loaders.dali.inputs, "HOST_PIXELS", 0)
         loader = open_loader("dali", images, PLAN, BatchOrder(24, 8, seed=3), device="cuda", workers=2)
         for left, right in zip(make("torch", images).epoch(0), loader.epoch(0), strict=True):
             assert torch.equal(left.original, right.original.cpu())

@@ -8,9 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
-from cocor.view_sheet import describe, save_view_sheet
+from cocor.monitor.view_sheet import describe, save_view_sheet
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
-from loaders.ops import BASIC, Op
+from loaders.views.ops import BASIC, Op
 
 SIZE, TILE = 40, 160  # a 40-pixel image is shown four times as large
 

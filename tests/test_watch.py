@@ -13,10 +13,10 @@ from test_step import WORLD, build, config_for
 from test_train import assert_same_bits, final_state, flags
 
 from cocor import checkpoint
-from cocor.config import Config
-from cocor.skip import SkippingStep
+from cocor.config.options import Config
+from cocor.monitor.health import EVERY, MOST_SKIPPED, Watch
+from cocor.monitor.skip import SkippingStep
 from cocor.train import main
-from cocor.watch import EVERY, MOST_SKIPPED, Watch
 from loaders.batch import Batch
 from loaders.errors import UserError
 

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cocor import launch
-from cocor.eval.protocols import (
+from cocor.distributed import launch
+from cocor.eval.datasets.protocols import (
     KNN_K,
     KNN_TEMPERATURE,
     PROTOCOLS,

@@ -6,26 +6,26 @@ from dataclasses import asdict, replace
 
 import torch
 
-from cocor import distributed
-from cocor.eval import consistency as consistency_probe
-from cocor.eval import feasible, figures, inputs, reports
-from cocor.eval import fewshot as few
-from cocor.eval import spectrum as spectra
-from cocor.eval.datasets import Splits
+from cocor.distributed import collectives
+from cocor.distributed.env import place
+from cocor.eval import checks, figures, reports
+from cocor.eval.datasets.protocols import KNN_K, RECIPES, WAY_SHOTS
+from cocor.eval.datasets.splits import Splits
 from cocor.eval.features import Features, features_of, joined, summary
-from cocor.eval.knn import knn_curve
-from cocor.eval.linear import LinearResult, linear_probe
 from cocor.eval.peer import against_sklearn, check_peer
-from cocor.eval.protocols import KNN_K, RECIPES, WAY_SHOTS
-from cocor.eval.retrieval import evenly_spread, retrieve, save_sheet
-from cocor.eval.sgd_probe import sgd_probe, sgd_probe_on_crops, shared_batch, shortened
+from cocor.eval.probes import consistency as consistency_probe
+from cocor.eval.probes import fewshot as few
+from cocor.eval.probes import spectrum as spectra
+from cocor.eval.probes.knn import knn_curve
+from cocor.eval.probes.linear import LinearResult, linear_probe
+from cocor.eval.probes.retrieval import evenly_spread, retrieve, save_sheet
+from cocor.eval.probes.sgd import sgd_probe, sgd_probe_on_crops, shared_batch, shortened
 from cocor.eval.transfer import transfer as transfer_table
-from cocor.eval.weights import Encoder
+from cocor.eval.weights.load import Encoder
 from cocor.log import set_up_logging
-from cocor.place import place
 from loaders.errors import UserError
-from loaders.names import available_cores
 from loaders.prep.demo import or_demo
+from loaders.text import available_cores
 
 
 def in_its_place(options: argparse.Namespace, run: Callable[[argparse.Namespace], None]) -> None:
@@ -33,20 +33,20 @@ def in_its_place(options: argparse.Namespace, run: Callable[[argparse.Namespace]
     GPU, or if the GPU or the machine runs out of memory."""
     if options.gpu == "yes" and not torch.cuda.is_available():
         raise UserError("--gpu yes: PyTorch finds no GPU; leave the flag out to use the CPU")
-    options.world = distributed.init(use_gpu=options.gpu != "no" and torch.cuda.is_available())
-    with distributed.company():
+    options.world = collectives.init(use_gpu=options.gpu != "no" and torch.cuda.is_available())
+    with collectives.company():
         set_up_logging(options.world)
         here = place()
         if options.workers is None and here is not None:  # the ranks of a machine share its cores
             options.workers = max(1, available_cores() // here.local_size)
-        inputs.check_writable(options)
+        options.check_writable(options)
         if getattr(options, "data", None) is not None:
             options.data = or_demo(options.data)
         try:
             run(options)
         except (MemoryError, RuntimeError) as error:
             raise _out_of_memory(error, options) or error from None
-    distributed.shutdown()
+    collectives.shutdown()
 
 
 def _out_of_memory(error: Exception, options: argparse.Namespace) -> UserError | None:
@@ -59,19 +59,19 @@ def _out_of_memory(error: Exception, options: argparse.Namespace) -> UserError |
 
 
 def linear(options: argparse.Namespace) -> None:
-    """The linear probe: full-batch L-BFGS (:mod:`cocor.eval.linear`) or SGD (:mod:`cocor.eval.sgd_probe`)."""
+    """The linear probe: full-batch L-BFGS (:mod:`cocor.eval.probes.linear`) or SGD (:mod:`cocor.eval.probes.sgd`)."""
     unused = ("epochs", "learn_from") if options.probe == "lbfgs" else ("metric", "iterations", "against_sklearn")
     for name in unused:
         if getattr(options, name):
             raise UserError(f"--{name.replace('_', '-')}: not for --probe {options.probe}; leave it out")
-    splits = inputs.chosen_splits(options)
-    feasible.check_probe(splits, validates=options.probe == "lbfgs")
-    encoder = inputs.chosen_encoder(options, options.weights[0])
+    splits = options.chosen_splits(options)
+    checks.check_probe(splits, validates=options.probe == "lbfgs")
+    encoder = options.chosen_encoder(options, options.weights[0])
     if options.against_sklearn:
         check_peer(len(splits.train.classes))
     if options.probe != "lbfgs":
         return _linear_by_sgd(options, encoder, splits)
-    train, val, test = inputs.features_of_splits(options, encoder, splits)
+    train, val, test = options.features_of_splits(options, encoder, splits)
     if not options.world.main:
         return None
     device, report = options.world.device, reports.about(encoder, splits, train=train, test=test)
@@ -97,9 +97,9 @@ def linear(options: argparse.Namespace) -> None:
 
 
 def _linear_by_sgd(options: argparse.Namespace, encoder: Encoder, splits: Splits) -> None:
-    settings, how = shortened(RECIPES[options.probe], options.epochs), inputs.extraction(options, encoder)
+    settings, how = shortened(RECIPES[options.probe], options.epochs), options.extraction(options, encoder)
     if options.learn_from == "features":
-        train, val, test = inputs.features_of_splits(options, encoder, splits)
+        train, val, test = options.features_of_splits(options, encoder, splits)
         if not options.world.main:
             return
         found = sgd_probe(joined(train.flat(), val), test, settings, device=options.world.device)
@@ -115,21 +115,22 @@ def _linear_by_sgd(options: argparse.Namespace, encoder: Encoder, splits: Splits
 
 
 def knn(options: argparse.Namespace) -> None:
-    """k-NN accuracy for several k (:mod:`cocor.eval.knn`): test images in a bank of the others, or leave-one-out."""
+    """k-NN accuracy for several k (:mod:`cocor.eval.probes.knn`): test images in a bank of the others, or
+    leave-one-out."""
     if options.leave_one_out:
-        dataset = inputs.images_to_look_at(options)
-        feasible.check_leave_one_out(options, dataset)
-        encoder = inputs.chosen_encoder(options, options.weights[0])
-        bank = queries = features_of(encoder, dataset, inputs.extraction(options, encoder), "images").labelled()
+        dataset = options.images_to_look_at(options)
+        checks.check_leave_one_out(options, dataset)
+        encoder = options.chosen_encoder(options, options.weights[0])
+        bank = queries = features_of(encoder, dataset, options.extraction(options, encoder), "images").labelled()
         title = f"{encoder.name} on {dataset.root.name}"
         alone = int((bank.labels.bincount() == 1).sum())
         note = f"{alone:,} images are the only one of their class, so none of them can be right"
         notes: tuple[str, ...] = (note,) if alone else ()
     else:
-        splits = inputs.chosen_splits(options)
-        feasible.check_knn(options, splits)
-        encoder = inputs.chosen_encoder(options, options.weights[0])
-        train, val, queries = inputs.features_of_splits(options, encoder, splits)
+        splits = options.chosen_splits(options)
+        checks.check_knn(options, splits)
+        encoder = options.chosen_encoder(options, options.weights[0])
+        train, val, queries = options.features_of_splits(options, encoder, splits)
         bank, queries = joined(train.flat(), val).labelled(), queries.labelled()
         title, notes = reports.title(encoder, splits), splits.notes
     most = len(bank) - options.leave_one_out
@@ -151,11 +152,11 @@ def knn(options: argparse.Namespace) -> None:
 
 
 def fewshot(options: argparse.Namespace) -> None:
-    """n-shot probes and N-way tasks (:mod:`cocor.eval.fewshot`)."""
-    splits = inputs.chosen_splits(options)
-    feasible.check_fewshot(options, splits)
-    encoder = inputs.chosen_encoder(options, options.weights[0])
-    train, val, test = inputs.features_of_splits(options, encoder, splits, "ten" if options.crop == "ten" else None)
+    """n-shot probes and N-way tasks (:mod:`cocor.eval.probes.fewshot`)."""
+    splits = options.chosen_splits(options)
+    checks.check_fewshot(options, splits)
+    encoder = options.chosen_encoder(options, options.weights[0])
+    train, val, test = options.features_of_splits(options, encoder, splits, "ten" if options.crop == "ten" else None)
     if not options.world.main:
         return
     pool, device = joined(train, val), options.world.device
@@ -175,12 +176,12 @@ def fewshot(options: argparse.Namespace) -> None:
 
 
 def retrieval(options: argparse.Namespace) -> None:
-    """A contact sheet of nearest training images for a few test images (:mod:`cocor.eval.retrieval`)."""
-    inputs.refuse_ten_crops(options)
-    splits = inputs.chosen_splits(options)
-    feasible.check_retrieval(options, splits)
-    encoder = inputs.chosen_encoder(options, options.weights[0])
-    how = inputs.extraction(options, encoder)
+    """A contact sheet of nearest training images for a few test images (:mod:`cocor.eval.probes.retrieval`)."""
+    options.refuse_ten_crops(options)
+    splits = options.chosen_splits(options)
+    checks.check_retrieval(options, splits)
+    encoder = options.chosen_encoder(options, options.weights[0])
+    how = options.extraction(options, encoder)
     bank = features_of(encoder, splits.train, how, "bank")
     queries = features_of(encoder, splits.test, how, "queries")
     if not options.world.main:
@@ -197,30 +198,30 @@ def retrieval(options: argparse.Namespace) -> None:
 
 
 def consistency(options: argparse.Namespace) -> None:
-    """Latent similarities and their targets for several checkpoints (:mod:`cocor.eval.consistency`)."""
+    """Latent similarities and their targets for several checkpoints (:mod:`cocor.eval.probes.consistency`)."""
     if options.world.size > 1:
         raise UserError("consistency runs in one process; start it without torchrun")
     if options.crop or options.filter:
         raise UserError("--crop and --filter: consistency draws its views as training does; leave them out")
-    dataset = evenly_spread(inputs.images_to_look_at(options), options.images)
+    dataset = evenly_spread(options.images_to_look_at(options), options.images)
     hints = {"which": options.which, "architecture": options.backbone, "stem": options.stem}
     subjects = [consistency_probe.subject(path, options.world.device, **hints) for path in options.weights]
-    names = inputs.distinct([one.name for one in subjects])
+    names = options.distinct([one.name for one in subjects])
     subjects = [replace(one, name=name) for one, name in zip(subjects, names, strict=True)]
-    encoder = inputs.chosen_encoder(options, options.weights[0])
-    found = consistency_probe.measure(subjects, dataset, inputs.extraction(options, encoder), options.seed)
+    encoder = options.chosen_encoder(options, options.weights[0])
+    found = consistency_probe.measure(subjects, dataset, options.extraction(options, encoder), options.seed)
     lines = [line for one in found for line in one.lines()]
     lines.append(figures.drawn(reports.folder(options, encoder) / "consistency.png", figures.draw_consistency, found))
     reports.finish(options, encoder, "consistency", lines, {"result": [asdict(one) for one in found]})
 
 
 def spectrum(options: argparse.Namespace) -> None:
-    """Singular values of the features of several encoders (:mod:`cocor.eval.spectrum`)."""
-    dataset = inputs.images_to_look_at(options)
-    encoders = inputs.chosen_encoders(options)
+    """Singular values of the features of several encoders (:mod:`cocor.eval.probes.spectrum`)."""
+    dataset = options.images_to_look_at(options)
+    encoders = options.chosen_encoders(options)
     found = []
     for encoder in encoders:
-        features = features_of(encoder, dataset, inputs.extraction(options, encoder), encoder.name)
+        features = features_of(encoder, dataset, options.extraction(options, encoder), encoder.name)
         found.append(spectra.spectrum(encoder.name, features, normalise=not options.raw))
     if not options.world.main:
         return
@@ -231,14 +232,14 @@ def spectrum(options: argparse.Namespace) -> None:
 
 def transfer(options: argparse.Namespace) -> None:
     """The table of linear probes on the paper's data sets (:mod:`cocor.eval.transfer`)."""
-    names = inputs.chosen_datasets(options.datasets)
-    encoders = inputs.chosen_encoders(options)
+    names = options.chosen_datasets(options.datasets)
+    encoders = options.chosen_encoders(options)
     folder = reports.folder(options, encoders[0])
     main = options.world.main
 
     def probe(encoder: Encoder, splits: Splits) -> LinearResult:
-        feasible.check_probe(splits)
-        train, val, test = inputs.features_of_splits(options, encoder, splits)
+        checks.check_probe(splits)
+        train, val, test = options.features_of_splits(options, encoder, splits)
         metric, iterations = splits.protocol.metric, options.iterations
         return linear_probe(train, val, test, metric=metric, iterations=iterations, device=options.world.device)
 

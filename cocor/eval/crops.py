@@ -4,7 +4,7 @@
     central   7/8 of it: Resize(256), CenterCrop(224), the usual view of ImageNet models
     ten       four corners and the centre of Resize(256), each also mirrored: torchvision's TenCrop(224)
 
-Which probe uses which, and with what filter, says :data:`cocor.eval.protocols.VIEWS`.
+Which probe uses which, and with what filter, says :data:`cocor.eval.datasets.protocols.VIEWS`.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from loaders.ops import END
-from loaders.plan import PlannedBatch, ViewLayout, ViewPlan
+from loaders.views.ops import END
+from loaders.views.plan import PlannedBatch, ViewLayout, ViewPlan
 
 Crop = Literal["full", "central", "ten"]
 

@@ -24,18 +24,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cocor import atomic
-from cocor.agreement import together
-from cocor.distributed import World, barrier
+from cocor.distributed.agreement import together
+from cocor.distributed.collectives import World, barrier
 from cocor.eval.crops import Crop, CropPlan
-from cocor.eval.weights import Encoder
-from cocor.online_knn import evaluating
-from loaders.dataset import ImageDataset
+from cocor.eval.probes.online_knn import evaluating
+from cocor.eval.weights.load import Encoder
+from loaders.datasets.dataset import ImageDataset
+from loaders.datasets.stored import StoredDataset
 from loaders.errors import UserError
 from loaders.open import LoaderName, open_loader
-from loaders.order import BatchOrder
-from loaders.plan import Filter
 from loaders.progress import track
-from loaders.stored import StoredDataset
+from loaders.views.order import BatchOrder
+from loaders.views.plan import Filter
 
 _SHARED_ROWS = 65536  # rows of one exchange between ranks
 _CONSTANT = 1e-3  # standard deviation as a share of the norm, below which features count as constant

@@ -9,10 +9,10 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from cocor.eval.consistency import Consistency
-from cocor.eval.fewshot import ShotResult
-from cocor.eval.linear import Trial
-from cocor.eval.spectrum import Spectrum
+from cocor.eval.probes.consistency import Consistency
+from cocor.eval.probes.fewshot import ShotResult
+from cocor.eval.probes.linear import Trial
+from cocor.eval.probes.spectrum import Spectrum
 from cocor.panels import WIDTH, legend, legend_text, panels, shown
 from loaders.errors import UserError
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 
 from cocor.eval.features import Features
-from cocor.eval.softmax import SoftmaxRegression
+from cocor.eval.probes.softmax_regression import SoftmaxRegression
 from loaders.errors import UserError
 from loaders.progress import patience
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cocor import atomic
-from cocor.eval.datasets import Absent, Splits, open_named
-from cocor.eval.linear import LinearResult
-from cocor.eval.protocols import PROTOCOLS
-from cocor.eval.weights import Encoder
+from cocor.eval.datasets.protocols import PROTOCOLS
+from cocor.eval.datasets.splits import Absent, Splits, open_named
+from cocor.eval.probes.linear import LinearResult
+from cocor.eval.weights.load import Encoder
 from loaders.errors import UserError
 
 Probe = Callable[[Encoder, Splits], LinearResult]

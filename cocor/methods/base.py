@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from cocor.consistency import normalised
+from cocor.objective.consistency import normalised
 
 Gather = Callable[[Tensor], Tensor]
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cocor.consistency import normalised
 from cocor.methods.base import feature_size
 from cocor.methods.predicting import Predicting
+from cocor.objective.consistency import normalised
 
 
 class BYOL(Predicting):

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cocor.consistency import identity, normalised
 from cocor.methods.base import Gather, batch_statistics_only, feature_size, feature_std, joined
 from cocor.methods.encoding import Encoding
+from cocor.objective.consistency import identity, normalised
 
 
 class INTL(Encoding):

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cocor.consistency import identity, normalised
 from cocor.methods import shuffle
 from cocor.methods.base import Gather, batch_statistics_only, feature_size, feature_std
 from cocor.methods.encoding import Encoding, two_layer_head
 from cocor.methods.grouped_norm import group_batch_norm
+from cocor.objective.consistency import identity, normalised
 from loaders.errors import UserError
 
 
 class MoCo(Encoding):
     """MoCo v2 on ``backbone`` with a queue of ``queue`` keys. ``gather`` concatenates equally shaped tensors of all
-    ranks along dimension 0; ``exchange`` is an all-to-all of equal parts (``cocor.distributed``).
+    ranks along dimension 0; ``exchange`` is an all-to-all of equal parts (``cocor.distributed.collectives``).
 
     With ``key_bn_splits`` 1 on a single rank the keys are encoded as one batch, without shuffling.
     """

@@ -7,9 +7,9 @@ projector, without gradient (paper, appendix "Experimental Setup for Pre-trainin
 import torch
 from torch import Tensor, nn
 
-from cocor.consistency import normalised
 from cocor.methods.base import batch_statistics_only, feature_std
 from cocor.methods.encoding import Encoding
+from cocor.objective.consistency import normalised
 
 
 class Predicting(Encoding):

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cocor.consistency import normalised
 from cocor.methods.base import feature_size
 from cocor.methods.predicting import Predicting
+from cocor.objective.consistency import normalised
 
 
 class SimSiam(Predicting):

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
-from loaders.plan import ViewLayout
+from loaders.views.plan import ViewLayout
 
 
 class Executor(Protocol):

@@ -20,7 +20,7 @@ from loaders.kernels.lower import PARAMETERS, normalisation_table
 from loaders.kernels.pointwise import flip, pack
 from loaders.kernels.program import Scratch, run, scratch
 from loaders.kernels.warp import write, write_warped
-from loaders.plan import ViewLayout
+from loaders.views.plan import ViewLayout
 
 _SAMPLES_AT_A_TIME = 4
 _VALUES = np.tile(np.arange(256, dtype=np.float32), (3, 1))

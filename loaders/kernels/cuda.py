@@ -24,8 +24,8 @@ import torch
 
 from loaders.errors import UserError
 from loaders.kernels.lower import normalisation_table
-from loaders.ops import END, Op
-from loaders.plan import ViewLayout
+from loaders.views.ops import END, Op
+from loaders.views.plan import ViewLayout
 
 SCRATCH_LIMIT = 512 << 20
 BLOCK_THREADS, RESIDENT_THREADS = 512, 1024  # at most, of a block; of all blocks on a multiprocessor

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loaders.jit import jit
-from loaders.ops import Op
+from loaders.views.ops import Op
 
 PARAMETERS = 8
 BLUR_TAPS = 12  # the centre and 11 neighbours a side: torchvision's GaussianBlur(kernel_size=23), as in SimCLR and MoCo

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageEnhance, ImageOps
 from torchvision.transforms import functional
 
-from loaders.ops import END, Op
+from loaders.views.ops import END, Op
 
 NEAREST, AFFINE = Image.Resampling.NEAREST, Image.Transform.AFFINE
 

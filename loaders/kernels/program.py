@@ -21,7 +21,7 @@ from loaders.kernels.lower import BLUR_TAPS
 from loaders.kernels.neighbourhood import RING, gaussian_blur, sharpness
 from loaders.kernels.pointwise import Scalar
 from loaders.kernels.warp import gather
-from loaders.ops import END, Op
+from loaders.views.ops import END, Op
 
 AUTO_CONTRAST, EQUALIZE, IDENTITY = int(Op.AUTO_CONTRAST), int(Op.EQUALIZE), int(Op.IDENTITY)
 BRIGHTNESS, COLOR, CONTRAST = int(Op.BRIGHTNESS), int(Op.COLOR), int(Op.CONTRAST)

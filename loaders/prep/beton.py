@@ -12,10 +12,10 @@ from typing import BinaryIO
 
 import numpy as np
 
-from loaders.beton import ALLOCATION, FIELD, HEADER, SAMPLE, VERSION, field_descriptors
+from loaders.datasets.beton import ALLOCATION, FIELD, HEADER, SAMPLE, VERSION, field_descriptors
+from loaders.datasets.manifest import Record
 from loaders.errors import UserError
-from loaders.names import printable
-from loaders.prep.record import Record
+from loaders.text import printable
 
 SMALLEST_PAGE = 1 << 23  # FFCV's default; no image may cross the boundary of a page
 LARGEST_PAGE = 1 << 31

@@ -3,9 +3,9 @@
 from importlib import resources
 from pathlib import Path
 
+from loaders.datasets.labels import read_lines
 from loaders.errors import UserError
-from loaders.labels import read_lines
-from loaders.names import printable
+from loaders.text import printable
 
 SHIPPED = {"imagenet100": "imagenet100.txt"}
 

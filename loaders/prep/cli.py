@@ -13,14 +13,14 @@ from functools import partial
 from pathlib import Path
 
 from loaders.arguments import Parser, fraction, seed, whole
-from loaders.beton import LARGEST_SIDE, is_beton
-from loaders.decode import MAX_PIXELS
+from loaders.datasets.beton import LARGEST_SIDE, is_beton
+from loaders.datasets.decode import MAX_PIXELS
 from loaders.errors import UserError
 from loaders.lacking import lacking
-from loaders.names import print_everything, printable
 from loaders.prep.output import refuse_existing, refuse_overlap
 from loaders.prep.source import Source
 from loaders.prep.sources import open_source
+from loaders.text import print_everything, printable
 
 _MOST_WORKERS = 1024
 _SOURCES = "a folder, ILSVRC's tars, a folder of WebDataset tars or parquet shards, or a .beton file"

@@ -16,17 +16,17 @@ from typing import Literal
 
 import numpy as np
 
-from loaders.dataset import OnError
+from loaders.datasets.dataset import OnError
+from loaders.datasets.manifest import Record, content_digest
 from loaders.errors import UserError
-from loaders.names import available_cores, printable
 from loaders.prep.beton import BetonWriter
 from loaders.prep.encode import Encoded, Settings, encode_all
+from loaders.prep.merge import TreeWriter
 from loaders.prep.output import refuse_existing, refuse_overlap, staged
 from loaders.prep.pool import in_order
-from loaders.prep.record import Record, content_digest
 from loaders.prep.source import Source
-from loaders.prep.tree import TreeWriter
 from loaders.progress import track
+from loaders.text import available_cores, printable
 
 Target = Literal["beton", "folder"]
 CHUNK = 8  # images a task

@@ -1,7 +1,8 @@
 """From an image's source bytes to the bytes that are stored: unchanged where possible, else re-encoded.
 
 A JPEG that every decoder shows upright and in the right colours, and that needs no resize, keeps its bytes. Anything
-else goes through :mod:`loaders.decode`, the reference decoder, and is written as JPEG (or raw pixels). Nothing is ever
+else goes through :mod:`loaders.datasets.decode`, the reference decoder, and is written as JPEG (or raw pixels).
+Nothing is ever
 enlarged. Either way the image is decoded once here, so that a damaged one is found now and not in training.
 """
 
@@ -12,10 +13,10 @@ from typing import Literal
 
 from PIL import Image
 
-from loaders.beton import JPEG, LARGEST_SIDE, RAW
-from loaders.decode import MAX_PIXELS, ImageFault, decode_file, describe, read_header
+from loaders.datasets.beton import JPEG, LARGEST_SIDE, RAW
+from loaders.datasets.decode import MAX_PIXELS, ImageFault, decode_file, describe, read_header
 from loaders.lacking import no_fault_of_a_file
-from loaders.prep.locator import Locator
+from loaders.prep.byte_ranges import Locator
 from loaders.prep.pool import one_at_a_time
 
 Treatment = Literal["kept", "resized", "repaired", "raw"]

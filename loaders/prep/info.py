@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from loaders.beton import is_beton, open_beton
-from loaders.decode import ImageFault, decode_file, describe
+from loaders.datasets.beton import is_beton, open_beton
+from loaders.datasets.decode import ImageFault, decode_file, describe
+from loaders.datasets.manifest import Record, read_folder_record
 from loaders.errors import UserError
-from loaders.names import printable
 from loaders.prep.labels import names_digest
 from loaders.prep.output import staged
-from loaders.prep.record import Record, read_folder_record
 from loaders.prep.source import Source
+from loaders.text import printable
 
 _COLUMNS, _ROWS, _TILE, _CAPTION = 10, 8, 96, 14  # of the sheet: counts, then pixels
 

@@ -1,6 +1,7 @@
 """Label splits as text files: which few images count as labelled.
 
-The choice is that of :func:`loaders.split.stratified_split`, so ``cocor-train`` without a list and a list written here
+The choice is that of :func:`loaders.datasets.split.stratified_split`, so ``cocor-train`` without a list and a list
+written here
 with the same fraction and seed mean the same images. The file can be read by people and other programs: comment lines
 say where it comes from, then follows one relative name a line. A digest over these lines shows later edits, one over
 the data set's names and labels (:func:`names_digest`) whether the list was written for it. A list fits a folder and
@@ -16,12 +17,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from loaders.datasets.labels import read_names
+from loaders.datasets.split import stratified_split
 from loaders.errors import UserError
-from loaders.labels import read_names
-from loaders.names import bare, printable
 from loaders.prep.output import staged
 from loaders.prep.source import Source
-from loaders.split import stratified_split
+from loaders.text import bare, printable
 
 _DIGEST, _DATA = b"# sha256 of the names: ", b"# sha256 of the data set's names and labels: "
 

@@ -15,9 +15,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from loaders.datasets.manifest import FOLDER_RECORD
 from loaders.errors import UserError
-from loaders.names import printable
-from loaders.prep.record import FOLDER_RECORD
+from loaders.text import printable
 from loaders.writable import check_folder
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2

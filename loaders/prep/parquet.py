@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from loaders.errors import UserError
-from loaders.names import printable
-from loaders.prep.locator import ParquetBytes
+from loaders.prep.byte_ranges import ParquetBytes
 from loaders.prep.source import Source, make_source, pad_numbers
 from loaders.regular import open_regular
+from loaders.text import printable
 
 _IMAGE_NAMES = ("image", "img", "jpg", "jpeg", "png")
 _LABEL_NAMES = ("label", "labels", "fine_label", "cls", "class", "target")

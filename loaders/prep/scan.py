@@ -16,14 +16,14 @@ from typing import Literal, TextIO
 
 from PIL import ExifTags, Image
 
-from loaders.decode import ImageFault, decode_file, describe, exif_segments, has_stray_bytes, read_header
+from loaders.datasets.decode import ImageFault, decode_file, describe, exif_segments, has_stray_bytes, read_header
 from loaders.lacking import no_fault_of_a_file
-from loaders.names import available_cores, printable
+from loaders.prep.byte_ranges import Locator
 from loaders.prep.convert import CHUNK
-from loaders.prep.locator import Locator
 from loaders.prep.pool import in_order, one_at_a_time
 from loaders.prep.source import Source
 from loaders.progress import track
+from loaders.text import available_cores, printable
 
 Status = Literal["good", "repair", "reject"]
 _SHOWN = 12  # lines of each list on the screen

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from loaders.datasets.folder import is_hidden, sort_key
+from loaders.datasets.labels import class_first, read_labels
 from loaders.errors import UserError
-from loaders.folder import is_hidden, sort_key
-from loaders.labels import class_first, read_labels
-from loaders.names import printable, stays_inside
-from loaders.prep.locator import Locator
+from loaders.prep.byte_ranges import Locator
+from loaders.text import printable, stays_inside
 
 _LONGEST_NAME = 255  # bytes
 _MOST_DIGITS = 20  # of a class number

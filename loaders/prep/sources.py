@@ -2,24 +2,24 @@
 
 Folders (class folders, or flat with a label file), tars (ILSVRC's, class folders in a tar, WebDataset shards), parquet
 shards and ``.beton`` files. Whatever the form, an image of a class is named ``class/...``: a prepared set shows its
-images in the order that :func:`loaders.dataset.open_folder` gives to class folders of these names.
+images in the order that :func:`loaders.datasets.dataset.open_folder` gives to class folders of these names.
 """
 
 import os
 from dataclasses import replace
 from pathlib import Path
 
-from loaders.beton import RAW, is_beton, open_beton
-from loaders.dataset import open_folder
+from loaders.datasets.beton import RAW, is_beton, open_beton
+from loaders.datasets.dataset import open_folder
+from loaders.datasets.folder import is_hidden
+from loaders.datasets.manifest import FOLDER_RECORD
+from loaders.datasets.size_index import CACHE_NAME
 from loaders.errors import UserError
-from loaders.folder import is_hidden
-from loaders.names import printable
-from loaders.prep.locator import FileBytes, Locator, RawPixels, Stretch
+from loaders.prep.byte_ranges import FileBytes, Locator, RawPixels, Stretch
 from loaders.prep.parquet import open_parquet
-from loaders.prep.record import FOLDER_RECORD
 from loaders.prep.source import Source, labels_from_list, make_source
 from loaders.prep.tars import open_tars
-from loaders.size_index import CACHE_NAME
+from loaders.text import printable
 
 _ACCEPTED = "a folder, .tar, .parquet or .beton"
 

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple
 
-from loaders.decode import describe
+from loaders.datasets.decode import describe
+from loaders.datasets.folder import is_hidden
 from loaders.errors import UserError
-from loaders.folder import is_hidden
-from loaders.names import printable
-from loaders.prep.locator import Stretch
+from loaders.prep.byte_ranges import Stretch
 from loaders.regular import open_regular
+from loaders.text import printable
 
 _END = 2 * tarfile.BLOCKSIZE
 _CHUNK = 1 << 20

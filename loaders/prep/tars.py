@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from loaders.errors import UserError
-from loaders.names import IMAGE_SUFFIXES, printable
-from loaders.prep.locator import Stretch
+from loaders.prep.byte_ranges import Stretch
 from loaders.prep.source import Source, labels_from_list, make_source, pad_numbers
 from loaders.prep.tar_members import list_tar
+from loaders.text import IMAGE_SUFFIXES, printable
 
 _IMAGES = frozenset(f".{suffix}" for suffix in IMAGE_SUFFIXES)
 _CLASS_KEYS = ("label", "cls", "class", "class_id", "target")

@@ -1,0 +1,1 @@
+"""Configuration of a run: options, parsing, defaults and checks."""

@@ -1,0 +1,191 @@
+"""The configuration of a pre-training run: one flat, frozen dataclass.
+
+Its fields are the keys of YAML files and the flags of ``cocor-train``. :mod:`cocor.config.resolve` makes one of these,
+:mod:`cocor.config.checks` says which values go together. What depends on the machine (GPUs, precision, worker
+threads) is
+settled later, by :func:`cocor.distributed.launch.settle`.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from cocor import atomic
+from cocor.config.values import option
+from loaders.views.ops import Magnitudes, Order, Pool
+
+Method = Literal["moco", "simsiam", "supcon", "byol", "intl"]
+Loader = Literal["dali", "torch", "synthetic", "ffcv"]
+Consistency = Literal["softplus", "abs", "none"]
+Execution = Literal["auto", "eager", "compiled", "graph", "fused"]
+
+
+@dataclass(frozen=True)
+class Config:
+    # Data and output
+    data: Path | None = option(None, "images: class folders, or train/ and val/ of such; a flat folder; a .beton file")
+    val_data: Path | None = option(None, "held-out images on which k-NN is measured; default: val or test in --data")
+    labels: Path | None = option(None, "label file of a flat folder: one `file label` a line")
+    label_split: Path | None = option(None, "which images may show their labels to the MMNN, written by cocor-prep")
+    label_fraction: float = option(
+        0.01, "share of the labels shown to the MMNN if there is no --label-split", low=0, high=1
+    )
+    loader: Loader = option("dali", "who reads and decodes")
+    synthetic_images: int = option(51200, "images in an epoch of --loader synthetic", low=1, high=10**8)
+    on_error: Literal["stop", "skip"] = option("stop", "at files that cannot be read; skip: others take their place")
+    output: Path = option(Path("runs/moco"), "folder of the run")
+    overwrite: bool = option(False, "empty the output folder first")
+    resume: str | None = option(None, "checkpoint to go on from; bare or `auto`: the newest in --output", bare="auto")
+    force_data: bool = option(False, "resume although the images are not those of the checkpoint")
+    force_ranks: bool = option(False, "resume on another number of GPUs although BatchNorm then sees other batches")
+    init: Path | None = option(None, "weights to start from: a checkpoint or a backbone.safetensors")
+
+    # Model and optimisation
+    method: Method = option("moco", "contrastive method")
+    backbone: str = option("resnet50", "timm name of the encoder")
+    stem: Literal["imagenet", "small"] = option("imagenet", "first layers; small: 3x3 stride 1, no pooling (CIFAR)")
+    image_size: int = option(224, "side of every view in pixels", low=8, high=4096)
+    epochs: int = option(200, "passes over the data", low=1, high=10**6)
+    batch_size: int = option(256, "images a step, over all GPUs", low=2, high=2**20)
+    labelled_batch_size: int = option(
+        0, "labelled images a step, over all GPUs; 0: a quarter of the batch", low=0, high=2**20
+    )
+    lr: float = option(0.03, "learning rate at this batch size, never rescaled; cosine to 0", low=0)
+    final_lr: float = option(0.0, "learning rate at the end, as a share of --lr", low=0, high=1)
+    optimiser: Literal["sgd", "lars"] = option("sgd", "of encoder and heads")
+    momentum: float = option(0.9, "its momentum", low=0, high=1)
+    weight_decay: float = option(1e-4, "weight decay of the encoder and heads", low=0)
+    decay_biases: bool = option(True, "weight decay, and LARS, also for biases and normalisation")
+    warmup_epochs: int = option(0, "epochs of linear warm-up", low=0)
+    sync_bn: bool = option(False, "BatchNorm over the batches of all GPUs")
+    fix_predictor_lr: bool = option(True, "SimSiam: keep the predictor's learning rate constant")
+
+    # Methods
+    queue_size: int = option(65536, "MoCo: keys in the queue", low=1, high=2**24)
+    key_bn_splits: int = option(
+        8, "MoCo: groups of the batch, over all GPUs, that the keys' BatchNorm sees apart", low=1, high=2**20
+    )
+    temperature: float = option(0.2, "MoCo, SupCon: temperature", low=1e-3)
+    key_momentum: float = option(0.999, "MoCo, BYOL: momentum of the second encoder; BYOL's rises to 1", low=0, high=1)
+    embedding_dim: int = option(128, "MoCo, SupCon, BYOL, INTL: dimension of embeddings", low=1, high=2**16)
+    projector_dim: int = option(
+        2048, "SimSiam: width and output of the projector; BYOL, INTL: its hidden width", low=1, high=2**16
+    )
+    predictor_dim: int = option(512, "SimSiam, BYOL: hidden width of the predictor", low=1, high=2**16)
+    whitening_iterations: int = option(4, "INTL: steps of iterative normalisation", low=1, high=20)
+    trace_weight: float | None = option(None, "INTL: weight of the trace loss", low=0)
+
+    # CoCor
+    consistency: Consistency = option("softplus", "consistency loss; none: the plain method")
+    consistency_weight: float = option(1.0, "weight of the consistency loss", low=0)
+    consistency_beta: float = option(1.0, "sharpness of the softplus", low=1e-3)
+    lengths: tuple[int, ...] = option((1, 2, 3), "lengths of the composite augmentations", low=1, high=10)
+    lengths_per_step: int = option(0, "lengths that a step trains on, in turn; 0: all", low=0)
+    composite_size: int = option(
+        0, "side in pixels to which composites are scaled down; 0: --image-size", low=0, high=4096
+    )
+    pool: Pool = option("all", "basic augmentations to draw from")
+    magnitudes: Magnitudes = option("uniform", "their strengths; released: the authors' fixed level 10")
+    composite_order: Order = option("random", "their order; fixed1: geometry first, fixed2: geometry last")
+    recipe: Literal["paper", "released"] = option("paper", "composites on a shared plain crop, or as the released code")
+    released_originals: int = option(
+        5, "crops whose mean embedding is the original in --recipe released", low=1, high=100
+    )
+    mmnn: Literal["learned", "constants"] = option("learned", "where the target similarities come from")
+    constants: tuple[float, ...] = option((0.8, 0.75, 0.65), "targets of lengths 1, 2, 3; extrapolated", low=-1, high=1)
+    hypergradient: Literal["exact", "taylor", "released"] = option(
+        "exact", "the MMNN's gradient; taylor: the paper's, sign mended; released: as the authors' code has it"
+    )
+    mmnn_every: int = option(1, "steps from one in which the MMNN and its classifier learn to the next", low=1)
+    mmnn_lr: float = option(0.05, "learning rate of the MMNN", low=0)
+    mmnn_momentum: float = option(0.9, "momentum of the MMNN's SGD", low=0, high=1)
+    mmnn_wait_epochs: int = option(3, "epochs before the MMNN learns; in a run too short for it: 0", low=0)
+    mmnn_warmup_epochs: int = option(2, "epochs of its linear warm-up thereafter", low=0)
+    classifier_lr: float = option(0.4, "learning rate of the classifier that guides the MMNN", low=0)
+    classifier_weight_decay: float = option(1e-4, "its weight decay", low=0)
+
+    # Contrastive views
+    crop_scale_min: float = option(0.2, "least share of the image's area in a random crop", low=1e-3, high=1)
+    brightness: float = option(0.4, "strength of the brightness jitter", low=0)
+    contrast: float = option(0.4, "strength of the contrast jitter", low=0)
+    saturation: float = option(0.4, "strength of the saturation jitter", low=0)
+    hue: float = option(0.1, "strength of the hue jitter", low=0, high=0.5)
+    jitter_prob: float = option(0.8, "probability of the colour jitter", low=0, high=1)
+    grayscale_prob: float = option(0.2, "probability of grey", low=0, high=1)
+    blur_prob: tuple[float, ...] = option((0.5,), "probability of the Gaussian blur, or of each view's", low=0, high=1)
+    blur_sigma: tuple[float, float] = option((0.1, 2.0), "range of its sigma in pixels", low=0.01, high=10)
+    solarize_prob: tuple[float, ...] = option((0.0,), "probability of solarising, or of each view's", low=0, high=1)
+
+    # Machine
+    gpus: int | None = option(None, "GPUs of this machine to use; 0: none, train on the CPU", low=0, high=1024)
+    max_restarts: int = option(0, "times that --gpus N starts all ranks again after one has died", low=0)
+    cpu_ranks: int = option(1, "processes to train with when there is no GPU (--gpus 0)", low=1, high=1024)
+    precision: Literal["bf16", "fp32"] | None = option(None, "arithmetic of the networks")
+    execution: Execution = option("auto", "of a step: as written, compiled, as one CUDA graph, or (fused) both")
+    workers: int = option(0, "CPU threads of a GPU's loader; 0: its share of the CPUs", low=0, high=1024)
+    hw_decoder_load: float = option(0.65, "share of JPEGs for the GPU's hardware decoder (DALI)", low=0, high=1)
+    seed: int = option(0, "seed of weights, order and views", low=0, high=2**63 - 1)
+
+    # Reports and checkpoints
+    log_every: int = option(50, "steps between two log lines", low=1)
+    on_nan: Literal["stop", "skip"] = option("stop", "what to do about a step whose loss is no number")
+    log_samples: bool = option(False, "record the samples of every step in metrics.jsonl")
+    checkpoint_every_epochs: int = option(1, "epochs between two checkpoints", low=1)
+    checkpoint_every_minutes: float = option(30.0, "minutes between two checkpoints within an epoch; 0: none", low=0)
+    keep_checkpoints: int = option(3, "newest checkpoints to keep", low=1)
+    keep_every_epochs: int = option(0, "epochs between two checkpoints that are kept for good; 0: none", low=0)
+    knn_every: int = option(5, "epochs between two k-NN measurements on --val-data; 0: none", low=0)
+    knn_k: int = option(200, "neighbours that vote", low=1)
+    knn_temperature: float = option(0.07, "temperature of their weights", low=1e-3)
+    profile: bool = option(False, "train a few steps, print where their time goes, write a trace, and stop")
+    dry_run: bool = option(False, "build everything, run two steps, print shapes, memory and time, and stop")
+
+    @property
+    def trains(self) -> bool:
+        """Whether this is a real run, rather than ``--dry-run`` or ``--profile``."""
+        return not (self.dry_run or self.profile)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as YAML and checkpoints hold them: paths become text, tuples lists."""
+        return {key: _plain(value) for key, value in dataclasses.asdict(self).items()}
+
+    def save(self, path: Path, header: str = "") -> None:
+        """Write a file that ``--config`` reads back; ``header`` becomes comment lines. Options that concern a single
+        start (``ONE_START``) are left out."""
+        values = {key: value for key, value in self.to_dict().items() if key not in ONE_START}
+        comment = "".join(f"# {line}\n" for line in header.splitlines())
+        atomic.write_text(path, comment + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+
+
+ONE_START = frozenset({"resume", "overwrite", "dry_run", "profile", "force_data", "force_ranks"})
+
+# A run may change these when it resumes: they do not enter the arithmetic of its steps.
+FREE_TO_CHANGE = ONE_START | {
+    *("data", "val_data", "labels", "label_split", "loader", "on_error", "output", "init"),
+    *("gpus", "max_restarts", "cpu_ranks", "workers", "hw_decoder_load", "execution"),
+    *("log_every", "on_nan", "log_samples", "checkpoint_every_epochs", "checkpoint_every_minutes"),
+    *("keep_checkpoints", "keep_every_epochs", "knn_every", "knn_k", "knn_temperature"),
+}
+
+
+def key_bn_groups(config: Config, ranks: int) -> int:
+    """BatchNorm groups of MoCo's keys on each rank. The option counts groups of the global batch: they stay the same on
+    any number of ranks that is not larger."""
+    return max(1, config.key_bn_splits // ranks)
+
+
+def labelled_batch_size(config: Config, ranks: int) -> int:
+    """Labelled images per step over all ranks: as configured, else a quarter of the batch, rounded down to a multiple
+    of the ranks but at least 2 per rank, for BatchNorm."""
+    if config.labelled_batch_size:
+        return config.labelled_batch_size
+    return max(2, config.batch_size // 4 // ranks) * ranks
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value

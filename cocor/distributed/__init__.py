@@ -1,0 +1,1 @@
+"""Ranks: their environment, collectives, launch and signals."""

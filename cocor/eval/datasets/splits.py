@@ -1,0 +1,247 @@
+"""A data set by name or by folder -> its training, validation and test images, in the split of its protocol.
+
+    root/cifar-10-batches-py, root/food-101, ...     as torchvision or the authors' archives lay them
+    root/NAME/train, root/NAME/test                  or class folders, under the name of the set
+    any folder with train and val or test folders    by its path
+
+train.beton, val.beton and test.beton, which cocor-prep makes, may stand for the class folders.
+
+Random splits depend on nothing but the protocol's seed and the order in the data set's own lists.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cocor.eval.datasets.archives import ARCHIVES, Listed
+from cocor.eval.datasets.protocols import CALTECH_SPLIT, DEFAULT_VAL_SHARE, PROTOCOLS, VAL_SHARE, Protocol, of_folder
+from loaders.datasets.dataset import ImageDataset, OnError, open_folder
+from loaders.datasets.folder import Listing
+from loaders.datasets.layout import TEST, TRAIN, VAL, find_split
+from loaders.datasets.size_index import size_index
+from loaders.datasets.split import stratified_split
+from loaders.datasets.stored import StoredDataset
+from loaders.errors import UserError
+from loaders.open import open_images
+from loaders.prep.classes import read_classes
+from loaders.text import available_cores
+
+_IMAGENET = ("", "imagenet", "imagenet1k", "ILSVRC2012", "ILSVRC/Data/CLS-LOC")
+_VAL_LABELS = ("LOC_val_solution.csv", "ILSVRC2012_validation_ground_truth.txt")
+
+
+class Absent(UserError):
+    """The data set is not below the root. ``transfer`` reports it and goes on with the next one."""
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The data sets of a probe. ``notes``: where the images at hand depart from the protocol."""
+
+    protocol: Protocol
+    train: ImageDataset
+    val: ImageDataset
+    test: ImageDataset
+    notes: tuple[str, ...] = ()
+
+    def learned_from(self) -> ImageDataset:
+        """Training and validation images as one set, if the latter were taken from the former; else the former."""
+        train, val = self.train, self.val
+        if train.root != val.root or type(train) is not type(val):
+            return train
+        file_sizes = None
+        if train.file_sizes is not None and val.file_sizes is not None:
+            file_sizes = np.concatenate([train.file_sizes, val.file_sizes])
+        both = replace(
+            train,
+            names=[*train.names, *val.names],
+            labels=np.concatenate([train.labels, val.labels]),
+            sizes=np.concatenate([train.sizes, val.sizes]),
+            plain=np.concatenate([train.plain, val.plain]),
+            file_sizes=file_sizes,
+        )
+        if isinstance(both, StoredDataset) and isinstance(val, StoredDataset):
+            both = replace(both, rows=np.concatenate([both.rows, val.rows]))
+        return both
+
+
+def open_named(name: str, root: Path, cache: Path, workers: int | None = None) -> Splits:
+    """The data set ``name`` of the protocol table below ``root``; ``cache`` takes what must be unpacked.
+
+    Raises:
+        Absent: it is not there; says where it was looked for.
+        UserError: no such name, or it is there but incomplete.
+    """
+    protocol = PROTOCOLS[name]
+    if not root.is_dir():
+        raise UserError(f"--root {root}: no such folder")
+    if name.startswith("imagenet"):
+        return _checked(_open_imagenet(protocol, root, workers))
+    archive = ARCHIVES[name]
+    base = archive.find(root, name)
+    if base is not None:
+        try:
+            listed = archive.read(base, cache)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:  # whatever a damaged list holds
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(f"{base}: damaged lists ({reason}); unpack the archive of {protocol.title} again") from None
+        return _checked(_split(protocol, listed, workers))
+    if find_split(root / name, TRAIN) is not None:
+        return _checked(replace(open_splits(root / name, workers), protocol=protocol))
+    where = ", ".join(f"{root / folder}" for folder in (*archive.folders, f"{name}/train"))
+    raise Absent(f"{protocol.title}: not found; looked for {where}")
+
+
+def open_splits(folder: Path, workers: int | None = None, on_error: OnError = "stop") -> Splits:
+    """Class folders below ``folder``'s train folder and its val and test folders, or .beton files of these names. One
+    of val and test is enough: then 10 % of every class of the training images validate.
+
+    Raises:
+        UserError: a folder is missing or unusable.
+    """
+    if folder.is_file():
+        raise UserError(f"{folder}: one file is one split; name the folder that holds train.beton and val.beton")
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; check the path")
+    train_root, val_root, test_root = (find_split(folder, names) for names in (TRAIN, VAL, TEST))
+    if train_root is None or (val_root is None and test_root is None):
+        missing = "train" if train_root is None else "val or test"
+        needed = "train/CLASS/... and test/CLASS/..., or train.beton and test.beton"
+        raise UserError(f"{folder}: has no {missing} folder; a probe needs {needed}")
+    train = open_images(train_root, on_error=on_error, workers=workers)
+    if not train.classes:
+        raise UserError(f"{train_root}: no class folders; a probe needs labels")
+
+    def held_out(root: Path) -> ImageDataset:
+        return open_images(root, on_error=on_error, workers=workers, classes=train.classes)
+
+    protocol = of_folder(folder.resolve().name)
+    if val_root is not None and test_root is not None:
+        parts = (train, held_out(val_root), held_out(test_root))
+        return Splits(protocol, *parts, _left_out(*parts))
+    test = held_out(test_root or val_root)  # type: ignore[arg-type]
+    return Splits(protocol, *_hold_out(train, DEFAULT_VAL_SHARE, 0), test, _left_out(train, test))
+
+
+def _left_out(*datasets: ImageDataset) -> tuple[str, ...]:
+    count = sum(len(dataset.skipped) for dataset in datasets)
+    return (f"{count:,} unusable files are left out",) if count else ()
+
+
+def _hold_out(train: ImageDataset, share: float, seed: int) -> tuple[ImageDataset, ImageDataset]:
+    """Training and validation images; a class keeps at least one for training."""
+    chosen = stratified_split(train.labels, share, seed)
+    counts = np.bincount(train.labels[train.labels >= 0])
+    chosen = chosen[counts[train.labels[chosen]] > 1]
+    if not len(chosen):
+        raise UserError(
+            f"{train.root}: one image a class, so none to validate on; add images, or a val folder beside it"
+        )
+    return train.subset(np.setdiff1d(np.arange(len(train)), chosen)), train.subset(chosen)
+
+
+def _open_imagenet(protocol: Protocol, root: Path, workers: int | None) -> Splits:
+    """ImageNet's train and val folders; ImageNet-100 may lie in a folder of its own, else its classes are chosen."""
+    own = root / protocol.name
+    places = [own, *(root / folder for folder in _IMAGENET)]
+    base = next((p for p in places if (p / "train").is_dir() and (p / "val").is_dir()), None)
+    if base is None or not any(path.is_dir() for path in (base / "train").glob("n*")):
+        raise Absent(f"{protocol.title}: not found; looked for train and val below {', '.join(map(str, places))}")
+    val = base / "val"
+    around = (base, val, root, root / "ILSVRC2012_devkit_t12" / "data")
+    labels = next((p / n for p in around for n in _VAL_LABELS if (p / n).is_file()), None)
+    flat = not any(path.is_dir() for path in val.glob("n*"))
+    train = open_folder(base / "train", workers=workers)
+    test = open_folder(val, labels if flat else None, workers=workers, classes=train.classes)
+    if protocol.name == "imagenet100":
+        train, test = _of_classes(train, read_classes("imagenet100")), _of_classes(test, read_classes("imagenet100"))
+    share = VAL_SHARE.get(protocol.name, DEFAULT_VAL_SHARE)
+    return Splits(protocol, *_hold_out(train, share, protocol.seed or 0), test)
+
+
+def _of_classes(dataset: ImageDataset, wanted: list[str]) -> ImageDataset:
+    missing = sorted(set(wanted) - set(dataset.classes))
+    if missing:
+        raise UserError(f"{dataset.root}: has no class {missing[0]} (nor {len(missing) - 1} more of the 100)")
+    place = {dataset.classes.index(name): number for number, name in enumerate(wanted)}
+    chosen = dataset.subset([i for i, label in enumerate(dataset.labels.tolist()) if label in place])
+    return replace(chosen, classes=wanted, labels=np.array([place[i] for i in chosen.labels.tolist()], np.int64))
+
+
+def _split(protocol: Protocol, listed: Listed, workers: int | None) -> Splits:
+    """Open the listed files once, and divide them as the protocol says."""
+    rows = [row for split in listed.splits.values() for row in split]
+    everything = _open_files(listed.root, rows, listed.classes, workers)
+    ends = np.cumsum([len(split) for split in listed.splits.values()])
+    parts = dict(zip(listed.splits, np.split(np.arange(len(rows)), ends[:-1]), strict=True))
+    if "all" in parts:
+        train, val, test = _caltech_split(everything.labels, protocol.seed or 0)
+    else:
+        train, test = parts["train"], parts["test"]
+        if "val" in parts:
+            val = parts["val"]
+        else:
+            train, val = random_split(train, protocol)
+    return Splits(protocol, everything.subset(train), everything.subset(val), everything.subset(test))
+
+
+def random_split(index: npt.NDArray[np.int64], protocol: Protocol) -> tuple[npt.NDArray[np.int64], ...]:
+    """What ``torch.utils.data.random_split`` with a generator of the protocol's seed makes of the complete set; of
+    another number of images the same share."""
+    val = round(len(index) * protocol.val / (protocol.train + protocol.val))
+    generator = torch.Generator().manual_seed(protocol.seed or 0)
+    order = torch.randperm(len(index), generator=generator).numpy()
+    return index[order[: len(index) - val]], index[order[len(index) - val :]]
+
+
+def _caltech_split(labels: npt.NDArray[np.int64], seed: int) -> tuple[npt.NDArray[np.int64], ...]:
+    """25 images of every class for training, 5 for validation, the rest for testing."""
+    generator = torch.Generator().manual_seed(seed)
+    parts: tuple[list[int], ...] = ([], [], [])
+    for label in np.unique(labels):
+        members = np.flatnonzero(labels == label)
+        if len(members) <= sum(CALTECH_SPLIT):
+            raise UserError(f"Caltech-101: a class has only {len(members)} images; unpack its archive again")
+        shuffled = members[torch.randperm(len(members), generator=generator).numpy()]
+        for part, chosen in zip(parts, np.split(shuffled, np.cumsum(CALTECH_SPLIT)), strict=True):
+            part.extend(np.sort(chosen).tolist())
+    return tuple(np.array(part, np.int64) for part in parts)
+
+
+def _open_files(root: Path, rows: list[tuple[str, int]], classes: list[str], workers: int | None) -> ImageDataset:
+    """The listed files as a data set; the index of their sizes is made once and kept. UserError names unusable ones."""
+    names = [name for name, _ in rows]
+    listing = Listing(names)
+    for name in names:
+        try:
+            status = (root / name).stat()
+        except OSError as error:
+            raise UserError(f"{root / name}: {error.strerror}, but listed; unpack the archive again") from None
+        listing.sizes.append(status.st_size)
+        listing.mtimes.append(status.st_mtime_ns)
+    index = size_index(root, listing, workers or available_cores())
+    if index.faults:
+        place = min(index.faults)
+        raise UserError(f"{root / names[place]}: {index.faults[place]}; unpack the archive again")
+    labels = np.array([label for _, label in rows], np.int64)
+    sizes = np.array(listing.sizes, np.int64)
+    return ImageDataset(root, names, labels, classes, index.sizes, index.plain, file_sizes=sizes)
+
+
+def _checked(splits: Splits) -> Splits:
+    """``splits`` with notes on every count that is not the protocol's."""
+    protocol = splits.protocol
+    notes = list(splits.notes)
+    for name, found, wanted in (
+        ("training", len(splits.train), protocol.train),
+        ("validation", len(splits.val), protocol.val),
+        ("test", len(splits.test), protocol.test),
+    ):
+        if wanted and found != wanted:
+            notes.append(f"{found:,} {name} images instead of {wanted:,}")
+    if protocol.classes and len(splits.train.classes) != protocol.classes:
+        notes.append(f"{len(splits.train.classes)} classes instead of {protocol.classes}")
+    return replace(splits, notes=tuple(notes))

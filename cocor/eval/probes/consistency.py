@@ -1,0 +1,208 @@
+"""Latent similarity of images and their composites: by length, by basic augmentation, and against the MMNN's target.
+
+This is the paper's post-hoc figure (a), for several checkpoints side by side on the same views. For cocor's own
+checkpoints the similarity is that of training, of embeddings behind the heads, but in evaluation mode, that is with the
+running statistics of BatchNorm; other weights have no heads, so their backbone features are compared.
+
+    DACL  = mean |similarity - g(composition)|          (paper, definition of the DA consistency level)
+    order = do the mean similarities fall with length, and does g fall with every added augmentation?
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cocor import checkpoint
+from cocor.config.options import Config
+from cocor.distributed.collectives import World
+from cocor.eval.features import Extraction
+from cocor.eval.probes.online_knn import evaluating
+from cocor.eval.weights.load import load_encoder
+from cocor.methods.base import Method
+from cocor.models import build_method
+from cocor.objective.consistency import latent_similarity
+from cocor.objective.mmnn import MMNN, Constants, constants_for
+from loaders.datasets.dataset import ImageDataset
+from loaders.errors import UserError
+from loaders.open import open_loader
+from loaders.progress import track
+from loaders.views.ops import BASIC
+from loaders.views.order import BatchOrder
+from loaders.views.plan import ViewPlan
+
+LENGTHS = tuple(range(1, 11))  # those of the paper's figure
+_SINGLES = 4  # composites of length 1 for every image, so that each op gets enough samples
+_BATCH = 64
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured: two maps from images (N, 3, H, W) to embeddings (N, d), and where its targets come from."""
+
+    name: str
+    space: str
+    module: nn.Module
+    original: Callable[[Tensor], Tensor]
+    composite: Callable[[Tensor], Tensor]
+    mmnn: MMNN | None
+    constants: dict[int, float]
+
+
+@dataclass(frozen=True)
+class Consistency:
+    """Mean over images; by length, ``similarity``, the ``target`` of ``targets`` and ``dacl``; by op, ``by_op``.
+
+    ``rises``: how many lengths have a higher similarity than the one before; ``target_rises``: in how many of
+    ``target_checks`` cases g does not fall when one augmentation is added."""
+
+    name: str
+    space: str
+    targets: str
+    images: int
+    similarity: dict[int, float]
+    target: dict[int, float]
+    dacl: dict[int, float]
+    by_op: dict[str, float]
+    rises: int
+    target_rises: int
+    target_checks: int
+
+    def lines(self) -> list[str]:
+        dacl = sum(self.dacl.values()) / len(self.dacl)
+        rows = [f"{self.name} ({self.space}, {self.images:,} images; targets: {self.targets})"]
+        rows.append("  length      " + " ".join(f"{length:>6}" for length in self.similarity))
+        for title, row in (("similarity", self.similarity), ("target", self.target), ("DACL", self.dacl)):
+            rows.append(f"  {title:<11} " + " ".join(f"{value:6.3f}" for value in row.values()))
+        hardest = sorted(self.by_op, key=lambda op: self.by_op[op])
+        rows.append(
+            "  by augmentation, least alike first: " + ", ".join(f"{op} {self.by_op[op]:.3f}" for op in hardest)
+        )
+        order = f"similarity rises at {self.rises} of {len(self.similarity) - 1} lengths"
+        rows.append(
+            f"  mean DACL {dacl:.3f}; {order}; targets rise in {self.target_rises} of {self.target_checks} cases"
+        )
+        return rows
+
+
+def subject(path: str | Path, device: torch.device, **encoder_options: Any) -> Subject:
+    """A checkpoint with heads and MMNN if ``path`` is one of cocor's (or a run's folder), else a bare encoder."""
+    found = _checkpoint(Path(path))
+    if found is None:
+        encoder = load_encoder(path, **encoder_options)
+        backbone = encoder.backbone.to(device)
+        return Subject(encoder.name, "backbone features", backbone, backbone, backbone, None, constants_for("moco"))
+    file, state = found
+    if encoder_options.get("which") == "ema":
+        raise UserError(f"--which ema: {file} is compared as in training, behind its heads; leave the flag out")
+    known = {key: value for key, value in state["config"].items() if key in Config.__dataclass_fields__}
+    config = Config(**(known | {"init": None, "constants": tuple(known["constants"])}))
+    method = build_method(config, World(0, 0, 1, device))
+    method.load_state_dict(state["training"]["method"])
+    mmnn = None
+    constants = dict(enumerate(config.constants, start=1))
+    if "mmnn" in state["training"]:
+        mmnn = MMNN(constants)
+        mmnn.load_state_dict(state["training"]["mmnn"])
+        mmnn.to(device)
+    name = file.parent.parent.name or file.stem
+    return Subject(name, "embeddings", method, _original(method), _composite(method), mmnn, constants)
+
+
+def _original(method: Method) -> Callable[[Tensor], Tensor]:
+    return method.embed_original
+
+
+def _composite(method: Method) -> Callable[[Tensor], Tensor]:
+    return method.embed_composite
+
+
+def _checkpoint(path: Path) -> tuple[Path, dict[str, Any]] | None:
+    """cocor's own checkpoint at ``path`` or, in a run's folder, the newest; None for anything else."""
+    if path.is_dir():
+        return checkpoint.newest(path / checkpoint.FOLDER)
+    if path.parent.name != checkpoint.FOLDER or path.suffix != ".pt":
+        return None
+    return path, checkpoint.load(path)
+
+
+def measure(subjects: Sequence[Subject], dataset: ImageDataset, how: Extraction, seed: int = 0) -> list[Consistency]:
+    """Measure all ``subjects`` on the same views of ``dataset``. The targets of a subject without MMNN are those of the
+    first subject that has one, else its constants. Changes no parameter and no buffer."""
+    shared = next((s for s in subjects if s.mmnn is not None), None)
+    lengths = (1,) * _SINGLES + LENGTHS[1:]
+    plan = ViewPlan(size=how.size, seed=seed, contrastive=(), original="shared", lengths=lengths)
+    results = []
+    for one in subjects:
+        source = one if one.mmnn is not None else shared
+        target: nn.Module = Constants(one.constants).to(how.world.device)
+        named = "the constants"
+        if source is not None and source.mmnn is not None:
+            target, named = source.mmnn, "its MMNN" if source is one else f"the MMNN of {source.name}"
+        similarity, wanted, composition = _similarities(one, target, plan, dataset, how)
+        results.append(_summarise(one, named, target, similarity, wanted, composition))
+    return results
+
+
+@torch.no_grad()
+def _similarities(
+    one: Subject, target: nn.Module, plan: ViewPlan, dataset: ImageDataset, how: Extraction
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Similarities (L, N), targets (L, N) and composition vectors (L, N, 14) of all composites, on the CPU."""
+    order = BatchOrder(len(dataset), min(_BATCH, how.batch_size), shuffle=False, drop_last=False)
+    device = how.world.device
+    loader = open_loader(how.loader, dataset, plan, order, device=device, workers=how.workers)
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    with closing(loader), closing(loader.epoch(0)) as batches, evaluating(one.module):
+        for batch in track(batches, len(dataset), f"consistency of {one.name}", "images", order.batch_size):
+            with torch.autocast(device.type, how.precision, enabled=how.precision != torch.float32):
+                originals = one.original(batch.original)
+                composites = torch.stack([one.composite(views) for views in batch.composites])
+            similarity = latent_similarity(composites.float(), originals.float())
+            found.append((similarity.cpu(), target(batch.composition).cpu(), batch.composition.cpu()))
+    similarity, wanted, composition = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+    return similarity.double(), wanted.double(), composition
+
+
+def _summarise(
+    one: Subject, targets: str, target: nn.Module, similarity: Tensor, wanted: Tensor, composition: Tensor
+) -> Consistency:
+    size = composition.sum(-1)
+    by_length = {length: size == length for length in sorted(size.unique().tolist())}
+    similar = {length: similarity[at].mean().item() for length, at in by_length.items()}
+    singles = by_length[1]
+    ops = composition[singles].argmax(-1)
+    by_op = {
+        op.label: similarity[singles][ops == place].mean().item()
+        for place, op in enumerate(BASIC)
+        if (ops == place).any()
+    }
+    rises, checks = target_rises(target, composition.flatten(0, 1))
+    return Consistency(
+        one.name,
+        one.space,
+        targets,
+        similarity.shape[1],
+        similar,
+        {length: wanted[at].mean().item() for length, at in by_length.items()},
+        {length: (similarity - wanted)[at].abs().mean().item() for length, at in by_length.items()},
+        by_op,
+        sum(later > earlier for earlier, later in pairwise(similar.values())),
+        rises,
+        checks,
+    )
+
+
+@torch.no_grad()
+def target_rises(target: nn.Module, composition: Tensor) -> tuple[int, int]:
+    """(violations, cases): how often ``target`` does not fall when any one augmentation joins the distinct rows of
+    ``composition`` (n, 14)."""
+    device = next((t.device for t in (*target.parameters(), *target.buffers())), torch.device("cpu"))
+    rows = composition.unique(dim=0).to(device)
+    more = rows[:, None] + torch.eye(len(BASIC), dtype=rows.dtype, device=device)
+    return int((target(more) >= target(rows)[:, None]).sum()), rows.shape[0] * len(BASIC)

@@ -1,0 +1,128 @@
+"""Nearest neighbours of query images, as numbers and as a contact sheet (paper, figure 1 (b)).
+
+A row is a query and its nearest neighbours in the bank, nearest first, with their cosine similarities; the colour of a
+frame says whether the classes agree. Such rows show what an encoder attends to, which an accuracy cannot.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont, ImageOps
+from torch import Tensor
+
+from cocor import atomic
+from cocor.eval.features import Features
+from cocor.eval.probes.knn import nearest_neighbours
+from loaders.datasets.dataset import ImageDataset
+from loaders.text import printable
+
+_TILE, _GAP, _FRAME, _FONT_SIZE, _LINE = 128, 8, 4, 12, 16
+_RIGHT, _WRONG, _INK, _PAPER = "#2a9d4e", "#d1495b", "black", "white"
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """``queries`` (Q,) and ``neighbours`` (Q, k) are places in the query set and in the bank; ``similarities`` (Q, k).
+
+    ``precision``: the share of the k neighbours that are of the query's own class, mean over *all* labelled queries;
+    None if no query has a label."""
+
+    queries: Tensor
+    neighbours: Tensor
+    similarities: Tensor
+    precision: float | None
+    k: int
+
+    def lines(self) -> list[str]:
+        if self.precision is None:
+            return ["the queries have no labels, so there is no precision"]
+        return [f"{self.precision:.2%} of the {self.k} nearest neighbours are of the query's class"]
+
+    def plain(self, queries: ImageDataset, bank: ImageDataset) -> dict[str, Any]:
+        rows = [
+            {"query": printable(queries.names[query]), "neighbours": [printable(bank.names[n]) for n in neighbours],
+             "similarities": [round(value, 4) for value in values]}
+            for query, neighbours, values in zip(
+                self.queries.tolist(), self.neighbours.tolist(), self.similarities.tolist(), strict=True
+            )
+        ]  # fmt: skip
+        return {"precision": self.precision, "k": self.k, "rows": rows}
+
+
+def retrieve(
+    queries: Features, bank: Features, *, rows: int = 8, k: int = 8, seed: int = 0, device: torch.device | str = "cpu"
+) -> Retrieval:
+    """The ``k`` bank features nearest to each query; ``rows`` of the queries, drawn by ``seed``, are kept to show."""
+    values, places = nearest_neighbours(queries.values.to(device), bank.values.to(device), k)
+    values, places = values.cpu(), places.cpu()
+    labelled = (queries.labels >= 0).nonzero().flatten()
+    right = bank.labels[places[labelled]] == queries.labels[labelled, None]
+    precision = right.double().mean().item() if len(labelled) else None
+    order = torch.randperm(len(queries), generator=torch.Generator().manual_seed(seed))
+    shown = order[:rows].sort().values
+    return Retrieval(shown, places[shown], values[shown], precision, places.shape[1])
+
+
+def save_sheet(found: Retrieval, queries: ImageDataset, bank: ImageDataset, path: Path) -> None:
+    """Draw ``found`` into the PNG file ``path``. UserError if an image cannot be read or the file not be written."""
+    columns = 1 + found.k
+    width = columns * (_TILE + _GAP) + 2 * _GAP
+    row_height = _TILE + _LINE + _GAP
+    sheet = Image.new("RGB", (width, len(found.queries) * row_height + _LINE + 2 * _GAP), _PAPER)
+    pen = ImageDraw.Draw(sheet)
+    font = ImageFont.load_default(size=_FONT_SIZE)
+    pen.text((_GAP, _GAP), "query", _INK, font)
+    heading = "nearest neighbours and their cosine similarity; green: the query's class"
+    pen.text((_left(1), _GAP), heading, _INK, font)
+    for row, query in enumerate(found.queries.tolist()):
+        top = row * row_height + _LINE + 2 * _GAP
+        label = int(queries.labels[query])
+        _paste(sheet, pen, font, (_left(0), top), _picture(queries, query), _class_name(queries, label), None)
+        for column in range(found.k):
+            place = int(found.neighbours[row, column])
+            other = int(bank.labels[place])
+            frame = None if label < 0 or other < 0 else _RIGHT if label == other else _WRONG
+            text = f"{found.similarities[row, column]:.3f} {_class_name(bank, other)}"
+            _paste(sheet, pen, font, (_left(column + 1), top), _picture(bank, place), text, frame)
+    with atomic.replacing(path) as temporary:
+        sheet.save(temporary, format="PNG")
+
+
+def _left(column: int) -> int:
+    return _GAP + column * (_TILE + _GAP) + (_GAP if column else 0)
+
+
+def _picture(dataset: ImageDataset, place: int) -> Image.Image:
+    return ImageOps.fit(dataset.image(place).decode(), (_TILE, _TILE), Image.Resampling.BICUBIC)
+
+
+def _class_name(dataset: ImageDataset, label: int) -> str:
+    return printable(dataset.classes[label]) if 0 <= label < len(dataset.classes) else ""
+
+
+def _paste(
+    sheet: Image.Image,
+    pen: ImageDraw.ImageDraw,
+    font: Any,
+    corner: tuple[int, int],
+    picture: Image.Image,
+    text: str,
+    frame: str | None,
+) -> None:
+    left, top = corner
+    if frame is not None:
+        picture = ImageOps.expand(ImageOps.crop(picture, _FRAME), _FRAME, frame)
+    sheet.paste(picture, corner)
+    while text and font.getlength(text) > _TILE:
+        text = text[:-1]
+    pen.text((left, top + _TILE), text, _INK, font)
+
+
+def evenly_spread(dataset: ImageDataset, limit: int) -> ImageDataset:
+    """At most ``limit`` images, evenly spaced, so that classes that lie in order keep their shares."""
+    if len(dataset) <= limit:
+        return dataset
+    return dataset.subset(np.linspace(0, len(dataset) - 1, limit).round().astype(np.int64))

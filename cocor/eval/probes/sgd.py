@@ -1,0 +1,214 @@
+"""The linear probe by SGD, for ImageNet's size, with the settings that MoCo and SimSiam report.
+
+    moco      SGD, lr 30, batch 256, 100 epochs, x 0.1 at 60 and 80, momentum 0.9, no decay (He et al. 2020)
+    simsiam   LARS (trust 0.001), lr 1.6 = 0.1 * 4096 / 256, batch 4096, 90 epochs, cosine, momentum 0.9, no decay
+
+Both sources learn from random resized crops, anew in every epoch: :class:`RandomCrops` reads and encodes them while the
+classifier learns, on all ranks. From cached features (:class:`FixedViews`) an epoch costs next to nothing, but without
+augmentation the accuracy can differ by points; the report says which it was.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cocor.distributed.collectives import gather
+from cocor.eval.datasets.protocols import RANDOM_CROP_SCALE, SgdSettings
+from cocor.eval.features import Extraction, Features, encode
+from cocor.eval.probes.linear import check_splits, class_mean, top1
+from cocor.eval.probes.online_knn import evaluating
+from cocor.eval.weights.load import Encoder
+from loaders.datasets.dataset import ImageDataset
+from loaders.errors import UserError
+from loaders.open import open_loader
+from loaders.progress import track
+from loaders.views.order import BatchOrder
+from loaders.views.plan import ViewPlan
+
+_SEED = 0  # of order, crops and first weights
+
+
+@dataclass(frozen=True)
+class SgdResult:
+    """Test accuracies in [0, 1] after the last epoch. ``views``: a description of the training views."""
+
+    top1: float
+    class_mean: float
+    train_loss: float
+    seconds: float
+    train: int
+    test: int
+    classes: int
+    epochs: int
+    views: str
+
+    def lines(self) -> list[str]:
+        return [
+            f"top-1 {self.top1:.2%}, mean per class {self.class_mean:.2%} after {self.epochs} epochs; "
+            f"loss {self.train_loss:.4f}",
+            f"{self.train:,} images to learn from ({self.views}), {self.test:,} to test on, "
+            f"{self.classes} classes; {self.seconds:.1f} s",
+        ]
+
+
+class Views(Protocol):
+    """Training views: ``labels`` int64 (N,) of the images, ``batch`` images a step, ``description`` for the report."""
+
+    labels: Tensor
+    batch: int
+    description: str
+
+    def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Features (batch, D) and labels (batch,) of every step, the same on every rank."""
+        ...
+
+
+class FixedViews:
+    """The same cached features in every epoch, reshuffled; a last, shorter batch is dropped."""
+
+    description = "features without augmentation"
+
+    def __init__(self, features: Features, settings: SgdSettings, device: torch.device | str) -> None:
+        features = features.labelled().flat()
+        self.labels, self._device = features.labels, device
+        self._values = features.values.to(device)
+        self.batch = min(settings.batch_size, len(features))
+        self._generator = torch.Generator().manual_seed(_SEED)
+
+    def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.randperm(len(self.labels), generator=self._generator)
+        for chosen in order.split(self.batch):
+            if len(chosen) == self.batch:
+                yield self._values[chosen.to(self._device)], self.labels[chosen].to(self._device)
+
+
+class RandomCrops:
+    """A new random resized crop and flip of every image in every epoch, encoded on the fly by all ranks; images that
+    fill no batch are dropped."""
+
+    description = "random resized crops and flips"
+
+    def __init__(self, encoder: Encoder, dataset: ImageDataset, settings: SgdSettings, how: Extraction) -> None:
+        dataset = dataset.subset((dataset.labels >= 0).nonzero()[0])
+        self.labels = torch.from_numpy(dataset.labels.copy())
+        step = min(settings.batch_size, len(dataset))
+        world, together = how.world, shared_batch(step, how)  # a step is one or more of these batches
+        self.batch = step // together * together
+        self._encoder, self._how = encoder, how
+        plan = ViewPlan(how.size, _SEED, (), "shared", original_scale=RANDOM_CROP_SCALE, lengths=(), filter=how.filter)
+        order = BatchOrder(len(dataset), together, rank=world.rank, world_size=world.size, seed=_SEED)
+        self._loader = open_loader(how.loader, dataset, plan, order, device=world.device, workers=how.workers)
+        self._together = together
+
+    def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+        backbone = self._encoder.backbone.to(self._how.world.device)
+        values: list[Tensor] = []
+        labels: list[Tensor] = []
+        name = f"epoch {number + 1}"
+        with evaluating(backbone), closing(self._loader.epoch(number)) as batches:
+            for batch in track(batches, len(self.labels), name, "images", self._together):
+                values.append(gather(encode(backbone, batch.original, self._how)))
+                labels.append(gather(batch.label))
+                if len(values) * self._together == self.batch:
+                    yield torch.cat(values), torch.cat(labels)
+                    values, labels = [], []
+
+    def close(self) -> None:
+        self._loader.close()
+
+
+def sgd_probe(
+    train: Features, test: Features, settings: SgdSettings, *, device: torch.device | str = "cpu"
+) -> SgdResult:
+    """Train a linear layer on all of ``train`` and test it once. A batch larger than the data becomes all of it, with
+    the learning rate scaled down in proportion. UserError for splits that no probe can use."""
+    check_splits(train.labels, train.labels, test.labels)
+    return _probe(FixedViews(train, settings, device), test, settings, device)
+
+
+def sgd_probe_on_crops(
+    encoder: Encoder, train: ImageDataset, test: Features, settings: SgdSettings, how: Extraction
+) -> SgdResult:
+    """As :func:`sgd_probe`, on random crops of the images ``train``; all ranks call it and get the same result."""
+    labels = torch.from_numpy(train.labels.copy())
+    check_splits(labels, labels, test.labels)
+    with closing(RandomCrops(encoder, train, settings, how)) as views:
+        return _probe(views, test, settings, how.world.device)
+
+
+def shared_batch(count: int, how: Extraction) -> int:
+    """How many of ``count`` images the ranks encode together: the largest multiple of their number within
+    ``how.batch_size``. UserError if there are fewer images than ranks."""
+    size = how.world.size
+    if count < size:
+        raise UserError(f"{count} images with labels cannot be shared by {size} ranks")
+    return max(1, min(how.batch_size, count) // size) * size
+
+
+def shortened(settings: SgdSettings, epochs: int | None) -> SgdSettings:
+    """``settings`` for another number of epochs; the learning rate falls at the same shares of them."""
+    if epochs is None:
+        return settings
+    steps = tuple(round(at * epochs / settings.epochs) for at in settings.steps_at)
+    return replace(settings, epochs=epochs, steps_at=steps)
+
+
+def _probe(views: Views, test: Features, settings: SgdSettings, device: torch.device | str) -> SgdResult:
+    began = time.perf_counter()
+    test = test.labelled()
+    classes = int(views.labels.max()) + 1
+    values = test.values if test.values.ndim == 2 else test.values[:, 4]
+    generator = torch.Generator().manual_seed(_SEED)
+    weight = torch.empty(classes, values.shape[1]).normal_(0, 0.01, generator=generator).to(device).requires_grad_()
+    bias = torch.zeros(classes, device=device, requires_grad=True)
+    peak = settings.lr * views.batch / settings.batch_size
+    optimiser = torch.optim.SGD([weight, bias], lr=peak, momentum=settings.momentum)
+    loss = torch.zeros(())
+    for epoch in range(settings.epochs):
+        for group in optimiser.param_groups:
+            group["lr"] = peak * _decay(settings, epoch)
+        for inputs, labels in views.epoch(epoch):
+            optimiser.zero_grad()
+            loss = F.cross_entropy(F.linear(inputs, weight, bias), labels)
+            loss.backward()
+            if settings.trust:
+                _scale_by_layer((weight, bias), settings.trust)
+            optimiser.step()
+    if not torch.isfinite(loss):
+        raise UserError("the classifier's loss is no number: its learning rate does not suit these features")
+    with torch.no_grad():
+        predicted = F.linear(values.to(device), weight, bias).argmax(1).cpu()
+    return SgdResult(
+        top1(predicted, test.labels),
+        class_mean(predicted, test.labels),
+        loss.item(),
+        time.perf_counter() - began,
+        len(views.labels),
+        len(test),
+        classes,
+        settings.epochs,
+        views.description,
+    )
+
+
+def _decay(settings: SgdSettings, epoch: int) -> float:
+    if settings.steps_at:
+        return float(0.1 ** sum(epoch >= at for at in settings.steps_at))
+    return 0.5 * (1 + math.cos(math.pi * epoch / settings.epochs))
+
+
+@torch.no_grad()
+def _scale_by_layer(parameters: tuple[Tensor, ...], trust: float) -> None:
+    """LARS without clipping and decay, as SimSiam's probe uses it: a parameter of zero norm keeps its gradient."""
+    for parameter in parameters:
+        assert parameter.grad is not None
+        size, slope = parameter.norm(), parameter.grad.norm()
+        usable = (size > 0) & (slope > 0)
+        parameter.grad.mul_(torch.where(usable, trust * size / slope.clamp(min=1e-30), torch.ones_like(size)))

@@ -1,0 +1,1 @@
+"""Weights: checkpoints of any origin in, other tools' formats out."""

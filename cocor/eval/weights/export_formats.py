@@ -1,0 +1,255 @@
+"""A trained encoder for other programs: timm, torchvision, safetensors with a model card, Detectron2.
+
+    timm          NAME.safetensors   timm's names; create_model(..., checkpoint_path=FILE)
+    torchvision   NAME.pth           a state_dict for torchvision.models (ResNets have the same names)
+    safetensors   NAME/              model.safetensors, config.json, README.md: a folder for the Hugging Face Hub
+    detectron2    NAME.pkl           numpy arrays by Detectron2's names, with matching_heuristics
+
+Every file is loaded back, by the program that it is for if that is installed, and must give the same weights and
+features. A small stem is refused if the other program's model has none.
+"""
+
+import json
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import safetensors.torch
+import timm
+import torch
+import torchvision
+from torch import Tensor, nn
+
+import cocor
+from cocor import atomic, checkpoint
+from cocor.eval.weights.load import Encoder, digest
+from cocor.export import export_backbone
+from cocor.models import build_backbone, fixed_size
+from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
+from loaders.errors import UserError
+
+Format = Literal["timm", "torchvision", "safetensors", "detectron2"]
+
+# Detectron2 builds wide ResNets and ResNeXts with WIDTH_PER_GROUP and NUM_GROUPS; none with other stems, norms or
+# attention.
+_IN_DETECTRON2 = re.compile(r"(resnet\d+|wide_resnet\d+_2|resnext\d+_\d+x\d+d)(\..+)?")
+
+
+def export(encoder: Encoder, form: Format, output: Path) -> Path:
+    """Write ``encoder`` to ``output`` in a format of the module's table and check it by loading it back.
+
+    Raises:
+        UserError: the format cannot hold this encoder, or the file cannot be written.
+    """
+    check_possible(encoder, form)
+    _WRITERS[form](encoder, output)
+    _CHECKS[form](encoder, output)
+    return output
+
+
+def check_possible(encoder: Encoder, form: Format) -> None:
+    """UserError if the format cannot hold this encoder."""
+    if form == "torchvision":
+        model = _torchvision_model(encoder)
+        other = sorted(set(_weights(encoder)) ^ {name for name in model.state_dict() if not name.startswith("fc.")})
+        if other:
+            raise UserError(f"--to torchvision: {len(other)} weights have other names there, such as {other[0]}")
+    if form == "detectron2":
+        bottleneck = "layer1.0.conv3.weight" in _weights(encoder)
+        if not bottleneck or encoder.stem != "imagenet" or not _IN_DETECTRON2.fullmatch(encoder.architecture):
+            raise UserError(
+                "--to detectron2: its ResNets are bottleneck ones with the usual stem, such as resnet50; "
+                f"this is {encoder.architecture} with the {encoder.stem} stem"
+            )
+
+
+def _weights(encoder: Encoder) -> dict[str, Tensor]:
+    return {name: value.detach().cpu().contiguous().clone() for name, value in encoder.backbone.state_dict().items()}
+
+
+def _write_timm(encoder: Encoder, output: Path) -> None:
+    about = {"architecture": encoder.architecture, "stem": encoder.stem, "image_size": encoder.image_size}
+    export_backbone(encoder.backbone, output, about)
+
+
+def _check_timm(encoder: Encoder, output: Path) -> None:
+    if encoder.stem == "imagenet":
+        size = _size_option(encoder)
+        model = timm.create_model(encoder.architecture, num_classes=0, checkpoint_path=str(output), **size)
+    else:
+        model = build_backbone(encoder.architecture, encoder.stem)
+        timm.models.load_checkpoint(model, str(output))
+    _same(encoder, model, output)
+
+
+def _only_size(encoder: Encoder) -> int | None:
+    """The side in pixels of the images that the model is built for; None if it takes any size."""
+    size, usual = fixed_size(encoder.backbone), timm.get_pretrained_cfg(encoder.architecture)
+    if size is None and usual is not None and usual.fixed_input_size:  # windows or attention biases of one size
+        return encoder.image_size
+    return size
+
+
+def _size_option(encoder: Encoder) -> dict[str, Any]:
+    """The keyword with which timm builds the model for the encoder's image size, if that is not timm's default."""
+    size, usual = _only_size(encoder), timm.get_pretrained_cfg(encoder.architecture)
+    return {} if size is None or usual is None or usual.input_size[-1] == size else {"img_size": size}
+
+
+def _write_torchvision(encoder: Encoder, output: Path) -> None:
+    with atomic.replacing(output) as temporary:
+        checkpoint.write(_weights(encoder), temporary)
+
+
+def _check_torchvision(encoder: Encoder, output: Path) -> None:
+    model = _torchvision_model(encoder)
+    missing = model.load_state_dict(torch.load(output, weights_only=True), strict=False)
+    if set(missing.missing_keys) - {"fc.weight", "fc.bias"} or missing.unexpected_keys:
+        raise RuntimeError(f"{output} does not fit torchvision's {encoder.architecture}: {missing}")
+    model.fc = nn.Identity()
+    _same(encoder, model, output)
+
+
+def _torchvision_model(encoder: Encoder) -> nn.Module:
+    if encoder.architecture not in torchvision.models.list_models():
+        raise UserError(f"--to torchvision: it has no {encoder.architecture}; use --to timm or --to safetensors")
+    model: nn.Module = torchvision.models.get_model(encoder.architecture, weights=None)
+    if encoder.stem == "small":
+        width = encoder.backbone.state_dict()["conv1.weight"].shape[0]
+        model.conv1 = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        model.maxpool = nn.Identity()
+    return model
+
+
+def _write_safetensors(encoder: Encoder, output: Path) -> None:
+    weights = output / "model.safetensors"
+    _write_timm(encoder, weights)
+    features = int(getattr(encoder.backbone, "num_features", 0))
+    config = {
+        "architecture": encoder.architecture,
+        "num_classes": 0,
+        "num_features": features,
+        "stem": encoder.stem,
+        "pretrained_cfg": {"mean": IMAGENET_MEAN, "std": IMAGENET_STD, "interpolation": "bilinear", "crop_pct": 0.875},
+    }
+    atomic.write_text(output / "config.json", json.dumps(config, indent=2) + "\n")
+    atomic.write_text(output / "README.md", model_card(encoder, features))
+
+
+def model_card(encoder: Encoder, features: int) -> str:
+    """The README of an exported folder: what it is, how to load it, how to normalise its input."""
+    stem = ""
+    if encoder.stem == "small":
+        stem = (
+            "model.conv1 = torch.nn.Conv2d(3, model.conv1.out_channels, 3, padding=1, bias=False)\n"
+            "model.maxpool = torch.nn.Identity()\n"
+        )
+    parameters = sum(p.numel() for p in encoder.backbone.parameters())
+    size = "".join(f", {name}={value}" for name, value in _size_option(encoder).items())
+    return f"""---
+library_name: timm
+tags: [image-feature-extraction, self-supervised, cocor]
+---
+# {encoder.name}
+
+A {encoder.architecture} image encoder ({parameters / 1e6:.1f} M parameters, {features} features, {encoder.stem} stem),
+exported by cocor {cocor.__version__} from weights in the layout of {encoder.origin}.
+
+```python
+import timm, torch
+from safetensors.torch import load_file
+
+model = timm.create_model("{encoder.architecture}", num_classes=0{size})
+{stem}model.load_state_dict(load_file("model.safetensors"))
+```
+
+Input: RGB in [0, 1], normalised with mean {IMAGENET_MEAN} and standard deviation {IMAGENET_STD}.
+Weights: SHA-256 over names and values `{encoder.digest}`.
+
+Not stated here, because the weights do not tell: training data, its licence, intended use, accuracy. Fill them in.
+"""
+
+
+def _check_safetensors(encoder: Encoder, output: Path) -> None:
+    config = json.loads((output / "config.json").read_text())
+    model = build_backbone(config["architecture"], config["stem"], _only_size(encoder))
+    model.load_state_dict(safetensors.torch.load_file(output / "model.safetensors"))
+    _same(encoder, model, output)
+
+
+def detectron2_name(name: str) -> str:
+    """Detectron2's name of a ResNet weight: conv1 -> stem.conv1, layer1 -> res2, bn2 -> conv2.norm, and so on."""
+    if not name.startswith("layer"):
+        name = f"stem.{name}"
+    for number in (1, 2, 3, 4):
+        name = name.replace(f"layer{number}.", f"res{number + 1}.")
+    for number in (1, 2, 3):
+        name = name.replace(f"bn{number}.", f"conv{number}.norm.")
+    return name.replace("downsample.0.", "shortcut.").replace("downsample.1.", "shortcut.norm.")
+
+
+def _write_detectron2(encoder: Encoder, output: Path) -> None:
+    arrays = {
+        detectron2_name(name): value.numpy()
+        for name, value in _weights(encoder).items()
+        if not name.endswith("num_batches_tracked")
+    }
+    content = {"model": arrays, "__author__": "cocor", "matching_heuristics": True}
+    with atomic.replacing(output) as temporary:
+        temporary.write_bytes(pickle.dumps(content, protocol=4))
+
+
+def _check_detectron2(encoder: Encoder, output: Path) -> None:
+    """Every weight must be there under its name; if Detectron2 is installed, the names must be those of its ResNet."""
+    found = pickle.loads(output.read_bytes())["model"]  # just written here
+    wanted = {n: v for n, v in _weights(encoder).items() if not n.endswith("num_batches_tracked")}
+    equal = all(np.array_equal(found[detectron2_name(name)], value.numpy()) for name, value in wanted.items())
+    if len(found) != len(wanted) or not equal:
+        raise RuntimeError(f"{output} does not hold the encoder's weights")
+    names = detectron2_resnet_names(encoder.architecture)
+    if names is not None and set(found) != names:
+        raise RuntimeError(f"{output} differs from Detectron2's model in {sorted(set(found) ^ names)[:3]}")
+
+
+def detectron2_resnet_names(architecture: str) -> set[str] | None:
+    """The weight names of Detectron2's ResNet, equal at every width; None if Detectron2 is not installed."""
+    try:
+        from detectron2.config import get_cfg
+        from detectron2.modeling.backbone import build_resnet_backbone
+    except ImportError:
+        return None
+    config = get_cfg()
+    config.MODEL.RESNETS.DEPTH = int(re.findall(r"resne[tx]t?(\d+)", architecture)[0])
+    config.MODEL.RESNETS.NORM = "BN"
+    config.MODEL.RESNETS.OUT_FEATURES = ["res5"]
+    state = build_resnet_backbone(config, None).state_dict()
+    return {name for name in state if not name.endswith("num_batches_tracked")}
+
+
+def _same(encoder: Encoder, model: nn.Module, output: Path) -> None:
+    """Raise a RuntimeError unless ``model``, loaded from ``output``, has the encoder's weights and features."""
+    if digest(model) != encoder.digest:
+        raise RuntimeError(f"{output} does not give the encoder's weights back")
+    side = _only_size(encoder) or 64
+    sample = torch.rand(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        if not torch.equal(model.eval()(sample), encoder.backbone.cpu()(sample)):
+            raise RuntimeError(f"{output} does not give the encoder's features")
+
+
+_WRITERS: dict[Format, Callable[[Encoder, Path], None]] = {
+    "timm": _write_timm,
+    "torchvision": _write_torchvision,
+    "safetensors": _write_safetensors,
+    "detectron2": _write_detectron2,
+}
+_CHECKS: dict[Format, Callable[[Encoder, Path], Any]] = {
+    "timm": _check_timm,
+    "torchvision": _check_torchvision,
+    "safetensors": _check_safetensors,
+    "detectron2": _check_detectron2,
+}
+SUFFIXES: dict[Format, str] = {"timm": ".safetensors", "torchvision": ".pth", "safetensors": "", "detectron2": ".pkl"}

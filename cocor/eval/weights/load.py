@@ -1,0 +1,179 @@
+"""Loads an encoder from weights of any origin: its layout is recognised by names, and it is loaded whole or not at all.
+
+    read_weights -> names -> layout (prefix, renaming) -> architecture by the shapes -> timm model, filled, in eval mode
+
+Known are cocor's checkpoints and exports, timm, torchvision, MoCo, SimSiam, SupCon, BYOL, INTL, solo-learn, lightly,
+OpenSelfSup, DINO and VISSL, these within a wrapper of one's own, and any other prefix below which, and nowhere else, a
+whole encoder lies. Every parameter and running statistic of the encoder must come from the file, and no weight below
+the prefix may be left over but those of heads; else the load is refused with counts and names.
+"""
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import timm
+import torch
+from torch import nn
+
+from cocor.eval.weights.files import Which, read_weights
+from cocor.eval.weights.layouts import Layout, Models, Named, fit, recognise
+from cocor.models import build_backbone
+from cocor.run_dir import step_of
+from loaders.errors import UserError
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """``backbone`` maps images (B, 3, H, W) to features (B, D). ``matched`` of its ``total`` tensors came from the
+    file, whose ``unused`` tensors are heads and the like. ``image_size`` is the side of the crops that it was trained
+    on, if the file says so, else the model's only or the stem's usual one. ``digest`` (SHA-256) is equal for equal
+    encoders."""
+
+    backbone: nn.Module
+    name: str
+    origin: str
+    architecture: str
+    stem: str
+    image_size: int
+    matched: int
+    total: int
+    unused: int
+    digest: str
+
+    def describe(self) -> str:
+        stem = "" if self.stem == "imagenet" else f", {self.stem} stem"
+        counts = f"{self.matched} of {self.total} tensors loaded, {self.unused} of other parts left"
+        return f"{self.name}: {self.architecture}{stem}, layout of {self.origin}; {counts}"
+
+
+def load_encoder(
+    weights: str | Path, *, which: Which = "online", architecture: str | None = None, stem: str | None = None
+) -> Encoder:
+    """The encoder in a file or in the folder of a run; ``timm:NAME`` is a pretrained model of timm's, ``random:NAME``
+    an untrained one. ``architecture`` (timm's name) and ``stem`` override what the file says or its shapes show.
+
+    Raises:
+        UserError: nothing there, unsafe to open, or not fully the weights of such an encoder.
+    """
+    source, colon, model = str(weights).partition(":")
+    if colon and source in ("timm", "random"):
+        if not model:
+            raise UserError(f"{source}: name a model of timm's behind it, such as {source}:resnet50")
+        if which == "ema":
+            raise UserError(f"--which ema: {source}:{model} has no moving average; leave the flag out")
+        return _without_file(source, model, stem or "imagenet")
+    file = read_weights(_file(Path(weights), which), which)
+    architecture, stem = architecture or file.hints.get("architecture"), stem or file.hints.get("stem")
+    hint = file.hints.get("image_size")
+    size = None if hint is None else _image_size(hint, architecture, stem or "imagenet")
+    named = Named(architecture, stem, size)
+    models = Models()
+    layout = recognise(file, which, named, models)
+    if layout.architecture is None:
+        raise UserError(
+            f"{file.path}: the shapes of its {_few(list(layout.tensors))} weights are no ResNet's that is known here; "
+            "name the model with --backbone"
+        )
+    backbone = models[layout.architecture, layout.stem, size]
+    matched = _fill(backbone, layout, file.path)
+    backbone.eval().requires_grad_(False)
+    return Encoder(
+        backbone,
+        _short_name(file.path),
+        "cocor" if "stem" in file.hints else layout.origin,
+        layout.architecture,
+        layout.stem,
+        size or _image_size(None, layout.architecture, layout.stem),
+        matched,
+        len(backbone.state_dict()),
+        len(file.tensors) - matched,
+        digest(backbone),
+    )
+
+
+def digest(module: nn.Module) -> str:
+    """SHA-256 over the names and values of all parameters and buffers of ``module``."""
+    found = hashlib.sha256()
+    for name, value in sorted(module.state_dict().items()):
+        data = value.detach().cpu().contiguous()
+        found.update(f"{name} {data.dtype} {tuple(data.shape)}".encode())
+        found.update(data.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _without_file(source: str, model: str, stem: str) -> Encoder:
+    torch.manual_seed(0)
+    backbone = build_backbone(model, stem)
+    if source == "timm":
+        try:
+            backbone = timm.create_model(model, pretrained=True, num_classes=0)
+        except Exception as error:  # whatever the download runs into; a time-out has no text
+            reason = (str(error) or type(error).__name__).splitlines()[0][:160]
+            raise UserError(f"timm:{model}: its weights could not be had: {reason}") from None
+    backbone.eval().requires_grad_(False)
+    total = len(backbone.state_dict())
+    origin = "timm" if source == "timm" else "no training at all"
+    name, size = f"{source}:{model}", _image_size(None, model, stem)
+    return Encoder(backbone, name, origin, model, stem, size, total, total, 0, digest(backbone))
+
+
+def _image_size(hint: str | None, architecture: str | None, stem: str) -> int:
+    """The side in pixels that a file's ``hint`` tells; else the only one that timm's model takes, or the protocols'."""
+    if hint is not None and hint.isdecimal() and len(hint) <= 4 and int(hint):
+        return int(hint)
+    usual = None if architecture is None else timm.get_pretrained_cfg(architecture)
+    if usual is not None and usual.fixed_input_size:
+        return int(usual.input_size[-1])
+    return 32 if stem == "small" else 224
+
+
+def _file(path: Path, which: Which) -> Path:
+    """The file that ``path`` means: in a run's folder the export, or for the moving average the newest checkpoint."""
+    if not path.is_dir():
+        return path
+    export = path / "backbone.safetensors"
+    if which == "online" and export.is_file():
+        return export
+    newest = max((path / "checkpoints").glob("step_*.pt"), key=step_of, default=None)
+    if newest is None:
+        raise UserError(f"{path}: holds neither backbone.safetensors nor checkpoints; name a file of weights")
+    return newest
+
+
+def _short_name(path: Path) -> str:
+    """A name for reports: the run's where every run's file has the same name, else the file's."""
+    if path.name == "backbone.safetensors" and path.parent.name:
+        return path.parent.name
+    if path.parent.name == "checkpoints":
+        return f"{path.parent.parent.name}/{path.stem}"
+    return re.sub(r"\.(pth|pt|ckpt)$", "", path.stem) if path.suffix == ".tar" else path.stem
+
+
+def _fill(backbone: nn.Module, layout: Layout, path: Path) -> int:
+    """Load the tensors of ``layout`` into ``backbone``. Returns their number. UserError unless they fit as a whole."""
+    wanted, found = backbone.state_dict(), layout.tensors
+    match = fit(backbone, layout)
+    fitting = {name: found[name] for name in match.fitting}
+    other = [name for name in found if name in wanted and name not in fitting]
+    if not match.whole:
+        shapes = ""
+        if other:
+            has, needs = (tuple(part[other[0]].shape) for part in (found, wanted))
+            shapes = f"of another shape: {_few(other)}, {has} instead of {needs} at first; "
+        below = f" below {layout.prefix!r}" if layout.prefix else ""
+        raise UserError(
+            f"{path}: only {len(fitting)} of the {len(wanted)} tensors of {layout.architecture} match{below}; "
+            f"missing: {_few(match.missing)}; left over: {_few(match.strange)}; {shapes}"
+            "name another model with --backbone or --stem"
+        )
+    broken = [name for name, value in fitting.items() if not value.isfinite().all()]
+    if broken:
+        raise UserError(f"{path}: {_few(broken)} of its weights are not finite; the training has failed")
+    backbone.load_state_dict(fitting, strict=False)
+    return len(fitting)
+
+
+def _few(names: list[str]) -> str:
+    return f"{len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if names else "none"

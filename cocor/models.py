@@ -1,0 +1,170 @@
+"""From a configuration to networks: the timm backbone, the contrastive method around it, the source of targets."""
+
+import copy
+import difflib
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+
+from cocor import checkpoint
+from cocor.config.options import Config, key_bn_groups
+from cocor.distributed.collectives import World, broadcast_parameters, exchange, gather
+from cocor.methods.base import Method
+from cocor.methods.byol import BYOL
+from cocor.methods.intl import INTL
+from cocor.methods.moco import MoCo
+from cocor.methods.simsiam import SimSiam
+from cocor.methods.supcon import SupCon
+from cocor.methods.sync_norm import synchronise_batch_norm
+from cocor.objective.mmnn import MMNN, Constants
+from loaders.errors import UserError
+
+
+def build_backbone(name: str, stem: str = "imagenet", image_size: int | None = None) -> nn.Module:
+    """A randomly initialised timm model without classifier: images (B, 3, H, W) -> features (B, D).
+
+    ``stem`` "small" is the usual change for images of 32 to 64 pixels: a first convolution of 3x3 with stride 1, and no
+    pooling after it. ``image_size`` is H = W, if not timm's default; models with position embeddings are built for it.
+
+    Raises:
+        UserError: an unknown name, a size that the model cannot take, a small stem for a model without ResNet stem.
+    """
+    if not timm.is_model(name):
+        close = difflib.get_close_matches(name, timm.list_models(), n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise UserError(f"--backbone {name}: timm has no such model{hint}")
+    model = _create(name, image_size)
+    if stem == "small":
+        first = getattr(model, "conv1", None)
+        if not isinstance(first, nn.Conv2d) or not hasattr(model, "maxpool"):
+            raise UserError(f"--stem small: {name} has no ResNet stem to replace; use --stem imagenet")
+        model.conv1 = nn.Conv2d(3, first.out_channels, 3, stride=1, padding=1, bias=False)
+        nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
+        model.maxpool = nn.Identity()
+    if image_size is not None:
+        _try_size(model, name, image_size, "--image-size")
+    return model
+
+
+def _create(name: str, image_size: int | None) -> nn.Module:
+    about = timm.get_pretrained_cfg(name)
+    if image_size is not None and about is not None and about.fixed_input_size:
+        with suppress(TypeError):  # not all models of a fixed size accept img_size
+            return timm.create_model(name, num_classes=0, img_size=image_size)
+    return timm.create_model(name, num_classes=0)
+
+
+def fixed_size(backbone: nn.Module) -> int | None:
+    """The image side in pixels that a transformer's position embeddings are for; None for models without any."""
+    sides = getattr(getattr(backbone, "patch_embed", None), "img_size", None)
+    return None if sides is None else int(sides[0])
+
+
+def _try_size(model: nn.Module, name: str, size: int, flag: str) -> None:
+    """Raise a UserError if ``model`` cannot take images of this size; only shapes are computed, on the meta device."""
+    shapes_only = copy.deepcopy(model).to("meta").eval()
+    try:
+        with torch.no_grad():
+            shapes_only(torch.empty(2, 3, size, size, device="meta"))
+    except NotImplementedError:  # an operation without a meta kernel: the first batch will show
+        return
+    except (AssertionError, RuntimeError, ValueError) as error:
+        usual = timm.get_pretrained_cfg(name)
+        other = f"such as {usual.input_size[-1]}" if usual is not None else "or another --backbone"
+        why = " ".join(str(error).split())[:100]
+        raise UserError(f"{flag} {size}: {name} cannot take it ({why}); use another, {other}") from None
+
+
+def build_method(config: Config, world: World) -> Method:
+    """The method of ``config`` on ``world.device``, with equal weights on all ranks. They depend on ``seed`` alone, but
+    for a backbone from ``--init``; when a checkpoint is to be resumed, ``--init`` is not read."""
+    torch.manual_seed(config.seed)
+    backbone = build_backbone(config.backbone, config.stem, config.image_size)
+    if config.composite_size:
+        _try_size(backbone, config.backbone, config.composite_size, "--composite-size")
+    if config.init is not None and not checkpoint.exists(config.resume, config.output):
+        load_backbone(backbone, config.init)
+    method = _method(config, world, backbone)
+    if config.sync_bn and world.size > 1:
+        _synchronise(method, world.device)
+    method = method.to(world.device)
+    if world.device.type == "cuda":
+        method = method.to(memory_format=torch.channels_last)
+    broadcast_parameters(method)
+    return method
+
+
+def _method(config: Config, world: World, backbone: nn.Module) -> Method:
+    ranks: dict[str, Any] = {"gather": gather, "rank": world.rank, "world": world.size}
+    if config.method == "moco":
+        return MoCo(
+            backbone,
+            dim=config.embedding_dim,
+            queue=config.queue_size,
+            temperature=config.temperature,
+            momentum=config.key_momentum,
+            key_bn_splits=key_bn_groups(config, world.size),
+            exchange=exchange,
+            **ranks,
+        )
+    if config.method == "simsiam":
+        return SimSiam(
+            backbone,
+            dim=config.projector_dim,
+            predictor_dim=config.predictor_dim,
+            fix_predictor_lr=config.fix_predictor_lr,
+        )
+    if config.method == "supcon":
+        return SupCon(backbone, dim=config.embedding_dim, temperature=config.temperature, **ranks)
+    if config.method == "byol":
+        return BYOL(
+            backbone,
+            dim=config.embedding_dim,
+            hidden=config.projector_dim,
+            predictor_dim=config.predictor_dim,
+            momentum=config.key_momentum,
+        )
+    return INTL(
+        backbone,
+        dim=config.embedding_dim,
+        hidden=config.projector_dim,
+        iterations=config.whitening_iterations,
+        trace_weight=config.trace_weight,
+        **ranks,
+    )
+
+
+def _synchronise(method: Method, device: torch.device) -> None:
+    """Synchronise BatchNorm over ranks, except in MoCo's key encoder, which has BatchNorm groups of its own."""
+    for name, part in method.named_children():
+        if not (isinstance(method, MoCo) and name.startswith("key_")):
+            setattr(method, name, synchronise_batch_norm(part, device))
+
+
+def build_target(config: Config, world: World) -> nn.Module | None:
+    """The source of target similarities: MMNN, the paper's constants, or None for the plain method."""
+    if config.consistency == "none":
+        return None
+    constants = dict(enumerate(config.constants, start=1))
+    target: nn.Module = MMNN(constants) if config.mmnn == "learned" else Constants(constants)
+    return target.to(world.device)
+
+
+def load_backbone(backbone: nn.Module, path: Path) -> None:
+    """Load the weights in ``path`` (a backbone.safetensors or a checkpoint of a run) into ``backbone``, all of them.
+
+    Raises:
+        UserError: the file is missing or unreadable, or its names and shapes are not all those of ``backbone``.
+    """
+    weights = checkpoint.read_backbone(path)
+    wanted = backbone.state_dict()
+    unfit = sorted(set(weights) ^ set(wanted)) or sorted(k for k in wanted if weights[k].shape != wanted[k].shape)
+    if unfit:
+        raise UserError(
+            f"{path}: {len(unfit)} of {len(wanted)} weights do not fit --backbone and --stem, such as {unfit[0]}"
+        )
+    backbone.load_state_dict(weights)

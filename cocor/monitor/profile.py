@@ -1,0 +1,180 @@
+"""``--profile``: where the time of a step goes, as a table and as a trace.
+
+Parts are timed by events on the device's stream wherever the work changes, so that they add up to the whole. To that
+end parts run one after another: compiled if the run would be, but not as a CUDA graph, so that launch overhead, which a
+graph removes from small batches, shows here. The table compares the times with the cost model: F is one forward pass of
+the encoder over the batch, a backward pass costs 2 F. If steps differ (``cocor.step.subsample``), both are means
+over a cycle.
+"""
+
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from cocor import run_dir
+from cocor.config.options import Config, labelled_batch_size
+from cocor.distributed.collectives import barrier
+from cocor.run import Run
+from cocor.step.compile import compile_backbones
+from loaders.batch import Batch
+from loaders.errors import UserError
+
+WARM_UP, STEPS, TRACED = 5, 20, 3  # steps; STEPS at least, rounded up to whole turns
+_MOST_STEPS = 240  # of a longer cycle; parts that are in few of its steps weigh little in their mean
+# Forward-equivalents per image of the methods' own losses: views, with 2 F per backward pass, and second encoders.
+CONTRASTIVE_COST = {"moco": 4, "simsiam": 6, "supcon": 6, "byol": 8, "intl": 6}
+_VIEWS_KERNEL = "make_views"
+_Pair = tuple[Batch, Batch | None]
+
+
+class Parts:
+    """Times named parts of a program on ``device``. Parts may be nested; the time of an inner one counts only there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._open = ["other"]
+        self._marks: list[tuple[float | torch.cuda.Event, str]] = []
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self._open.append(name)
+        self._mark()
+        try:
+            yield
+        finally:
+            self._open.pop()
+            self._mark()
+
+    def start(self) -> None:
+        """Begin anew: forget all earlier marks."""
+        self._marks = []
+        self._mark()
+
+    def read(self) -> dict[str, float]:
+        """Seconds of each part since the start; ``other`` is time outside all parts. Waits for the device."""
+        self._mark()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds: dict[str, float] = defaultdict(float)
+        for (begin, name), (end, _) in zip(self._marks, self._marks[1:], strict=False):
+            if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+                seconds[name] += begin.elapsed_time(end) / 1000
+            elif isinstance(begin, float) and isinstance(end, float):
+                seconds[name] += end - begin
+        return dict(seconds)
+
+    def _mark(self) -> None:
+        mark: float | torch.cuda.Event
+        if self._device.type == "cuda":
+            mark = torch.cuda.Event(enable_timing=True)
+            mark.record()
+        else:
+            mark = time.perf_counter()
+        self._marks.append((mark, self._open[-1]))
+
+
+def report(run: Run) -> None:
+    """Train for a few steps, print the table on stdout, and leave a trace beside the run's folder."""
+    parts = Parts(run.world.device)
+    run.step.timer = parts
+    if run.execution in ("compiled", "fused"):
+        compile_backbones(run.step)
+    with closing(_endless(run)) as batches:
+        _steps(run, batches, parts, WARM_UP)
+        parts.start()
+        steps = min(-(-STEPS // run.step.turns.cycle) * run.step.turns.cycle, _MOST_STEPS)
+        _steps(run, batches, parts, steps)
+        seconds = parts.read()
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it calls having no GPU an error
+        activities = [ProfilerActivity.CPU]
+        if run.world.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        with profile(activities=activities) as trace:
+            _steps(run, batches, parts, TRACED)
+            if run.world.device.type == "cuda":
+                torch.cuda.synchronize()
+    barrier()
+    if not run.world.main:
+        return
+    views = sum(event.device_time_total for event in trace.key_averages() if _VIEWS_KERNEL in event.key) / 1e6
+    if views:
+        seconds["views"] = views / TRACED * steps
+    print("\n".join(table(run.config, seconds, steps, run.world.size)))
+    path = _save(trace, run_dir.trace(run.config))
+    print(f"\ntrace of {TRACED} steps, for chrome://tracing or ui.perfetto.dev: {path}")
+    sys.stdout.flush()
+
+
+def table(config: Config, seconds: dict[str, float], steps: int, ranks: int) -> list[str]:
+    """Lines of text: each part's milliseconds per step, its share of the step and, where it has one, its cost in F.
+
+    ``seconds`` are those of ``steps`` steps. "views" is no part of the step: they are made on a stream of their own.
+    """
+    model = costs(config, ranks)
+    # Passes that only the paper's approximation and the abs loss need are no part of the model.
+    names = ["data wait", *model, "hypergradient", "optimiser", "communication", "logging", "other"]
+    whole = sum(value for name, value in seconds.items() if name != "views")
+    lines = [f"{'part':<16}{'ms a step':>10}{'share':>8}{'F':>7}{'ms per F':>10}"]
+    for name in [name for name in names if name in seconds]:
+        milliseconds, cost = 1000 * seconds[name] / steps, model.get(name)
+        of_model = f"{cost:>7.2f}{milliseconds / cost:>10.2f}" if cost else ""
+        lines.append(f"{name:<16}{milliseconds:>10.2f}{seconds[name] / whole:>8.1%}{of_model}")
+    per_rank, total = config.batch_size // ranks, sum(model.values())
+    milliseconds = 1000 * whole / steps
+    lines.append(f"{'step':<16}{milliseconds:>10.2f}{1:>8.0%}{total:>7.2f}{milliseconds / total:>10.2f}")
+    passes = sum(seconds.get(name, 0.0) for name in (*model, "hypergradient"))
+    lines.append(f"{config.batch_size / (whole / steps):,.0f} images/s ({per_rank} a rank); not passes of the encoder, "
+                 f"nor waiting for data: {1 - (passes + seconds.get('data wait', 0.0)) / whole:.1%}")  # fmt: skip
+    if "views" in seconds:
+        lines.append(f"views, made beside the step: {1000 * seconds['views'] / steps:.2f} ms of the GPU")
+    return lines
+
+
+def costs(config: Config, ranks: int) -> dict[str, float]:
+    """The cost model: F of each part of a step, where 1 F is a forward pass over the batch. A pass is taken to cost in
+    proportion to its pixels, as it does in a convolutional network."""
+    model: dict[str, float] = {"contrastive": CONTRASTIVE_COST[config.method]}
+    if config.consistency != "none":
+        originals = config.released_originals if config.recipe == "released" else 1
+        pixels = (config.composite_size / config.image_size) ** 2 if config.composite_size else 1
+        model |= {"original": originals, "composites": 3 * (config.lengths_per_step or len(config.lengths)) * pixels}
+        if config.mmnn == "learned":
+            model["labelled"] = 3 * labelled_batch_size(config, ranks) / config.batch_size / config.mmnn_every
+    return model
+
+
+def _steps(run: Run, batches: Iterator[_Pair], parts: Parts, count: int) -> None:
+    sums: dict[str, torch.Tensor] = {}
+    for _ in range(count):
+        with parts("data wait"):
+            batch, labelled = next(batches)
+        metrics = run.step(batch, labelled, run.done)
+        with parts("logging"):  # as RunLog adds them up
+            sums = {name: value + sums.get(name, 0.0) for name, value in metrics.items()}
+        run.done = (run.done + 1) % run.total  # batches never end; turns are the same in every epoch
+
+
+def _endless(run: Run) -> Generator[_Pair, None, None]:
+    epoch = 0
+    while True:
+        with closing(run.pairs(epoch, 0)) as batches:
+            yield from batches
+        epoch += 1
+
+
+def _save(trace: profile, path: Path) -> Path:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        trace.export_chrome_trace(str(path))
+    except (OSError, RuntimeError) as error:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)  # half of it
+        raise UserError(f"--output: cannot write {path}: {error}") from None
+    return path

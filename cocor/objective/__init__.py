@@ -1,0 +1,1 @@
+"""The paper's objective: MMNN, consistency loss and hyper-gradient."""

@@ -1,0 +1,197 @@
+"""The monotone mapping network (MMNN): from a composition vector to the optimal latent similarity.
+
+Paper, section "Imposing Monotonicity to the Learnable Model". The network is 14-64-1,
+``g(v) = 1 - [softplus(b) + a.v + u.relu(W v + c)]`` with ``a, W, u > 0``: at most 1, the largest cosine, and strictly
+lower with every further augmentation, because the linear path ``a.v`` has no dead zone and its slope is kept above
+rounding errors. Softplus keeps the weights positive; the paper's reference (deep lattice networks) projects them.
+
+Before training the network is fitted to the paper's constants (table "Constant l_d*"): a random one predicts
+similarities far outside [-1, 1], where the gradients of loss and hyper-gradient vanish. ``Constants`` is the ablation
+without MMNN and has the same call signature.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from itertools import combinations_with_replacement, pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from loaders.errors import UserError
+from loaders.views.ops import BASIC
+
+OPS = len(BASIC)
+HIDDEN = 64  # units
+LONGEST_FITTED = 10  # the paper goes up to composites of 10 augmentations
+
+# Smallest slope of g in a count, as a share of the network's total weight (see MMNN.forward). Float32 resolves 6e-8 of
+# a value, so one more augmentation lowers g at any length that occurs, however large the weights have grown.
+SLOPE_FLOOR = 1e-4
+FIT_RESTRAINT = 1e-9  # weight of the penalty on moving the raw weights
+
+# Paper, table "Constant l_d* used for the comparison with the MMNN": length of a composite -> similarity.
+CONSTANTS: dict[str, dict[int, float]] = {
+    "moco": {1: 0.80, 2: 0.75, 3: 0.65},
+    "simsiam": {1: 0.75, 2: 0.70, 3: 0.60},
+}
+
+
+def constants_for(method: str) -> dict[int, float]:
+    """The paper's constants of ``method``; methods that its table does not list get MoCo's."""
+    return CONSTANTS.get(method, CONSTANTS["moco"])
+
+
+def similarity_at(constants: Mapping[int, float], length: int) -> float:
+    """The similarity at ``length``: piecewise linear through ``constants``, extrapolated linearly beyond both ends.
+
+    A single constant is joined with the point (0, 1), as an image has similarity 1 to itself.
+    """
+    constants = constants if len(constants) > 1 else {0: 1.0, **constants}
+    known = sorted(constants)
+    right = next((i for i, at in enumerate(known) if at >= length and i > 0), len(known) - 1)
+    low, high = known[right - 1], known[right]
+    slope = (constants[high] - constants[low]) / (high - low)
+    return constants[low] + slope * (length - low)
+
+
+def check_constants(constants: Mapping[int, float]) -> None:
+    """Raise a UserError for constants that no strictly decreasing, concave network with ``g <= 1`` can represent."""
+    known = sorted(constants)
+    if not known or known[0] < 1:
+        raise UserError("constants: name at least one length of composites, each of 1 or more")
+    if not all(-1.0 <= constants[at] < 1.0 for at in known):
+        raise UserError("constants: every similarity must lie in [-1, 1)")
+    slopes = [(constants[b] - constants[a]) / (b - a) for a, b in pairwise(known)]
+    if any(slope >= 0 for slope in slopes):
+        raise UserError("constants: the similarity must fall with every length")
+    if any(later > earlier + 1e-6 for earlier, later in pairwise(slopes)):
+        raise UserError(
+            "constants: the MMNN is concave, so similarities must not fall more slowly at longer lengths; "
+            "change them, or use --mmnn constants"
+        )
+
+
+class Constants(nn.Module):
+    """The ablation without MMNN: one fixed similarity per length of composite, clipped to [-1, 1]."""
+
+    table: Tensor
+
+    def __init__(self, constants: Mapping[int, float]) -> None:
+        super().__init__()
+        values = [min(1.0, max(-1.0, similarity_at(constants, length))) for length in range(OPS * 255 + 1)]
+        self.register_buffer("table", torch.tensor(values, dtype=torch.float32), persistent=False)
+
+    def forward(self, composition: Tensor) -> Tensor:
+        """``composition`` (..., 14) uint8 counts -> similarity (...) float32."""
+        return self.table[composition.sum(-1, dtype=torch.int64)]
+
+
+class MMNN(nn.Module):
+    """``g(v) = 1 - [softplus(b) + a.v + u.relu(W v + c)]``, strictly decreasing in every count; see the module's text.
+
+    A new network is already fitted to ``constants``, one similarity per length; the same arguments always give the same
+    weights, and the global random number generator is left alone. UserError for constants that a decreasing concave
+    function cannot meet.
+    """
+
+    linear: nn.Parameter  # (14,), like all but hidden_bias before softplus
+    hidden: nn.Parameter  # (64, 14)
+    hidden_bias: nn.Parameter  # (64,)
+    output: nn.Parameter  # (64,)
+    bias: nn.Parameter  # ()
+
+    def __init__(self, constants: Mapping[int, float] = CONSTANTS["moco"]) -> None:
+        super().__init__()
+        check_constants(constants)
+        for name, value in _fitted(tuple(sorted(constants.items()))).items():
+            self.register_parameter(name, nn.Parameter(value.clone()))
+
+    def forward(self, composition: Tensor) -> Tensor:
+        """``composition`` (..., 14) uint8 counts -> optimal similarity (...), float32 even under autocast."""
+        with torch.autocast(composition.device.type, enabled=False):
+            counts = composition.to(self.linear.dtype)
+            linear, hidden, output = F.softplus(self.linear), F.softplus(self.hidden), F.softplus(self.output)
+            offset = F.softplus(self.bias)
+            # An upper bound of the bracket at length 1, with which the smallest slope grows.
+            weight = 1.0 + offset + linear.sum() + output @ (hidden.sum(1) + F.relu(self.hidden_bias))
+            linear = linear + SLOPE_FLOOR * weight
+            activity = F.relu(F.linear(counts, hidden, self.hidden_bias))
+            return 1.0 - (offset + F.linear(counts, linear[None])[..., 0] + F.linear(activity, output[None])[..., 0])
+
+
+def _initial_weights() -> dict[str, Tensor]:
+    """Before the fit, before softplus. Hidden units differ in their weights, so that they can learn different
+    combinations of ops, and in the length from which they are active, so that the fit can bend anywhere in the range of
+    lengths."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.empty(HIDDEN, OPS).uniform_(0.3, 0.5, generator=generator)
+    onsets = torch.linspace(0.0, 6.0, HIDDEN)
+    return {
+        "linear": _softplus_inverse(torch.full((OPS,), 0.05)),
+        "hidden": _softplus_inverse(weights),
+        "hidden_bias": -weights.mean(1) * onsets,
+        "output": _softplus_inverse(torch.full((HIDDEN,), 0.05 / HIDDEN)),
+        "bias": _softplus_inverse(torch.tensor(0.15)),
+    }
+
+
+@lru_cache(maxsize=16)
+@torch.no_grad()
+def _fitted(constants: tuple[tuple[int, float], ...]) -> dict[str, Tensor]:
+    """Weights with which ``g`` meets one similarity per length, fitted in float64 on the CPU, in well under a second.
+
+    A least-squares fit of all composites of lengths 1 to 3 and a fixed sample of longer ones (up to 10) to the constant
+    of their length, with little weight to the extrapolated value of :func:`similarity_at` where there is none. Only
+    offset, linear path and output weights move: ``g`` is linear in these after softplus, so that L-BFGS minimises one
+    small quadratic form.
+    """
+    weights = _initial_weights()
+    counts, targets, importance = _fitting_set(dict(constants))
+    hidden, hidden_bias = F.softplus(weights["hidden"].double()), weights["hidden_bias"].double()
+    length = counts.sum(1, keepdim=True)
+    # One column per weight: what it adds to the bracket, directly and through the smallest slope.
+    design = torch.cat([torch.ones_like(length), counts, F.relu(F.linear(counts, hidden, hidden_bias))], 1)
+    reach = torch.cat([torch.ones(1 + OPS).double(), hidden.sum(1) + F.relu(hidden_bias)])
+    design += SLOPE_FLOOR * length * reach
+    wanted = 1.0 - targets - SLOPE_FLOOR * length[:, 0]
+    weighted = design * importance[:, None]
+    quadratic, linear = design.T @ weighted, weighted.T @ wanted
+
+    start = torch.cat([weights[name].double().view(-1) for name in ("bias", "linear", "output")])
+    raw = start.clone().requires_grad_()
+    optimiser = torch.optim.LBFGS(
+        [raw], max_iter=300, line_search_fn="strong_wolfe", tolerance_grad=1e-9, tolerance_change=1e-13
+    )
+
+    def closure() -> float:
+        optimiser.zero_grad()
+        with torch.enable_grad():
+            x = F.softplus(raw)
+            # The penalty keeps weights that the fit does not need out of the flat end of softplus.
+            error = 0.5 * x @ quadratic @ x - linear @ x + FIT_RESTRAINT * (raw - start).square().sum()
+            error.backward()
+        return error.item()
+
+    optimiser.step(closure)
+    bias, linear_path, output = raw.detach().float().split([1, OPS, HIDDEN])
+    return weights | {"linear": linear_path, "output": output, "bias": bias[0]}
+
+
+def _fitting_set(constants: Mapping[int, float]) -> tuple[Tensor, Tensor, Tensor]:
+    """Composition vectors (n, 14), their similarities (n,) and importances (n,), all float64."""
+    generator = torch.Generator().manual_seed(0)
+    counts, targets, importance = [], [], []
+    for length in range(1, LONGEST_FITTED + 1):
+        if length <= 3:
+            draws = torch.tensor(list(combinations_with_replacement(range(OPS), length)))
+        else:
+            draws = torch.randint(OPS, (256, length), generator=generator)
+        counts.append(F.one_hot(draws, OPS).sum(1).double())
+        targets += [similarity_at(constants, length)] * len(draws)
+        importance += [(1.0 if length in constants else 0.01) / len(draws)] * len(draws)
+    return torch.cat(counts), torch.tensor(targets).double(), torch.tensor(importance).double()
+
+
+def _softplus_inverse(value: Tensor) -> Tensor:
+    return value + torch.log(-torch.expm1(-value))

@@ -1,0 +1,172 @@
+"""The folder of a run: made by the main rank, never shared with another run, never emptied by accident.
+
+runs/NAME/  config.yaml  log.txt  metrics.jsonl  checkpoints/  backbone.safetensors  views.png  (faults.jsonl)
+"""
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from cocor import atomic, run_lock
+from cocor.config.options import Config
+from cocor.run_lock import RunLock
+from cocor.versions import versions
+from loaders.datasets.layout import training_splits
+from loaders.errors import UserError
+from loaders.text import printable
+from loaders.writable import check_file, check_folder
+
+CONFIG = "config.yaml"
+CHECKPOINTS = "checkpoints"
+_MARK = "# cocor "  # how the line of versions begins in a run's config.yaml
+_OF_A_RUN = frozenset(
+    {CONFIG, run_lock.FILE, "metrics.jsonl", CHECKPOINTS, "backbone.safetensors", "views.png", "faults.jsonl"}
+)
+
+
+def check(config: Config) -> None:
+    """Raise a UserError if the run must not write to its output folder; changes nothing. Called before anything else,
+    and again once no other process can be writing there.
+
+    A run is replaced only with ``--overwrite``, and a folder that holds anything else never is. The run folder must not
+    lie in a folder of images or the other way round, and ``--overwrite`` must not remove files that the run reads.
+    """
+    folder = config.output
+    for place in () if config.loader == "synthetic" else (config.data, config.val_data):
+        if place is not None and training_splits(place) is None:
+            refuse_overlap(folder, place)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--output {folder} is a file; choose another --output")
+    check_folder("--output", folder)
+    if config.overwrite:
+        for key in ("init", "labels", "label_split"):
+            file = getattr(config, key)
+            if file is not None and file.resolve().is_relative_to(folder.resolve()):
+                flag = f"--{key.replace('_', '-')}"
+                raise UserError(f"{flag} {file} is in --output {folder}, which --overwrite empties; choose another")
+    if folder.exists() and any(map(_is_content, folder.iterdir())):
+        _accept(config, _is_run(folder))
+
+
+def trace(config: Config) -> Path:
+    """The file of ``--profile``, which is beside the run's folder."""
+    output = config.output if config.output.name else config.output.resolve()  # "." has no name
+    return output.with_name(output.name + "-trace.json.gz")
+
+
+def check_trace(config: Config) -> None:
+    """UserError if the file of ``--profile`` cannot be written."""
+    check_file("--output", trace(config))
+
+
+def prepare(config: Config, asked: Config, images: Sequence[Path], lock: RunLock, *, resumes: bool) -> None:
+    """Make the output folder of a new run, or accept that of a run that ``resumes``; save the configuration in it, as
+    it was ``asked`` for. ``lock`` is held afterwards.
+
+    Raises:
+        UserError: as in :func:`check`, here for all folders of ``images``; or another process has begun the run
+            meanwhile.
+    """
+    folder = config.output
+    for place in images:
+        refuse_overlap(folder, place)
+    check(config)
+    try:
+        (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {folder}: cannot be made: {error.strerror}; choose another --output") from None
+    lock.take(make=True)
+    check(config)
+    if config.overwrite:
+        _empty(folder)
+    elif not resumes and checkpoints(folder / CHECKPOINTS):  # while this one waited for the lock
+        raise UserError(f"--output {folder}: another process has begun this run meanwhile; start the command again")
+    for leftover in folder.glob(f".*{atomic.TEMPORARY}"):  # of killed runs
+        leftover.unlink(missing_ok=True)
+    _save_config(config, asked)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The files in ``folder`` that are named as runs name checkpoints, unlike copies that somebody has made."""
+    return [path for path in folder.glob("step_*.pt") if step_of(path) >= 0]
+
+
+def step_of(checkpoint: Path) -> int:
+    """The number of steps in the name of a checkpoint; -1 for other names, such as ``step_best.pt``."""
+    digits = checkpoint.stem.removeprefix("step_")
+    return int(digits) if digits.isdecimal() else -1
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a run has written the folder's config.yaml; other programs have files of that name as well."""
+    try:
+        with (folder / CONFIG).open(encoding="utf-8", errors="replace") as file:
+            return any(line.startswith(_MARK) for line in islice(file, 4))
+    except OSError:
+        return False
+
+
+def _is_content(entry: Path) -> bool:
+    """Whether ``entry`` of an output folder is more than what a run that is killed at its very start leaves behind."""
+    if entry.name == CHECKPOINTS and entry.is_dir():
+        return any(entry.iterdir())
+    begun = entry.name == run_lock.FILE and entry.stat().st_size == 0
+    return not begun and not (entry.name.startswith(".") and entry.name.endswith(atomic.TEMPORARY))
+
+
+def _accept(config: Config, is_run: bool) -> None:
+    """Raise a UserError unless a non-empty output folder may be resumed in, or emptied. ``is_run``: it holds a run."""
+    folder = config.output
+    if not is_run and (config.overwrite or config.resume is not None):
+        raise UserError(f"--output {folder} holds something, but no run; choose another --output")
+    if config.overwrite:
+        foreign = [entry.name for entry in folder.iterdir() if entry.name not in _OF_A_RUN and entry.name[0] != "."]
+        if foreign:
+            what = f"holds {printable(foreign[0])}, which is of no run"
+            raise UserError(f"--output {folder} {what}; choose another --output")
+    elif config.resume is not None:
+        place = Path(os.path.expanduser(config.resume))  # noqa: PTH111 (a Path's own raises for unknown users)
+        own = config.resume == "auto" or place.resolve().is_relative_to(folder.resolve())
+        if not own:
+            raise UserError(f"--output {folder} holds another run than --resume; choose another --output")
+    else:
+        raise UserError(f"--output {folder} is in use; pass --resume, --overwrite, or another --output")
+
+
+def refuse_overlap(folder: Path, images: Path) -> None:
+    """Raise a UserError if a run's ``folder`` lies in a folder of ``images``, or the other way round."""
+    output, place = folder.resolve(), images.resolve()
+    if output.is_relative_to(place) or place.is_relative_to(output):
+        raise UserError(f"--output {folder} and the images in {images} overlap; choose another --output")
+
+
+def _empty(folder: Path) -> None:
+    """Remove all of a run but the file that carries the lock, which is truncated."""
+    try:
+        for entry in sorted(folder.iterdir(), key=lambda entry: entry.name == CONFIG):  # last, as it marks a run
+            if entry.name == run_lock.FILE and not entry.is_symlink():
+                os.truncate(entry, 0)
+            elif entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+        (folder / CHECKPOINTS).mkdir()
+    except OSError as error:
+        raise UserError(f"--output {folder}: cannot be emptied: {error.strerror}; choose another --output") from None
+
+
+def _save_config(config: Config, asked: Config) -> None:
+    """Write the resolved configuration, with the command and the versions that produced the run.
+
+    GPUs and threads of this machine are mentioned in a comment only: the file may be used on another one.
+    """
+    found = ", ".join(f"{name} {version}" for name, version in versions().items())
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    machine = f"{config.gpus or 'no'} GPUs here, {config.workers} threads a loader"
+    kept = replace(config, gpus=asked.gpus, workers=asked.workers)
+    kept.save(config.output / CONFIG, f"{printable(command)}\n{found}\n{machine}")

@@ -1,0 +1,1 @@
+"""One training step: composites, labelled head, optimisers and execution."""

@@ -1,0 +1,103 @@
+"""How a training step is executed: as written, compiled, recorded as a CUDA graph, or both (``--execution``).
+
+    eager     kernel by kernel, as the code stands: the reference
+    compiled  the backbones through torch.compile, which fuses BatchNorm, ReLU and all else between convolutions
+    graph     the whole step captured once as a CUDA graph and replayed: small batches no longer wait for Python
+    fused     compiled, then recorded
+
+Measured on an H100 with ``benchmarks/step.py``; the README has the table. All four compute the same step: eager and
+graph launch the same kernels, compiled ones round differently in bfloat16.
+"""
+
+import logging
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from cocor import compiled_code
+from cocor.config.options import Config
+from cocor.distributed.collectives import World
+from cocor.step.cudagraph import RecordedStep
+from cocor.step.step import Metrics, TrainingStep
+from loaders.batch import Batch
+from loaders.errors import UserError
+
+_log = logging.getLogger(__name__)
+Step = Callable[[Batch, Batch | None, int], Metrics]
+LONG_RUN = 10_000  # steps from which compiling pays
+
+
+def choose(config: Config, world: World, steps: int) -> str:
+    """The kind of execution for a run of ``steps`` steps: ``--execution``, with ``auto`` resolved for this machine. It
+    compiles only runs that are long enough to win back the minutes that compiling takes.
+
+    Raises:
+        UserError: CUDA graphs without a GPU, or compiling without a compiler.
+    """
+    on_gpu, requested = world.device.type == "cuda", config.execution
+    if requested in ("graph", "fused") and not on_gpu:
+        raise UserError(f"--execution {requested}: CUDA graphs need a GPU; use --execution eager")
+    missing = missing_to_compile(world.device)
+    if requested in ("compiled", "fused") and missing is not None:
+        other = "graph" if on_gpu else "eager"
+        raise UserError(f"--execution {requested}: {missing}; install it, or use --execution {other}")
+    if requested == "compiled" and not on_gpu:
+        _log.warning("--execution compiled: on a CPU compiling takes minutes and steps get hardly faster")
+    if requested != "auto":
+        return requested
+    if not on_gpu:
+        return "eager"
+    # As in cocor.config.checks.check: forward-mode derivatives cannot be compiled, LARS cannot be captured.
+    # Communication in
+    # the network (synchronised BatchNorm) would break the compiled graph at every layer.
+    synchronises = config.sync_bn and world.size > 1
+    compiles, records = config.consistency != "abs" and not synchronises, config.optimiser == "sgd"
+    if compiles and steps >= LONG_RUN:
+        if missing is None:
+            return "fused" if records else "compiled"
+        _log.warning(f"not compiled, hence slower than it could be: {missing}")
+    return "graph" if records else "eager"
+
+
+def missing_to_compile(device: torch.device) -> str | None:
+    """What torch.compile lacks on this machine, in words; None if nothing. It builds C (on a CPU C++) extensions."""
+    variable, names = ("CC", ["gcc", "clang"]) if device.type == "cuda" else ("CXX", ["g++"])
+    compiler = os.environ.get(variable)
+    if not any(map(shutil.which, compiler.split()[:1] if compiler else names)):
+        return f"torch.compile needs a compiler, and there is no {compiler or ' or '.join(names)} here"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return "torch.compile needs Python's header files, and there is no Python.h here (Debian: python3-dev)"
+    return None
+
+
+def executable(step: TrainingStep, execution: str, parallel: bool | None = None) -> Step:
+    """``step`` with the ``execution`` that :func:`choose` returned, to be called as ``step`` is.
+
+    Load a checkpoint into ``step`` before this, not after it. ``parallel``: see :class:`RecordedStep`.
+    """
+    if execution in ("compiled", "fused"):
+        _log.info("compiling: the first steps take minutes; the compiler keeps its work for later runs")
+        compile_backbones(step)
+    return RecordedStep(step, parallel) if execution in ("graph", "fused") else step
+
+
+def compile_backbones(step: TrainingStep, backend: str = "inductor") -> None:
+    """Compile the backbones of ``step`` in place, at their first use; names of parameters stay as they are."""
+    compiled_code.keep(step.config)
+    # The passes of a step differ in gradients, batch size and whether running statistics move: each is compiled apart.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
+    for name, module in step.method.named_children():
+        if name.endswith("backbone"):
+            module.compile(dynamic=False, backend=backend)
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run compiled modules as written: for evaluation, whose odd batch sizes would each be compiled."""
+    with torch.compiler.set_stance("force_eager"):
+        yield

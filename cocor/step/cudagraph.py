@@ -1,0 +1,148 @@
+"""A training step captured once as a CUDA graph, and replayed from then on."""
+
+import gc
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor, nn
+
+from cocor.step.step import Metrics, TrainingStep
+from loaders.batch import Batch
+from loaders.errors import UserError
+
+WARM_UP = 3  # ordinary steps before the capture: they compile, choose algorithms and allocate the optimisers' state
+_PARALLEL_BATCH = 128  # images per GPU up to which lengths run concurrently: larger batches may not fit into memory
+
+
+@dataclass
+class _Recording:
+    """``compute`` as a CUDA graph that reads ``inputs`` and writes ``values``, all metrics concatenated."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[Batch, Batch | None]
+    shapes: dict[str, torch.Size]  # of the metrics
+    values: Tensor
+
+    def fits(self, *batches: Batch | None) -> bool:
+        return all(_alike(own, new) for own, new in zip(self.inputs, batches, strict=True))
+
+    def __call__(self, *batches: Batch | None) -> Metrics:
+        for own, new in zip(self.inputs, batches, strict=True):
+            _copy(own, new)
+        self.graph.replay()
+        values = self.values.clone().split([shape.numel() for shape in self.shapes.values()])
+        return {name: value.view(shape) for (name, shape), value in zip(self.shapes.items(), values, strict=True)}
+
+
+class RecordedStep:
+    """A training step as one CUDA graph.
+
+    The first steps run as usual: they may allocate, compile and choose algorithms, which a capture must not. Then
+    ``compute`` is captured with input tensors of its own; from there on a step copies its batch into these and replays
+    the graph. With ``parallel`` the lengths run on streams of their own, beside the contrastive part, to fill the GPU.
+    That takes the memory of all passes at once, so that by default only small batches do it.
+
+    Steps with and without a labelled batch have a graph each, captured after the first steps of that kind. The two
+    share a memory pool, as neither needs what the other has left there. Which lengths a step trains on does not matter
+    to a graph, only how many.
+
+    A batch of other shapes than the captured ones is an ordinary step.
+    """
+
+    def __init__(self, step: TrainingStep, parallel: bool | None = None) -> None:
+        self._step = step
+        self._parallel = parallel
+        self._ordinary: Counter[bool] = Counter()  # ordinary steps so far, with (True) and without a labelled batch
+        self._recordings: dict[bool, _Recording] = {}
+        self._stream = torch.cuda.Stream(step.device)
+        self._memory = torch.cuda.graph_pool_handle()
+
+    def __call__(self, batch: Batch, labelled: Batch | None, number: int) -> Metrics:
+        """As :class:`cocor.step.step.TrainingStep`."""
+        batch, labelled = self._step.share(batch, labelled, number)
+        if not self._ordinary:
+            self._begin(batch)
+        self._step.set_rates(number)
+        return self._step.named(self._compute(batch, labelled), number)
+
+    def _compute(self, batch: Batch, labelled: Batch | None) -> Metrics:
+        guided = labelled is not None
+        if self._ordinary[guided] < WARM_UP:
+            self._ordinary[guided] += 1
+            return self._warm_up(batch, labelled)
+        if guided not in self._recordings:
+            self._recordings[guided] = self._record(batch, labelled)
+        recording = self._recordings[guided]
+        return recording(batch, labelled) if recording.fits(batch, labelled) else self._step.compute(batch, labelled)
+
+    def _begin(self, batch: Batch) -> None:
+        self._step.rates_to_device()
+        parallel = self._parallel
+        if parallel is None:
+            synchronised = any(isinstance(module, nn.SyncBatchNorm) for module in self._step.method.modules())
+            parallel = len(batch.index) <= _PARALLEL_BATCH and not synchronised
+        self._step.streams.use([torch.cuda.Stream(self._step.device) for _ in batch.composites] if parallel else [])
+
+    def _warm_up(self, batch: Batch, labelled: Batch | None) -> Metrics:
+        """An ordinary step, on the stream of the capture: what PyTorch caches per stream then serves both."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            metrics = self._step.compute(batch, labelled)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        torch.cuda.synchronize()  # nothing of these few steps is in flight when its memory is used again
+        return metrics
+
+    def _record(self, batch: Batch, labelled: Batch | None) -> _Recording:
+        inputs = _clone(batch), None if labelled is None else _clone(labelled)
+        self._step.optimiser.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        gc.collect()  # an older graph that is freed during a capture would break it
+        # Other threads (loaders, NCCL's watchdog) go on using the device meanwhile.
+        recording = torch.cuda.graph(graph, self._memory, self._stream, capture_error_mode="thread_local")
+        try:
+            with _no_garbage_collection(), recording:
+                metrics = self._step.compute(*inputs)
+                values = torch.cat([value.detach().float().flatten() for value in metrics.values()])
+        except RuntimeError as error:
+            for cause in (error, error.__context__):  # ending a broken capture raises an error of its own
+                if isinstance(cause, torch.OutOfMemoryError):
+                    raise cause from None
+            reason = str(error.__context__ or error).strip().splitlines()[0]
+            problem = f"--execution: this network's step cannot be recorded as a CUDA graph ({reason})"
+            raise UserError(f"{problem}; use --execution compiled or eager") from error
+        return _Recording(graph, inputs, {name: value.shape for name, value in metrics.items()}, values)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _tensors(batch: Batch | None) -> list[Tensor]:
+    return [] if batch is None else [getattr(batch, field.name) for field in fields(batch)]
+
+
+def _alike(own: Batch | None, new: Batch | None) -> bool:
+    def layout(batch: Batch | None) -> list[tuple[object, ...]]:
+        return [(tensor.shape, tensor.dtype, tensor.device) for tensor in _tensors(batch)]
+
+    return layout(own) == layout(new)
+
+
+def _copy(own: Batch | None, new: Batch | None) -> None:
+    for target, source in zip(_tensors(own), _tensors(new), strict=True):
+        target.copy_(source, non_blocking=True)
+
+
+def _clone(batch: Batch) -> Batch:
+    return type(batch)(*(tensor.clone() for tensor in _tensors(batch)))  # keeps the memory format

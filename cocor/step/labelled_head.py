@@ -1,0 +1,110 @@
+"""What guides the MMNN: a linear classifier of labelled images on the encoder's features, and the optimisers of both.
+
+Paper, eq. 4 and algorithm 1: the MMNN learns to set targets such that the encoder's step lowers the classifier's
+cross-entropy; the classifier learns from the same forward pass.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cocor.config.options import Config
+from cocor.distributed.collectives import mean_over_ranks, reduce_gradients
+from cocor.methods.base import Method, batch_statistics_only, feature_size
+from cocor.step.optim import set_rate, sgd
+from cocor.step.schedule import Cosine
+from loaders.batch import Batch
+
+Item = TypeVar("Item")
+Timer = Callable[[str], AbstractContextManager[object]]
+
+
+class Guide:
+    """MMNN and classifier on ``method``'s backbone. ``parameters`` are all that the encoder's optimiser steps.
+
+    ``autocast()`` is the context in which networks run; ``steps_per_epoch`` scales the schedules.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        method: Method,
+        mmnn: nn.Module,
+        classes: int,
+        parameters: Sequence[Tensor],
+        *,
+        steps_per_epoch: int,
+        autocast: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.config, self.backbone, self.mmnn, self.autocast = config, method.backbone, mmnn, autocast
+        owned = {id(p) for p in method.backbone.parameters()}
+        self._inside = [id(p) in owned for p in parameters]
+        self._backbone_parameters = self.of_backbone(parameters)
+        self.classifier = nn.Linear(feature_size(method.backbone), classes).to(parameters[0].device)
+        self.mmnn_optimiser = sgd(mmnn.parameters(), config.mmnn_lr, config.mmnn_momentum)
+        self.classifier_optimiser = sgd(
+            self.classifier.parameters(), config.classifier_lr, 0.9, config.classifier_weight_decay
+        )
+        total = config.epochs * steps_per_epoch
+        wait, warmup = config.mmnn_wait_epochs * steps_per_epoch, config.mmnn_warmup_epochs * steps_per_epoch
+        self.mmnn_schedule = Cosine(total, warmup=warmup, wait=wait)
+        self.classifier_schedule = Cosine(total)
+
+    def parts(self) -> dict[str, Any]:
+        """All modules and optimisers that have a state, by their name in a checkpoint."""
+        return {
+            "mmnn": self.mmnn,
+            "mmnn_optimiser": self.mmnn_optimiser,
+            "classifier": self.classifier,
+            "classifier_optimiser": self.classifier_optimiser,
+        }
+
+    def set_rates(self, step: int) -> None:
+        """Set the learning rates for optimiser step number ``step``."""
+        for group in self.mmnn_optimiser.param_groups:
+            set_rate(group, self.config.mmnn_lr * self.mmnn_schedule(step))
+        for group in self.classifier_optimiser.param_groups:
+            set_rate(group, self.config.classifier_lr * self.classifier_schedule(step))
+
+    def of_backbone(self, values: Iterable[Item]) -> list[Item]:
+        """Those of ``values`` (one per parameter of the encoder's optimiser) that belong to the backbone."""
+        return [value for value, inside in zip(values, self._inside, strict=True) if inside]
+
+    def logits(self, labelled: Batch) -> Tensor:
+        """(B, classes) in the classifier's own precision, not in autocast's."""
+        with self.autocast(), batch_statistics_only(self.backbone):
+            features = self.backbone(labelled.original)
+        return self.classifier(features.to(self.classifier.weight.dtype))
+
+    def classify(self, labelled: Batch) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Cross-entropy (), accuracy () and the gradient of the backbone's parameters, all averaged over ranks; the
+        classifier's gradient goes to ``.grad``."""
+        logits = self.logits(labelled)
+        cross_entropy = F.cross_entropy(logits, labelled.label)
+        weight_and_bias = list(self.classifier.parameters())
+        gradients = list(torch.autograd.grad(cross_entropy, [*self._backbone_parameters, *weight_and_bias]))
+        reduce_gradients(gradients)
+        count = len(self._backbone_parameters)
+        for parameter, gradient in zip(weight_and_bias, gradients[count:], strict=True):
+            parameter.grad = gradient
+        accuracy = (logits.argmax(1) == labelled.label).float().mean()
+        means = mean_over_ranks(torch.stack([cross_entropy.detach(), accuracy]))
+        return means[0], means[1], gradients[:count]
+
+    def step(self, surrogate: Tensor, timer: Timer) -> Tensor:
+        """Step MMNN and classifier, after :meth:`classify`. ``surrogate`` is the scalar of
+        :mod:`cocor.objective.hypergradient`;
+        returns the norm of its gradient, ()."""
+        self.mmnn_optimiser.zero_grad(set_to_none=True)
+        surrogate.backward()
+        gradients = [p.grad for p in self.mmnn.parameters() if p.grad is not None]
+        with timer("communication"):
+            reduce_gradients(gradients)
+        with timer("optimiser"):
+            self.mmnn_optimiser.step()
+            self.classifier_optimiser.step()
+        return torch.stack([gradient.norm() for gradient in gradients]).norm()

@@ -1,0 +1,166 @@
+"""DALI at work: requests go into a pipeline, crops come out of it in the same order.
+
+    requests -> file names and boxes (external source) -> io.file.read -> decoders.image -> C resizes -> stack -> torch
+
+A pipeline is kept from one epoch to the next. An error kills it: a new one is built, and the requests in flight are
+made again without what caused the error (:mod:`loaders.dali.recovery`).
+"""
+
+from collections import deque
+from collections.abc import Generator, Iterator
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from loaders.dali.inputs import Feed, Request
+from loaders.dali.pipeline import build_pipeline, working
+from loaders.dali.recovery import Recovery
+from loaders.datasets.stored import StoredDataset
+from loaders.kernels.resize import resize_crops
+from loaders.pipeline.delivery import Delivery
+from loaders.pipeline.jobs import Job
+from loaders.pipeline.threads import DaemonPool
+
+GPU_BATCH = 512
+"""The fewest images that DALI decodes together on a GPU; smaller batches are joined to reach it."""
+
+_AHEAD = 3  # batches in DALI's own queue
+_LARGEST_HINT = 6500  # pixels a side up to which the hardware decoder's memory is set aside at the start
+
+
+class DaliDecoder:
+    """Decodes the jobs of ``delivery``, one epoch at a time. ``hw_decoder_load``: see
+    :class:`loaders.dali.loader.DaliLoader`.
+
+    An epoch may be closed by another thread than the one that iterates over it.
+    """
+
+    def __init__(self, delivery: Delivery, feed: Feed, hw_decoder_load: float) -> None:
+        self._delivery, self._feed, self._hw_decoder_load = delivery, feed, hw_decoder_load
+        self._recovery = Recovery(delivery, feed)
+        self._crops_by_dali = delivery.on_gpu or delivery.plan.filter != "bilinear"
+        # A GPU decodes large batches faster than small ones, and DALI costs the host the same for either.
+        self._steps_at_once = -(-GPU_BATCH // delivery.order.local_batch_size) if delivery.on_gpu else 1
+        self._pipeline: Any = None
+        self._pool: DaemonPool  # of the open epoch
+        self._requests: Iterator[Request] = iter(())
+        self._again: deque[Request] = deque()  # to be made again after an error, before all others
+        self._in_flight: deque[Request] = deque()
+
+    def pairs(self, epoch: int, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
+        """Jobs and their crops uint8 (B, C, S, S, 3) on the loader's device."""
+        threads = max(1, self._delivery.workers)
+        with (
+            DaemonPool(threads, "cocor-decode") as self._pool,
+            self._delivery.prefetch(self._requests_of(epoch, start_step), depth=_AHEAD + 1) as self._requests,
+            working(lambda: self._pipeline),
+        ):
+            try:
+                if self._pipeline is None:
+                    self._pipeline = self._build()
+                while True:
+                    crops = self._run()
+                    if crops is None:
+                        return
+                    jobs = self._in_flight.popleft().jobs
+                    yield from zip(jobs, crops.split([len(job.planned.index) for job in jobs]), strict=True)
+            finally:
+                self._drain()
+
+    def _requests_of(self, epoch: int, start_step: int) -> Generator[Request, None, None]:
+        jobs = self._delivery.jobs.epoch(epoch, start_step)
+        while together := list(islice(jobs, self._steps_at_once)):
+            yield self._feed.request(together, self._pool)
+
+    def _run(self) -> Tensor | None:
+        """The crops of the oldest request in flight; None at the epoch's end."""
+        stream = torch.cuda.current_stream(self._delivery.device) if self._delivery.on_gpu else None
+        while True:
+            try:
+                (output,) = self._pipeline.run(stream)
+                return torch.from_dlpack(output.as_tensor()) if self._crops_by_dali else self._crop(output)
+            except StopIteration:
+                return None
+            except (RuntimeError, MemoryError) as error:
+                fault = error.with_traceback(None)  # whose frames would keep the dead pipeline and its memory
+            self._start_anew(fault)
+
+    def _crop(self, images: Any) -> Tensor:
+        """The crops of the oldest request's whole images, made in the pool's threads."""
+        request, size = self._in_flight[0], self._delivery.plan.size
+        crops = self._delivery.room(request.jobs[0])
+        out, boxes = crops.numpy(), request.boxes.astype(np.int32)
+
+        def work(place: int) -> None:
+            pixels = np.asarray(images[place])
+            height, width, _ = pixels.shape
+            if (height, width) != tuple(request.sizes[place]):  # compiled code trusts the boxes to lie inside
+                raise RuntimeError(f"an image of {width} x {height} pixels where another size was stated")
+            resize_crops(pixels.reshape(-1), height, width, boxes[place], size, out[place])
+
+        list(self._pool.map(work, range(len(images))))
+        return crops
+
+    def _start_anew(self, fault: Exception) -> None:
+        """Build a new pipeline and queue what was in flight when ``fault`` killed the last one. Raises what cannot be
+        mended."""
+        self._pipeline = None
+        requests, self._in_flight = list(self._in_flight), deque()
+        self._again.extendleft(reversed(self._recovery.after(fault, requests, self._pool)))
+        self._pipeline = self._build()
+
+    def _drain(self) -> None:
+        """Run DALI's queue empty and discard the results, so that the pipeline is ready for another epoch."""
+        self._requests = iter(())
+        self._again.clear()
+        try:
+            if self._pipeline is not None:
+                with suppress(StopIteration):
+                    while True:
+                        self._pipeline.run()
+                self._pipeline.reset()
+        except RuntimeError:
+            self._pipeline = None
+        self._in_flight.clear()
+
+    def _next_inputs(self) -> list[Any]:
+        """DALI's external source: files, then begin and end (y, x) of every crop's region."""
+        request = self._again.popleft() if self._again else next(self._requests)
+        request = self._feed.renewed(request, self._pool)
+        self._in_flight.append(request)
+        inputs: list[Any] = [request.files]
+        if not self._crops_by_dali:
+            return inputs
+        begin, end = request.boxes[..., :2], request.boxes[..., :2] + request.boxes[..., 2:]
+        for crop in range(begin.shape[1]):
+            inputs += [np.ascontiguousarray(begin[:, crop]), np.ascontiguousarray(end[:, crop])]
+        return inputs
+
+    def _build(self) -> Any:
+        on_gpu = self._delivery.on_gpu
+        return build_pipeline(
+            self._next_inputs,
+            in_memory=isinstance(self._delivery.dataset, StoredDataset),
+            batch_size=self._steps_at_once * self._delivery.order.local_batch_size,
+            crops=self._delivery.plan.layout.crops,
+            size=self._delivery.plan.size,
+            filter=self._delivery.plan.filter if self._crops_by_dali else None,
+            threads=max(1, self._delivery.workers),
+            device_id=self._delivery.device.index if on_gpu else None,
+            ahead=_AHEAD,
+            gpu_decoder=self._gpu_options() if on_gpu else {},
+        )
+
+    def _gpu_options(self) -> dict[str, Any]:
+        """The hardware decoder's share, and room for the largest image, so that it does not stall later to grow."""
+        sizes = self._delivery.dataset.sizes[~self._feed.on_host]
+        height, width = np.minimum(sizes.max(axis=0, initial=1), _LARGEST_HINT).tolist()
+        return {
+            "hw_decoder_load": self._hw_decoder_load,
+            "preallocate_height_hint": height,
+            "preallocate_width_hint": width,
+        }

@@ -1,0 +1,152 @@
+"""DALI's side of :mod:`loaders.dali.loader`: the import and its remedies, and the graph from file names to crops."""
+
+import atexit
+import importlib
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from loaders.errors import UserError
+from loaders.lacking import lacking
+from loaders.views.plan import Filter
+
+_AT_EXIT = 2.0  # seconds; what has not ended by then ends with the process
+_working: list[Callable[[], Any]] = []  # each returns the pipeline of an open epoch, or None
+_INSTALL = "pip install nvidia-dali-cuda130, or choose another --loader"
+
+
+def load_dali() -> Any:
+    """The module ``nvidia.dali``, 2.0 or newer. Raises :class:`UserError` with the command that installs it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dali: Any = importlib.import_module("nvidia.dali")
+            for part in ("fn", "types"):
+                importlib.import_module(f"nvidia.dali.{part}")
+    except ImportError as fault:
+        if lacking(fault):
+            raise
+        raise UserError(f"--loader dali needs NVIDIA DALI, which cannot be imported ({fault}): {_INSTALL}") from fault
+    version = str(getattr(dali, "__version__", "unknown"))
+    if not version[:1].isdigit() or int(version.split(".")[0]) < 2:
+        raise UserError(f"--loader dali needs NVIDIA DALI 2.0 or newer and finds {version}: {_INSTALL}")
+    return dali
+
+
+def build_pipeline(
+    source: Callable[[], list[Any]],
+    *,
+    in_memory: bool,
+    batch_size: int,
+    crops: int,
+    size: int,
+    filter: Filter | None,
+    threads: int,
+    device_id: int | None,
+    ahead: int,
+    gpu_decoder: dict[str, Any],
+) -> Any:
+    """A pipeline with one output, the crops uint8 (C, S, S, 3) of each sample, on the GPU if there is a ``device_id``.
+
+    ``source`` gives a batch's file names (bytes as uint8), or the files' bytes if they are ``in_memory``, and then, for
+    each crop, the begin and the end (y, x) of its region, float32 (B, 2) in pixels. Without a ``filter`` the output is
+    the whole images uint8 (H, W, 3), and ``source`` gives files only. ``gpu_decoder`` holds options of the mixed
+    decoder; ``ahead`` is how many batches DALI works on at once.
+    """
+    dali = load_dali()
+    fn, types = dali.fn, dali.types
+
+    @dali.pipeline_def(
+        batch_size=batch_size,
+        num_threads=threads,
+        device_id=device_id,
+        prefetch_queue_depth=ahead,
+        exec_dynamic=True,  # outputs stay valid for as long as someone holds them
+    )
+    def crops_of_files() -> Any:
+        inputs = 1 if filter is None else 1 + 2 * crops
+        files, *corners = fn.external_source(source=source, num_outputs=inputs, batch=True)
+        encoded = files if in_memory else fn.io.file.read(files)
+        # The decoder crashes on a file that it cannot parse, if many others follow in the batch, on the GPU as well.
+        # Peeking at the size fails with an error instead, and comes first: the decoder's input, reshaped to itself,
+        # depends on it.
+        encoded = fn.reshape(encoded, shape=fn.peek_image_shape(encoded)[:1] * 0 - 1)
+        images = fn.decoders.image(
+            encoded,
+            device="cpu" if device_id is None else "mixed",
+            output_type=types.RGB,
+            **gpu_decoder,
+        )
+        if filter is None:
+            return images
+        resized = [
+            fn.resize(
+                images,
+                size=(size, size),
+                roi_start=begin,
+                roi_end=end,
+                interp_type=types.INTERP_CUBIC if filter == "bicubic" else types.INTERP_LINEAR,
+                antialias=True,
+            )
+            for begin, end in zip(corners[::2], corners[1::2], strict=True)
+        ]
+        return fn.stack(*resized)
+
+    pipeline = crops_of_files()
+    pipeline.build()
+    return pipeline
+
+
+@contextmanager
+def working(pipeline: Callable[[], Any]) -> Iterator[None]:
+    """While open, the pipeline that ``pipeline()`` returns may be stuck in a read without keeping the process alive."""
+    atexit.unregister(_end_working)
+    atexit.register(_end_working)  # registered after DALI's own hook, so it runs before that
+    _working.append(pipeline)
+    try:
+        yield
+    finally:
+        _working.remove(pipeline)
+
+
+def _end_working() -> None:
+    """DALI's own exit hook shuts down all pipelines and waits for their threads without limit. Wait a moment here, then
+    hide the stuck ones from DALI."""
+    pipelines = [found for pipeline in list(_working) if (found := pipeline()) is not None]
+    threads = [threading.Thread(target=pipeline._shutdown, daemon=True) for pipeline in pipelines]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + _AT_EXIT
+    for pipeline, thread in zip(pipelines, threads, strict=True):
+        thread.join(max(0, deadline - time.monotonic()))
+        if thread.is_alive():
+            pipeline._pipes.discard(weakref.ref(pipeline))  # DALI's list of what to shut down
+
+
+def undecodable(files: Iterable[np.ndarray], sizes: np.ndarray) -> list[int]:
+    """The places of those ``files`` (their bytes, uint8) that DALI cannot decode on the CPU to images of ``sizes``
+    (N, 2) = (height, width)."""
+    dali = load_dali()
+    fn = dali.fn
+
+    @dali.pipeline_def(batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
+    def one_image() -> Any:
+        file = fn.external_source(name="file")
+        return fn.decoders.image(file, device="cpu"), fn.peek_image_shape(file)  # training fails where either does
+
+    found, pipeline = [], one_image()
+    for place, (file, size) in enumerate(zip(files, sizes.tolist(), strict=True)):
+        try:
+            shape = pipeline.run(file=[file])[0].shape()[0]  # the output itself must not outlive the pipeline
+            if shape[:2] != tuple(size):
+                found.append(place)
+        except RuntimeError:
+            found.append(place)
+            pipeline = one_image()  # it does not survive an error
+    return found

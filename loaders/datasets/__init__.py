@@ -1,0 +1,1 @@
+"""Data sets: folders, label files, .beton files and their size index."""

@@ -1,0 +1,218 @@
+"""A data set of image files: which files, which labels, which sizes. Opened once, then a set of plain arrays.
+
+``open_folder`` accepts class folders (``root/class/.../image``) and flat folders with or without a label file. Classes
+are sorted as plain text, so "10" comes before "2"; a class's label is its place in that order. Every loader and every
+command reads the order from here.
+"""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from loaders.datasets.bad_samples import Incidents
+from loaders.datasets.decode import EncodedImage, ImageFile
+from loaders.datasets.folder import Listing, list_folder
+from loaders.datasets.labels import read_labels, read_names
+from loaders.datasets.layout import refuse_shards, refuse_what_is_no_class
+from loaders.datasets.size_index import size_index
+from loaders.errors import UserError
+from loaders.text import available_cores, printable
+
+OnError = Literal["stop", "skip"]
+
+
+@dataclass(frozen=True, eq=False)
+class ImageDataset:
+    """N images below ``root``.
+
+    - ``names``: file names relative to ``root``, with surrogate escapes for undecodable bytes.
+    - ``labels`` int64 (N,): place in ``classes``, -1 where there is none.
+    - ``sizes`` int32 (N, 2): height and width of the upright image in pixels.
+    - ``plain`` bool (N,): whether decoders other than Pillow give Pillow's pixels (see :mod:`loaders.datasets.decode`).
+    - ``skipped``: (name, reason) of the files left out.
+    - ``file_sizes`` int64 (N,): bytes of every file when the set was opened, by which DALI's loader sees that one has
+      changed; None for images that are no files of their own.
+    - ``incidents``: problems that loaders have met since; shared with subsets.
+    """
+
+    root: Path
+    names: list[str]
+    labels: npt.NDArray[np.int64]
+    classes: list[str]
+    sizes: npt.NDArray[np.int32]
+    plain: npt.NDArray[np.bool_]
+    skipped: tuple[tuple[str, str], ...] = ()
+    file_sizes: npt.NDArray[np.int64] | None = None
+    incidents: Incidents = field(default_factory=Incidents, kw_only=True)
+
+    def __post_init__(self) -> None:
+        columns = (self.labels, self.sizes, self.plain, self.file_sizes)
+        if any(column is not None and len(column) != len(self.names) for column in columns):
+            raise ValueError(f"{len(self.names)} names, but {[None if c is None else len(c) for c in columns]} values")
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @cached_property
+    def paths(self) -> list[str]:
+        """Absolute paths of the files."""
+        root = self.root.absolute()
+        return [f"{root}/{name}" for name in self.names]
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over names, labels, classes and sizes: equal for equal data sets, wherever they lie."""
+        digest = hashlib.sha256("\0".join(self.classes).encode("utf-8", "surrogateescape"))
+        digest.update(b"\0\0" + b"\0".join(os.fsencode(name) for name in self.names) + b"\0")
+        digest.update(np.ascontiguousarray(self.labels).tobytes() + np.ascontiguousarray(self.sizes).tobytes())
+        return digest.hexdigest()
+
+    def image(self, index: int) -> EncodedImage:
+        """Where image ``index`` is; its ``decode`` gives the pixels."""
+        height, width = self.sizes[index].tolist()
+        return ImageFile(self.paths[index], (width, height))
+
+    def subset(self, indices: Sequence[int] | npt.NDArray[np.integer]) -> "ImageDataset":
+        """The images ``indices`` in that order, with the same classes."""
+        chosen = np.asarray(indices, np.int64)
+        return replace(
+            self,
+            names=[self.names[i] for i in chosen],
+            labels=self.labels[chosen],
+            sizes=self.sizes[chosen],
+            plain=self.plain[chosen],
+            skipped=(),
+            file_sizes=None if self.file_sizes is None else self.file_sizes[chosen],
+        )
+
+
+def open_folder(
+    path: str | os.PathLike[str],
+    labels: str | os.PathLike[str] | None = None,
+    on_error: OnError = "stop",
+    workers: int | None = None,
+    *,
+    classes: Sequence[str] | None = None,
+    allow_empty: bool = False,
+    quiet: bool = False,
+) -> ImageDataset:
+    """Open a folder of images.
+
+    ``labels`` names a text file for folders without class folders (see :func:`loaders.datasets.labels.read_labels`).
+    ``on_error``: "stop" raises at the first file that is not a usable image, "skip" leaves such files out and lists
+    them in ``skipped``. ``classes`` fixes the classes, such as the training set's for a validation set; label files may
+    then hold places instead of names. ``allow_empty`` accepts class folders without images, keeping their label.
+    Raises :class:`UserError`.
+    """
+    root = Path(path)
+    listing = _list(root, labels)
+    index = size_index(root, listing, workers or available_cores(), quiet)
+    label_of, faults = _labels(listing, labels)
+    faults |= dict(listing.faults) | {listing.names[i]: reason for i, reason in index.faults.items()}
+    if faults and on_error == "stop":
+        _refuse(root, faults)
+    chosen = [i for i, name in enumerate(listing.names) if name not in faults]
+    if not chosen:
+        raise UserError(f"{printable(root)}: no usable images; check the path")
+    folders = listing.folders if labels is None else []
+    known, numbers = number_classes(root, [label_of.get(i) for i in chosen], folders, classes, allow_empty)
+    return ImageDataset(
+        root,
+        [listing.names[i] for i in chosen],
+        numbers,
+        known,
+        index.sizes[chosen],
+        index.plain[chosen],
+        tuple(sorted(faults.items())),
+        np.array(listing.sizes, np.int64)[chosen],
+    )
+
+
+def read_label_split(path: str | os.PathLike[str], dataset: ImageDataset) -> npt.NDArray[np.int64]:
+    """The images of ``dataset`` listed in the text file ``path``, one relative name a line: int64 (M,), in its order.
+
+    A list made for another form of the same images will do (see :class:`loaders.datasets.labels.NameLookup`). Every
+    listed image
+    must have a label. Raises :class:`UserError` naming file and line.
+    """
+    label_of = [dataset.classes[label] if label >= 0 else None for label in dataset.labels]
+    places = np.array(read_names(Path(path), dataset.names, label_of), np.int64)
+    unlabelled = places[dataset.labels[places] < 0]
+    if len(unlabelled):
+        raise UserError(f"{printable(path)}: {printable(dataset.names[unlabelled[0]])} has no label in the data set")
+    return places
+
+
+def _list(root: Path, labels: str | os.PathLike[str] | None) -> Listing:
+    if not root.exists():
+        raise UserError(f"{printable(root)}: no such folder; check the path")
+    if not root.is_dir():
+        refuse_shards(root, [root.name])
+        raise UserError(f"{printable(root)}: not a folder; give the folder that holds the images")
+    listing = list_folder(str(root))
+    if labels is not None:  # the label file may lie beside the images
+        keep = [i for i, name in enumerate(listing.names) if not _same_file(root / name, Path(labels))]
+        listing.names, listing.sizes, listing.mtimes = (
+            [listing.names[i] for i in keep], [listing.sizes[i] for i in keep], [listing.mtimes[i] for i in keep]
+        )  # fmt: skip
+    if not listing.names and not listing.faults:
+        raise UserError(f"{printable(root)}: an empty folder; check the path")
+    for name, reason in listing.faults:
+        if name in (".", *listing.folders):  # skipping it would skip a class
+            raise UserError(f"{printable(root / name)}: {reason}; make this folder readable, or hide or remove it")
+    refuse_shards(root, listing.names)
+    if labels is None:
+        refuse_what_is_no_class(root, listing)
+    return listing
+
+
+def _same_file(path: Path, other: Path) -> bool:
+    return path.name == other.name and os.path.realpath(path) == os.path.realpath(other)
+
+
+def _labels(listing: Listing, path: str | os.PathLike[str] | None) -> tuple[dict[int, str], dict[str, str]]:
+    """The label of each image by its place, and faults by name: images that lack a label, labels that lack an image."""
+    names = listing.names
+    if path is not None:
+        labels, unknown = read_labels(Path(path), names)
+        missing = {name: f"no label in {printable(path)}" for i, name in enumerate(names) if i not in labels}
+        return labels, missing | dict(unknown)
+    if listing.folders:
+        labels = {i: name.partition("/")[0] for i, name in enumerate(names) if "/" in name}
+        return labels, {name: "outside every class folder" for name in names if "/" not in name}
+    return {}, {}
+
+
+def _refuse(root: Path, faults: dict[str, str]) -> None:
+    name = min(faults)
+    others = f" (and {len(faults) - 1:,} more such files)" if len(faults) > 1 else ""
+    raise UserError(f"{printable(root / name)}: {faults[name]}{others}; remove it, or pass --on-error skip")
+
+
+def number_classes(
+    root: Path, found: list[str | None], folders: list[str], classes: Sequence[str] | None, allow_empty: bool
+) -> tuple[list[str], npt.NDArray[np.int64]]:
+    """The classes, and each image's place among them (-1 for None). ``folders`` are classes even without images."""
+    present = {label for label in found if label is not None}
+    empty = [folder for folder in folders if folder not in present]
+    if empty and not allow_empty:
+        raise UserError(
+            f"{printable(root / empty[0])}: a class folder without images; remove it (cocor-prep convert --allow-empty "
+            "keeps it as a class)"
+        )
+    known = list(classes) if classes is not None else sorted(present.union(folders))
+    places = {name: i for i, name in enumerate(known)}
+    strange = sorted(present - places.keys())
+    if strange and all(label.isdecimal() and len(label) < 10 for label in present):
+        places = {label: int(label) for label in present}
+        strange = [label for label in strange if int(label) >= len(known)]
+    if strange:
+        raise UserError(f"{printable(root)}: class {printable(strange[0])} is not among the {len(known)} known classes")
+    return known, np.array([-1 if label is None else places[label] for label in found], np.int64)

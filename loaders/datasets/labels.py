@@ -1,0 +1,170 @@
+"""Text files about images: labels of a flat folder, and lists that pick images of a data set.
+
+Names are relative to the data set's folder, "/" between folders; where a file of the same last name is unique, that
+name alone will do (the published ImageNet lists have no folders). Suffixes of image files matter only where names
+differ in nothing else, so that a list fits a folder and everything that was converted from it. Lines that start with #
+are comments. Faults are named by line.
+"""
+
+import codecs
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+from loaders.datasets.ilsvrc import ilsvrc_labels
+from loaders.errors import UserError
+from loaders.regular import open_regular
+from loaders.text import bare, printable
+
+LARGEST_LIST = 1 << 30
+"""Bytes: more than a list of the largest data sets takes."""
+
+_HEADER_NAMES = frozenset({"file", "filename", "file_name", "image", "imageid", "name", "path"})
+
+
+_Way = Literal["whole", "class first", "last"]
+_WAYS: tuple[_Way, ...] = get_args(_Way)
+
+
+class NameLookup:
+    """Finds images by relative name or, where that is unique, by last name, with or without the suffixes.
+
+    ``label_of`` are the images' class names, if they have any: ``class/name`` then means the image ``name`` of a flat
+    folder as well, since cocor-prep sorts such images into class folders (:func:`class_first`).
+    """
+
+    def __init__(self, names: Sequence[str], label_of: Sequence[str | None] = ()) -> None:
+        self._names, self._label_of = names, label_of
+        self._places: dict[tuple[_Way, bool], dict[str, int | None]] = {}
+
+    def find(self, name: str) -> int | None:
+        """The image's place, or None."""
+        name = name.removeprefix("./")
+        given = [name]
+        if bare(name) != name:
+            given.append(f"{name}.jpg")  # as cocor-prep names it if it is no JPEG's
+        if bare(source := name.removesuffix(".jpg")) != source:
+            given.append(source)
+        for text in given:
+            for way in _WAYS:
+                place = self._by(way, False).get(text)
+                if place is not None:
+                    return place
+        places = (self._by(way, True).get(bare(name)) for way in _WAYS)
+        return next((place for place in places if place is not None), None)
+
+    def _by(self, way: _Way, stripped: bool) -> dict[str, int | None]:
+        """Places by one kind of name, made when first needed: a million names take their time and memory."""
+        if (way, stripped) not in self._places:
+            kinds: dict[_Way, Iterable[str]] = {
+                "whole": self._names,
+                "class first": (class_first(*pair) for pair in zip(self._names, self._label_of, strict=False)),
+                "last": (name.rpartition("/")[2] for name in self._names),
+            }
+            names = map(bare, kinds[way]) if stripped else kinds[way]
+            self._places[way, stripped] = _unique(names)
+        return self._places[way, stripped]
+
+
+def class_first(name: str, label: str | None) -> str:
+    """The name of an image in a prepared set: first the folder of its class, if it has one, then no other folder."""
+    if label is not None and name.startswith(f"{label}/"):
+        return name
+    flat = name.replace("/", "_")
+    return flat if label is None else f"{label}/{flat}"
+
+
+def _unique(names: Iterable[str]) -> dict[str, int | None]:
+    """The place of each name; None for those that occur more than once."""
+    places: dict[str, int | None] = {}
+    for place, name in enumerate(names):
+        places[name] = None if name in places else place
+    return places
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(number, text) of the lines that are neither blank nor comments. Undecodable bytes become surrogate escapes."""
+    with open_regular(path, "a text file") as file:
+        if os.fstat(file.fileno()).st_size > LARGEST_LIST:
+            raise UserError(f"{printable(path)}: too large for a list; give a text file with a line an image")
+        text = file.read()
+    if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise UserError(f"{printable(path)}: is UTF-16 text; save it as UTF-8")
+    for number, line in enumerate(text.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        stripped = line.rstrip(b"\r").decode("utf-8", "surrogateescape")
+        if stripped.strip() and not stripped.lstrip().startswith("#"):
+            yield number, stripped
+
+
+def read_labels(path: Path, names: Sequence[str]) -> tuple[dict[int, str], list[tuple[str, str]]]:
+    """Labels by image place, and (name, reason) of lines about images that are not there.
+
+    A line is ``name,label``, ``name<TAB>label`` or ``name label``; a header line is allowed. ImageNet's official
+    validation lists are read as well (:mod:`loaders.datasets.ilsvrc`). A file without a label of any image is
+    refused: its names
+    or its form are others, and no image is to blame.
+    """
+    lines = list(read_lines(path))
+    official = ilsvrc_labels(path, lines, names)
+    labels, unknown = (official, []) if official is not None else _plain_labels(path, lines, names)
+    if names and not labels:
+        raise UserError(
+            f"{printable(path)}: labels no image of the data set; write lines of 'name,label' "
+            f"with names such as {printable(names[0])}"
+        )
+    return labels, unknown
+
+
+def _plain_labels(
+    path: Path, lines: Sequence[tuple[int, str]], names: Sequence[str]
+) -> tuple[dict[int, str], list[tuple[str, str]]]:
+    lookup = NameLookup(names)
+    labels: dict[int, str] = {}
+    unknown: list[tuple[str, str]] = []
+    for count, (number, line) in enumerate(lines):
+        fields = [(name.strip().strip('"'), label.strip().strip('"')) for name, label in _splits(line)]
+        if not fields:
+            raise UserError(f"{printable(path)}:{number}: no label; write 'name,label' or 'name label'")
+        if count == 0 and fields[0][0].lower() in _HEADER_NAMES and fields[0][0] not in names:
+            continue
+        known = next(((place, label) for name, label in fields if (place := lookup.find(name)) is not None), None)
+        if known is None:
+            unknown.append((fields[0][0], f"labelled in {printable(path)}:{number}, but not there"))
+            continue
+        place, label = known
+        if not label:
+            raise UserError(f"{printable(path)}:{number}: empty label; write 'name,label' or 'name label'")
+        if place in labels:
+            raise UserError(f"{printable(path)}:{number}: {printable(names[place])} has a label already; keep one line")
+        labels[place] = label
+    return labels, unknown
+
+
+def _splits(line: str) -> Iterator[tuple[str, str]]:
+    """The ways to read a line as (name, label), since a name may itself hold blanks or commas."""
+    for separator in ("\t", ",", None):
+        parts = line.rsplit(separator, 1)
+        if len(parts) == 2:
+            yield parts[0], parts[1]
+
+
+def read_names(path: Path, names: Sequence[str], label_of: Sequence[str | None] = ()) -> list[int]:
+    """Places of the images listed in ``path``, one name a line, in the list's order; see :class:`NameLookup`."""
+    lookup = NameLookup(names, label_of)
+    line_of: dict[int, int] = {}
+    for number, line in read_lines(path):
+        found = lookup.find(line)
+        place = lookup.find(line.strip()) if found is None else found
+        if place is None:
+            raise UserError(
+                f"{printable(path)}:{number}: {printable(line.strip())} is not (or not uniquely) in the data set"
+            )
+        if place in line_of:
+            raise UserError(
+                f"{printable(path)}:{number}: {printable(names[place])} is listed already in line {line_of[place]}"
+            )
+        line_of[place] = number
+    if not line_of:
+        raise UserError(f"{printable(path)}: lists no images; write one name a line")
+    return list(line_of)

@@ -1,0 +1,1 @@
+"""Batch pipeline that all loaders share."""

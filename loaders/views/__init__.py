@@ -1,0 +1,1 @@
+"""Views: which augmentations, drawn by counter-based random numbers."""
