@@ -1,9 +1,8 @@
-"""What a run prints and records: log.txt and the terminal for people, metrics.jsonl for programs.
-
-Metrics stay on the device as running sums; every ``log_every`` steps they are averaged over steps and ranks and read
-with one transfer. Only the main rank writes files; other ranks print warnings to stderr.
+"""Log a run: log.txt and the terminal for people, metrics.jsonl for programs.
 
     metrics.jsonl   one JSON object a line: {"kind": "train", "step": 100, "loss": ..., "images_per_s": ..., ...}
+
+Only the main rank writes files; other ranks print warnings to stderr.
 """
 
 import errno
@@ -25,7 +24,6 @@ from tqdm import tqdm
 
 from cocor import atomic
 from cocor.cli import drop_unwritten
-from cocor.clock import Clock
 from cocor.distributed.collectives import World, mean_over_ranks
 
 Item = TypeVar("Item")
@@ -61,7 +59,7 @@ def set_up_logging(world: World, file: Path | None = None) -> None:
 
 
 class _Console(logging.Handler):
-    """Writes above the progress bar. Lines that the bar shows anyway (``in_bar``) are left out if there is a bar."""
+    """Write above the progress bar, leaving out lines whose content it shows anyway (``in_bar``)."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not (getattr(record, "in_bar", False) and sys.stderr.isatty()):
@@ -73,7 +71,7 @@ class _Console(logging.Handler):
 
 
 class _File(logging.FileHandler):
-    """A full disk costs lines of the log, not the run."""
+    """Log to a file; a full disk costs lines of the log, not the run."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
@@ -83,8 +81,62 @@ class _File(logging.FileHandler):
             super().close()
 
 
+class Clock:
+    """Measure the time spent in a loop over batches, and the part of it spent waiting for the next one.
+
+    On a GPU, whose host runs ahead, the wait is the time in which the device had nothing but the loader's work to do,
+    measured by CUDA events around the fetch.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._seconds = self._waited = 0.0
+        self._since: float | None = None
+        self._fetches: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def timed(self, batches: Iterable[Item]) -> Iterator[Item]:
+        """Yield ``batches``; the clock runs until the iterator is exhausted or closed."""
+        iterator = iter(batches)
+        self._since = time.perf_counter()
+        try:
+            while True:
+                try:
+                    item = self._fetch(iterator)
+                except StopIteration:
+                    return
+                yield item
+        finally:
+            self._seconds += time.perf_counter() - self._since
+            self._since = None
+            if hasattr(iterator, "close"):
+                iterator.close()
+
+    def _fetch(self, iterator: Iterator[Item]) -> Item:
+        if self.device.type != "cuda":
+            begin = time.perf_counter()
+            item = next(iterator)
+            self._waited += time.perf_counter() - begin
+            return item
+        idle, busy = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        idle.record()
+        item = next(iterator)
+        busy.record()
+        self._fetches.append((idle, busy))
+        return item
+
+    def read(self) -> tuple[float, float]:
+        """Return (seconds, seconds waited) since the last reading, up to which the device must have finished."""
+        now = time.perf_counter()
+        seconds, waited = self._seconds, self._waited
+        if self._since is not None:
+            seconds, self._since = seconds + now - self._since, now
+        waited += sum(idle.elapsed_time(busy) for idle, busy in self._fetches) / 1000
+        self._seconds, self._waited, self._fetches = 0.0, 0.0, []
+        return seconds, waited
+
+
 class RunLog:
-    """Metrics of a run: averages, speed, the share of time spent waiting for data, time left.
+    """Record the metrics of a run: averages, speed, share of time spent waiting for data, time left.
 
         for batch in log.timed(loader.epoch(epoch)):
             metrics = train(batch)
@@ -93,8 +145,8 @@ class RunLog:
     Args:
         folder: the run folder; its metrics.jsonl is cut back to ``start_step``, so a resumed run repeats no line.
         batch_size: images per step over all ranks.
-        again: kinds of lines of ``start_step`` that are dropped as well, because they will be written again; at step 0
-            all kinds are.
+        again: kinds of lines of ``start_step`` that are dropped as well, since they will be written again (at step 0
+            all are).
     """
 
     def __init__(
@@ -126,15 +178,15 @@ class RunLog:
         self._bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True, disable=hidden)
 
     def timed(self, batches: Iterable[Item]) -> Iterator[Item]:
-        """Yield ``batches``, measuring the time spent waiting for them and the time spent working on them."""
+        """Yield ``batches``, measuring the time spent waiting for them and working on them."""
         return self._clock.timed(batches)
 
     def step(self, step: int, epoch: int, lr: float, metrics: Mapping[str, Tensor]) -> dict[str, Any] | None:
-        """Add the scalars of one step; ``step`` counts finished steps of the run. Every rank calls this.
+        """Add the scalars of one step on every rank; ``step`` counts the finished steps of the run.
 
-        Returns:
-            The record that was written, if this was a step to log, else None.
+        Returns the record that was written, or None between the steps to log.
         """
+        # Sums stay on the device and are read with one transfer every log_every steps.
         self._add(metrics)
         if step % self.log_every and step < self.total_steps:
             return None
@@ -156,8 +208,10 @@ class RunLog:
         return record
 
     def event(self, kind: str, step: int, epoch: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Write one line to metrics.jsonl, unbuffered; returns its record. Numbers that are not finite become null. On
-        a full disk the line is dropped, with one warning per run."""
+        """Write one line to metrics.jsonl, unbuffered, and return its record.
+
+        Numbers that are not finite become null. On a full disk the line is dropped, with one warning per run.
+        """
         record = {"kind": kind, "step": step, "epoch": epoch, "time_s": round(time.time(), 3)}
         record |= {key: _plain(value) for key, value in values.items()}
         self._write(json.dumps(record, allow_nan=False).encode() + b"\n")
@@ -210,7 +264,7 @@ class RunLog:
 
 
 def duration(seconds: float) -> str:
-    """Hours and minutes, or minutes and seconds."""
+    """Format seconds as hours and minutes, or as minutes and seconds."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{rest:02d}s"
 

@@ -24,7 +24,7 @@ from cocor.distributed.agreement import on_main
 from cocor.distributed.collectives import World, gather
 from cocor.log import RunLog, duration, set_up_logging
 from cocor.monitor import dry_run, profile
-from cocor.monitor.skip import SkippingStep
+from cocor.monitor.health import SkipNonFinite
 from cocor.monitor.view_sheet import save_view_sheet
 from cocor.run import Run, build
 from cocor.run_lock import RunLock
@@ -112,7 +112,7 @@ def fit(run: Run, log: RunLog) -> None:
     started = time.monotonic()
     make_step = executable(run.step, run.execution)
     if run.config.on_nan == "skip":
-        make_step = SkippingStep(run.step, make_step)
+        make_step = SkipNonFinite(run.step, make_step)
     with signals.deferred():
         if run.knn_is_due:
             measure_knn(run, log)
@@ -139,7 +139,7 @@ def train_epoch(run: Run, make_step: Callable[[Batch, Batch | None, int], Metric
             run.done += 1
             signals.progress()
             run.knn_is_due = False
-            run.watch(run.done, metrics, batch, labelled, run.step.learning_rate)
+            run.health(run.done, metrics, batch, labelled, run.step.learning_rate)
             log.step(run.done, epoch, run.step.learning_rate, metrics)
             if config.log_samples:
                 log.event("samples", run.done, epoch, {"index": gather(batch.index)})
@@ -169,7 +169,7 @@ def finish_epoch(run: Run, log: RunLog) -> None:
     def due(every: int) -> bool:
         return last or bool(every and epochs % every == 0)
 
-    run.watch.look(run.step.learning_rate)  # before k-NN, which could only report that features are not finite
+    run.health.check(run.step.learning_rate)  # before k-NN, which could only report that features are not finite
     run.knn_is_due = due(config.knn_every)
     leave_if_asked(run)
     if run.knn_is_due:
@@ -210,5 +210,5 @@ def measure_knn(run: Run, log: RunLog) -> None:
             log.event("knn", run.done, epoch, values)
             note = f" ({result.note})" if result.note else ""
             _log.info(f"k-NN accuracy after {epoch} epochs: {result.accuracy:.1%}{note}")
-            run.watch.see_knn(result.accuracy, result.queries, epoch)
+            run.health.check_knn(result.accuracy, result.queries, epoch)
     (run.knn_is_due,) = map(bool, run.votes.now(not finished))

@@ -34,7 +34,7 @@ def save(run: Run, *, must: bool) -> None:
         UserError: it cannot be written but must be, weights are not finite, or :mod:`cocor.monitor.health` stops the
         run.
     """
-    run.watch.look(run.step.learning_rate)
+    run.health.check(run.step.learning_rate)
     _refuse_lost_weights(run)
     if run.world.main:
         try:

@@ -16,7 +16,7 @@ from cocor.distributed.launch import usable_cpus
 from cocor.distributed.votes import Votes
 from cocor.eval.probes.online_knn import OnlineKnn
 from cocor.models import build_method, build_target
-from cocor.monitor.health import Watch
+from cocor.monitor.health import HealthMonitor
 from cocor.step.compile import choose
 from cocor.step.step import TrainingStep
 from loaders.batch import Batch, Loader
@@ -33,7 +33,7 @@ class Run:
     loader: Loader
     labelled: Loader | None
     knn: OnlineKnn | None
-    watch: Watch
+    health: HealthMonitor
     votes: Votes
     execution: str  # see cocor.step.compile
     done: int = 0  # finished steps
@@ -96,5 +96,5 @@ def build(config: Config, world: World) -> Run:
     )
     evaluation = knn_loaders(config, data, world, precision) if world.main else None
     knn = OnlineKnn(config, *evaluation, precision) if evaluation is not None else None
-    watch = Watch(config, world, data.train.names)
-    return Run(config, world, data, step, loader, labelled, knn, watch, Votes(world.device), execution)
+    health = HealthMonitor(config, world, data.train.names)
+    return Run(config, world, data, step, loader, labelled, knn, health, Votes(world.device), execution)

@@ -14,7 +14,7 @@ class HandClock:
     def perf_counter(self) -> float:
         return self.now
 
-    monotonic = perf_counter
+    monotonic = time = perf_counter
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds

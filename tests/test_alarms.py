@@ -29,7 +29,7 @@ def alarms(
     def steps(folder: Path, **options: Any) -> set[str]:
         options = {"lr": 0.02, "mmnn_lr": 0.05, "epochs": STEPS, "image_size": 16, "output": tmp_path} | options
         step, pairs = build(config_for(folder, **options))
-        watching = health.Watch(step.config, WORLD, [str(number) for number in range(1000)])
+        watching = health.HealthMonitor(step.config, WORLD, [str(number) for number in range(1000)])
         with caplog.at_level(logging.WARNING):
             for number, (batch, labelled) in enumerate(islice(cycle(pairs), STEPS)):
                 watching(number + 1, step(batch, labelled, number), batch, labelled, step.learning_rate)

@@ -12,7 +12,7 @@ from cocor.config.options import Config
 from cocor.config.resolve import resolve
 from cocor.distributed.collectives import World
 from cocor.models import build_method, build_target
-from cocor.monitor.skip import SkippingStep
+from cocor.monitor.health import SkipNonFinite
 from cocor.step.compile import LONG_RUN, choose, compile_backbones, executable, uncompiled
 from cocor.step.cudagraph import WARM_UP, RecordedStep
 from cocor.step.schedule import Cosine
@@ -308,7 +308,7 @@ class TestOnGpu:
 
     def test_steps_without_a_finite_loss_are_undone_in_a_recording_too(self) -> None:
         step = build(config_for(), GPU)
-        execute = SkippingStep(step, executable(step, "graph"))
+        execute = SkipNonFinite(step, executable(step, "graph"))
         pairs = list(batches(step.config, GPU.device, WARM_UP + 3))
         for number, pair in enumerate(pairs[:-1]):
             execute(*pair, number)

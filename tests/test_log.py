@@ -17,7 +17,7 @@ import pytest
 import torch
 from hand_clock import wound_by_hand
 
-import cocor.clock
+import cocor.log
 from cocor.distributed.collectives import World
 from cocor.log import METRICS, RunLog, duration, set_up_logging
 
@@ -61,7 +61,7 @@ def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
 
 
 def test_speed_and_waiting_are_those_of_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = wound_by_hand(cocor.clock, monkeypatch)
+    clock = wound_by_hand(cocor.log, monkeypatch)
 
     def slow() -> Iterator[int]:
         for number in range(4):

@@ -14,8 +14,7 @@ from test_train import assert_same_bits, final_state, flags
 
 from cocor import checkpoint
 from cocor.config.options import Config
-from cocor.monitor.health import EVERY, MOST_SKIPPED, Watch
-from cocor.monitor.skip import SkippingStep
+from cocor.monitor.health import EVERY, MOST_SKIPPED, HealthMonitor, SkipNonFinite
 from cocor.train import main
 from loaders.batch import Batch
 from loaders.errors import UserError
@@ -34,7 +33,7 @@ class Watched:
 
     def __init__(self, folder: Path, **options: object) -> None:
         self.step = 0
-        self.watch = Watch(Config(output=folder, queue_size=100, **options), WORLD, NAMES)  # type: ignore[arg-type]
+        self.watch = HealthMonitor(Config(output=folder, queue_size=100, **options), WORLD, NAMES)  # type: ignore[arg-type]
 
     def show(self, steps: int, **values: float) -> None:
         for _ in range(steps):
@@ -83,7 +82,7 @@ class TestLossesThatAreNoNumbers:
         watched.show(1, labelled_loss=math.inf)
         watched.show_unlabelled(1, loss=math.nan)
         watched.show(1, labelled_loss=1.0)
-        watched.watch.look(0.03)
+        watched.watch.check(0.03)
         one, other = map(json.loads, (tmp_path / "faults.jsonl").read_text().splitlines())
         assert (one["step"], one["labelled_samples"], one["losses"][0]["labelled_loss"]) == (4, [7], "inf")
         assert (other["step"], other["labelled_samples"], other["losses"][0]["loss"]) == (5, [], "nan")
@@ -95,7 +94,7 @@ class TestLossesThatAreNoNumbers:
         for optimiser_is_new in (True, False):
             step, ((batch, labelled), (other, _)) = build(config)
             hostile = replace(batch, views=batch.views.clone().index_fill_(1, torch.tensor([3]), math.nan))
-            skipping = SkippingStep(step, step)
+            skipping = SkipNonFinite(step, step)
             if not optimiser_is_new:
                 assert skipping(other, labelled, 0)["skipped"] == 0
             before = checkpoint.portable(step.state_dict())
@@ -158,7 +157,7 @@ class TestCollapse:
         """As plain SimSiam's on CIFAR-10 at a learning rate of 0.25, whose losses and spread look healthy."""
         watch = Watched(tmp_path).watch
         for epoch, accuracy in enumerate([0.299, 0.507, 0.463, 0.421, 0.347, 0.333]):
-            watch.see_knn(accuracy, 5000, 10 * epoch)
+            watch.check_knn(accuracy, 5000, 10 * epoch)
         assert caplog.messages == [
             "k-NN accuracy has fallen from 50.7% after 10 epochs to 34.7% after 40: the features get worse; "
             "try a lower --lr"
@@ -167,7 +166,7 @@ class TestCollapse:
     def test_an_accuracy_of_few_images_may_vary(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         watch = Watched(tmp_path).watch
         for accuracy in (0.5, 0.25, 0.75, 0.5):
-            watch.see_knn(accuracy, 8, 1)
+            watch.check_knn(accuracy, 8, 1)
         assert not caplog.records
 
     def test_a_real_collapse_is_seen(self, tmp_path: Path) -> None:

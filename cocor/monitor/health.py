@@ -1,8 +1,7 @@
-"""Watches a run's health: losses that are not finite, collapsed features, an MMNN that cannot learn, falling k-NN
-accuracy.
+"""Monitor the health of a run, and undo the steps that went wrong.
 
-A few scalars of every step, and the indices of its samples, stay on the device; they are read together, every ``EVERY``
-steps and before every checkpoint. Findings are logged, and a step without a finite loss is recorded with its samples:
+Warn of collapsed features, of an MMNN that cannot learn and of falling k-NN accuracy; stop at losses that are not
+finite, or skip such steps (``--on-nan skip``). A step without a finite loss is recorded with its samples:
 
     faults.jsonl   {"kind": "loss not finite", "step": 1234, "losses": [{"loss": ...} per rank], "samples": [...], ...}
 """
@@ -11,15 +10,18 @@ import json
 import logging
 import math
 from collections import deque
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cocor.config.options import Config
-from cocor.distributed.collectives import World, gather
-from cocor.step.step import Metrics
+from cocor.distributed.collectives import World, gather, mean_over_ranks
+from cocor.step.compile import Step
+from cocor.step.step import Metrics, TrainingStep
 from loaders.batch import Batch
 from loaders.errors import UserError
 from loaders.text import printable
@@ -36,8 +38,8 @@ _COLUMNS = (*_LOSSES, "contrastive_feature_std", "hypergradient_norm", "skipped"
 _log = logging.getLogger(__name__)
 
 
-class Watch:
-    """Watches the steps of a run; every rank has one and calls it in the same steps.
+class HealthMonitor:
+    """Check the steps of a run; every rank has one and calls it in the same steps.
 
     Args:
         names: of the training images, for messages.
@@ -45,7 +47,7 @@ class Watch:
 
     def __init__(self, config: Config, world: World, names: list[str]) -> None:
         self._config, self._world, self._image_names = config, world, names
-        self._rows = self._samples = torch.empty(0)  # of the steps since the last look, see __call__
+        self._rows = self._samples = torch.empty(0)  # of the steps since the last check, see __call__
         self._labelled: Tensor | None = None
         self._nothing = torch.zeros((), device=world.device)
         self._filled: list[tuple[frozenset[str], bool]] = []  # per row: its metrics; had it a labelled batch
@@ -56,11 +58,12 @@ class Watch:
         self._best_knn = (0.0, 0)  # accuracy, and after how many epochs
 
     def __call__(self, step: int, metrics: Metrics, batch: Batch, labelled: Batch | None, learning_rate: float) -> None:
-        """Store the metrics of finished step number ``step``, and :meth:`look` at them every ``EVERY`` steps.
+        """Store the metrics of finished step number ``step``; :meth:`check` them every ``EVERY`` steps.
 
         Raises:
             UserError: a loss was not finite (``--on-nan stop``), or ``MOST_SKIPPED`` in a row were not.
         """
+        # Metrics and sample indices stay on the device and are read together: one wait for it in EVERY steps.
         if not len(self._rows):
             self._rows = torch.empty(EVERY, len(_COLUMNS), device=self._world.device)
             self._samples = batch.index.new_empty(EVERY, len(batch.index))
@@ -75,10 +78,10 @@ class Watch:
         self._filled.append((frozenset(metrics), labelled is not None))
         self._last_step = step
         if len(self._filled) == EVERY:
-            self.look(learning_rate)
+            self.check(learning_rate)
 
-    def look(self, learning_rate: float) -> None:
-        """Examine the steps stored since the last look. Raises as a call does."""
+    def check(self, learning_rate: float) -> None:
+        """Check the steps stored since the last check; raise as a call does."""
         filled, self._filled = self._filled, []
         if not filled:
             return
@@ -93,10 +96,9 @@ class Watch:
                 self._recent.append(mean)
         self._warn_of_collapse(learning_rate)
 
-    def see_knn(self, accuracy: float, queries: int, epoch: int) -> None:
-        """Warn if k-NN ``accuracy`` of ``queries`` images, after ``epoch`` epochs, is far below the best since this
-        process started. Features can degrade while their spread and the loss stay fine, as SimSiam's do at high
-        learning rates."""
+    def check_knn(self, accuracy: float, queries: int, epoch: int) -> None:
+        """Warn if the k-NN accuracy of ``queries`` images has fallen far below the best of this process."""
+        # Features can degrade while their spread and the loss stay fine, as SimSiam's do at high learning rates.
         best, when = self._best_knn
         if accuracy > best:
             self._best_knn = accuracy, epoch
@@ -105,8 +107,7 @@ class Watch:
             self._warn("k-NN", f"{finding}: the features get worse; try a lower --lr")
 
     def _not_finite(self, at: int, step: int, losses: list[dict[str, float]], labelled: bool) -> None:
-        """Record step ``step``, in row ``at``, with the ``losses`` of each rank, and warn or raise. ``labelled``: the
-        step had a labelled batch."""
+        """Record step ``step``, stored in row ``at``, with the losses of each rank; warn or raise."""
         samples = gather(self._samples[at]).tolist()
         others = gather(self._labelled[at]).tolist() if labelled and self._labelled is not None else []
         self._recent.clear()
@@ -143,17 +144,67 @@ class Watch:
             self._warn("dead MMNN", f"the MMNN does not learn: no gradient of more than {norm:.2g} {steps}")
 
     def _warn(self, kind: str, message: str) -> None:
-        """Log a warning once per kind: a lasting state would otherwise fill the log."""
-        if kind not in self._warned:
+        """Log a warning once per kind."""
+        if kind not in self._warned:  # a lasting state would otherwise fill the log
             self._warned.add(kind)
             _log.warning(message)
 
 
 def _plain(values: dict[str, float]) -> dict[str, float | str]:
-    """Values that are not finite as strings, since JSON has no infinities."""
+    """Return ``values`` with those that are not finite as strings: JSON has no infinities."""
     return {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
 
 
 def _append(path: Path, record: dict[str, object]) -> None:
     with suppress(OSError), path.open("a", encoding="utf-8") as file:  # the message must get out, disk full or not
         file.write(json.dumps(record, allow_nan=False) + "\n")
+
+
+class SkipNonFinite:
+    """Make steps by ``execute`` and undo those whose loss or new weights are not finite.
+
+    Adds the metric ``skipped``: 1 for these, else 0. All that a step changes (weights, momentum buffers, moving
+    averages, queue, running statistics) is copied before it, which costs its memory once more, and two copies a step.
+    """
+
+    def __init__(self, step: TrainingStep, execute: Step) -> None:
+        self._step, self._execute = step, execute
+        self._before: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch, labelled: Batch | None, number: int) -> Metrics:
+        for name, tensor in self._state():
+            copy = self._before.get(name)
+            self._before[name] = tensor.clone() if copy is None else copy.copy_(tensor)
+        with torch.enable_grad():
+            metrics = self._execute(batch, labelled, number)
+        finite = self._finite(metrics["loss"])  # chosen on the device, without waiting for it
+        for name, tensor in self._state():
+            # Momentum buffers, which an optimiser makes in its first step, would be 0 without it.
+            old = self._before.get(name, torch.zeros_like(tensor))
+            tensor.copy_(torch.where(finite, tensor, old))
+        return metrics | {"skipped": (~finite).float()}
+
+    def _state(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors that a step may change, with their names."""
+        # The step's own state_dict would wait for the device, to read learning rates.
+        for name, part in self._step.parts().items():
+            yield from _tensors(part.state_dict(), name)
+
+    def _finite(self, loss: Tensor) -> Tensor:
+        """Return whether the losses of all ranks and the shared weights are finite: bool () on the device."""
+        norms = torch._foreach_norm(self._step.weights())
+        everything = torch.stack([mean_over_ranks(loss.float()), *(norm.float() for norm in norms)])
+        return everything.isfinite().all()
+
+
+def _tensors(state: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in nested dicts and lists, with their paths."""
+    if isinstance(state, Tensor):
+        yield place, state
+    elif isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from _tensors(value, f"{place}/{key}")
+    elif isinstance(state, list | tuple):
+        for key, value in enumerate(state):
+            yield from _tensors(value, f"{place}/{key}")
