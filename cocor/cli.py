@@ -28,7 +28,7 @@ def evaluate() -> int:
 
 
 def export() -> int:
-    return _command("cocor-export", "cocor.eval.weights.export_cli")
+    return _command("cocor-export", "cocor.eval.weights.export")
 
 
 def plot() -> int:

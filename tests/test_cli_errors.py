@@ -17,7 +17,7 @@ from test_train import environment, flags, run
 
 from cocor import cli, loopback
 from cocor.distributed import launch
-from cocor.eval.weights.export_cli import main as export
+from cocor.eval.weights.export import main as export
 from cocor.train import main
 from loaders.lacking import lacking
 
@@ -247,7 +247,7 @@ class TestMachine:
         assert "pip install nvidia-dali-cuda130, or choose another --loader" in line
         assert not (tmp_path / "run").exists()
 
-    @pytest.mark.parametrize("command", ["cocor.train", "cocor.eval.cli", "cocor.eval.weights.export_cli"])
+    @pytest.mark.parametrize("command", ["cocor.train", "cocor.eval.cli", "cocor.eval.weights.export"])
     def test_a_torchvision_for_another_pytorch(self, command: str, photo_folder: Path, tmp_path: Path) -> None:
         (tmp_path / "torchvision").mkdir()
         (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('operator nms does not exist')")

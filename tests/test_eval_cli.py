@@ -15,7 +15,7 @@ from PIL import Image
 
 from cocor.eval.cli import main
 from cocor.eval.datasets.protocols import TRANSFER
-from cocor.eval.options import chosen_datasets, name_of_data
+from cocor.eval.options import chosen_datasets, data_name
 from loaders.errors import UserError
 from loaders.prep.convert import convert
 from loaders.prep.encode import Settings
@@ -136,11 +136,7 @@ def test_datasets_are_chosen_by_name() -> None:
         ("linear", ["--data", "DATA/pets", "--gpu", "maybe"], "--gpu: maybe is not one of"),
         ("retrieval", ["--data", "DATA/pets", "--seed", str(2**63)], "--seed: 9223372036854775808 must be 0 to"),
         ("consistency", ["--data", "DATA/pets", "--seed", "-1"], "--seed: -1 must be 0 to 9,223,372,036,854,775,807"),
-        (
-            "knn",
-            ["--data", "DATA/pets", "--image-size", "100000"],
-            "--image-size: 100000 must be 1 to 4,096",
-        ),
+        ("knn", ["--data", "DATA/pets", "--image-size", "100000"], "--image-size: 100000 must be 1 to 4,096"),
         ("knn", ["--data", "DATA/pets", "--workers", "100000"], "--workers: 100000 must be 0 to 1,024"),
         ("fewshot", ["--data", "DATA/pets", "--seeds", "9" * 5000], "9 must be at most 2,147,483,647"),
     ],
@@ -220,7 +216,7 @@ def test_results_go_by_the_name_that_the_user_has_given(tmp_path: Path) -> None:
         (tmp_path / link).symlink_to(tmp_path / "disk7")
     given = {"pets": "pets", "tiny/val": "tiny-val", "tiny/..": tmp_path.name, "tiny/val.beton": "tiny-val"}
     for data, name in given.items():
-        assert name_of_data(argparse.Namespace(data=tmp_path / data)) == name
+        assert data_name(argparse.Namespace(data=tmp_path / data)) == name
 
 
 def test_unusable_files_stop_or_are_left_out_with_a_note(

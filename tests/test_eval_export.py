@@ -10,8 +10,7 @@ import timm
 import torch
 import torchvision
 
-from cocor.eval.weights.export_cli import main
-from cocor.eval.weights.export_formats import detectron2_name, export
+from cocor.eval.weights.export import detectron2_name, export, main
 from cocor.eval.weights.load import Encoder, load_encoder
 from cocor.export import export_backbone
 from cocor.models import build_backbone
@@ -95,7 +94,7 @@ def test_a_model_of_one_image_size_is_compared_on_images_of_that_size(name: str,
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     """Here a limit on the size of files. PyTorch's writer has an error of its own for it."""
-    program = "import sys; from cocor.eval.weights.export_cli import main; sys.exit(main(sys.argv[1:]))"
+    program = "import sys; from cocor.eval.weights.export import main; sys.exit(main(sys.argv[1:]))"
     call = [sys.executable, "-c", program, "random:resnet18", "--to", "torchvision", "--output", str(tmp_path / "out")]
     shell = ["bash", "-c", 'ulimit -f 1000; exec "$@"', "bash", *call]  # KiB
     done = subprocess.run(shell, capture_output=True, text=True, check=False, timeout=120)

@@ -80,11 +80,7 @@ def test_the_cache_holds_the_same_features_and_knows_what_they_depend_on(
     stamp = file.stat().st_mtime_ns
     assert torch.equal(features_of(encoder, dataset, how).values, first.values) and file.stat().st_mtime_ns == stamp
     other = load_encoder("random:resnet34")
-    keys = {
-        how.key(encoder, dataset),
-        how.key(encoder, dataset.subset([0, 1])),
-        how.key(other, dataset),
-    }
+    keys = {how.key(encoder, dataset), how.key(encoder, dataset.subset([0, 1])), how.key(other, dataset)}
     for other_how in (replace(how, crop="ten"), replace(how, size=32), replace(how, filter="bilinear")):
         keys.add(other_how.key(encoder, dataset))
     assert len(keys) == 6

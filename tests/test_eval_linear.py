@@ -14,7 +14,7 @@ from torch import Tensor
 from cocor.eval.datasets.protocols import RECIPES, SgdSettings
 from cocor.eval.features import Features
 from cocor.eval.peer import check_peer
-from cocor.eval.probes.lbfgs import Memory
+from cocor.eval.probes.batched_lbfgs import Memory
 from cocor.eval.probes.linear import PENALTIES, class_mean, linear_probe, top1
 from cocor.eval.probes.sgd import sgd_probe, shortened
 from cocor.eval.probes.softmax_regression import SoftmaxRegression

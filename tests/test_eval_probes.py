@@ -70,7 +70,7 @@ def test_the_spectrum_counts_dimensions() -> None:
     assert low.effective_rank == pytest.approx(3, abs=0.05) and low.components_90 == 3
     assert full.effective_rank == pytest.approx(16, abs=0.1)
     numpy_values = np.linalg.svd(flat.numpy() - flat.numpy().mean(0), compute_uv=False) / 4000**0.5
-    np.testing.assert_allclose(low.values[:3], numpy_values[:3], rtol=1e-4)
+    np.testing.assert_allclose(low.singular_values[:3], numpy_values[:3], rtol=1e-4)
     collapsed = spectrum("point", Features(torch.ones(10, 4), torch.zeros(10)))
     assert collapsed.effective_rank == pytest.approx(0, abs=1.1)
     with pytest.raises(UserError):

@@ -25,7 +25,7 @@ from hostile import Harm, Refused, damaged, one_line_or_none, refusal, run_train
 from prep_cases import corner_image, jpeg_bytes, write_all
 from test_train import environment
 
-import cocor.eval.weights.export_cli
+import cocor.eval.weights.export
 import loaders.jit
 from cocor.eval.weights.load import load_encoder
 from cocor.models import build_backbone
@@ -70,7 +70,7 @@ class TestWeights:
         options = {"data": photo_folder, "loader": "torch", "output": tmp_path / "run"}
         assert "x.pt" in refused(run_train(**options, resume=path))
         assert "x.pt" in refused(run_train(**options, init=path))
-        line = refused(lambda: cocor.eval.weights.export_cli.main([str(path), "--output", str(tmp_path / "exported")]))
+        line = refused(lambda: cocor.eval.weights.export.main([str(path), "--output", str(tmp_path / "exported")]))
         assert "x.pt: " in line and ("compressed" if form == "compressed" else "run code") in line
         assert not (tmp_path / "run").exists() and not (tmp_path / "exported").exists()
 
@@ -99,7 +99,7 @@ class TestWeights:
         length = struct.pack("<Q", len(header)) if header[:1] in (b"{", b"[") else b""
         path.write_bytes(length + header + bytes(32))
         assert "x.safetensors: " in refused(
-            lambda: cocor.eval.weights.export_cli.main([str(path), "--output", str(tmp_path)])
+            lambda: cocor.eval.weights.export.main([str(path), "--output", str(tmp_path)])
         )
         options = {"data": photo_folder, "loader": "torch", "output": tmp_path / "run"}
         assert "x.safetensors: " in refused(run_train(**options, init=path))

@@ -16,15 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cocor.distributed import launch
-from cocor.eval.datasets.protocols import (
-    KNN_K,
-    KNN_TEMPERATURE,
-    PROTOCOLS,
-    SHOT_SEEDS,
-    SHOTS,
-    TASKS,
-    WAYS,
-)
+from cocor.eval.datasets.protocols import KNN_K, KNN_TEMPERATURE, PROTOCOLS, SHOT_SEEDS, SHOTS, TASKS, WAYS
 from cocor.versions import check_pair
 from loaders.arguments import Parser, above_zero, image_size, not_negative, positive, seed, two_or_more, workers
 from loaders.cache import user_cache
@@ -45,7 +37,7 @@ def _run(options: argparse.Namespace) -> None:
     run: Callable[[argparse.Namespace], None] = getattr(commands, options.command)
     before = signal.signal(signal.SIGTERM, _leave)
     try:
-        commands.in_its_place(options, run)
+        commands.on_device(options, run)
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -58,6 +58,10 @@ class Features:
         """The samples ``index`` (M,), int64."""
         return Features(self.values[index], self.labels[index])
 
+    def to(self, device: torch.device) -> "Features":
+        """Move the samples to ``device``."""
+        return Features(self.values.to(device), self.labels.to(device))
+
     def labelled(self) -> "Features":
         """The samples with known labels."""
         known = self.labels >= 0

@@ -97,10 +97,10 @@ def draw_consistency(path: Path, found: Sequence[Consistency]) -> None:
 def draw_spectra(path: Path, found: Sequence[Spectrum]) -> None:
     """Singular values, largest first, on a logarithmic axis."""
     with panels(path, 1) as (axes,):
-        lowest = max((one.values[0] for one in found), default=1.0) * 1e-5
+        lowest = max((one.singular_values[0] for one in found), default=1.0) * 1e-5
         for one in found:
             label = f"{shown(one.name)}: effective rank {one.effective_rank:.0f}"
-            values = [value if value > lowest else float("nan") for value in one.values]
+            values = [value if value > lowest else float("nan") for value in one.singular_values]
             axes.semilogy(range(1, 1 + len(values)), values, label=label)
         axes.set(title="singular values of the features", xlabel="place, largest first", ylabel="singular value")
         legend(axes)

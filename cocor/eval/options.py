@@ -1,4 +1,4 @@
-"""From the flags of ``cocor-eval`` to encoders, data sets and features."""
+"""From the flags of ``cocor-eval`` to encoders, data sets and features, with the checks that need no features."""
 
 import argparse
 import os
@@ -7,10 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from cocor.eval.datasets.protocols import PROTOCOLS, TRANSFER, VIEWS
+from cocor.eval.datasets.protocols import PROTOCOLS, TRANSFER, VIEWS, WAY_SHOTS
 from cocor.eval.datasets.splits import Splits, open_named, open_splits
 from cocor.eval.features import Extraction, Features, features_of, features_of_two
+from cocor.eval.probes.fewshot import check_shots, check_ways
+from cocor.eval.probes.linear import check_splits
 from cocor.eval.weights.load import Encoder, load_encoder
 from loaders.arguments import nearest
 from loaders.datasets.beton import is_beton
@@ -21,125 +24,171 @@ from loaders.open import open_images
 from loaders.writable import check_folder
 
 
-def chosen_splits(options: argparse.Namespace) -> Splits:
-    """The splits that ``--data``, or ``--dataset`` and ``--root``, name."""
-    if (options.data is None) == (options.dataset is None):
+def check_writable(args: argparse.Namespace) -> None:
+    """Raise UserError, before any work, if results or features cannot be written."""
+    check_folder("--output", args.output or Path("eval"))
+    check_folder("--cache", args.cache)
+
+
+def chosen_splits(args: argparse.Namespace) -> Splits:
+    """Open the splits that ``--data``, or ``--dataset`` and ``--root``, name."""
+    if (args.data is None) == (args.dataset is None):
         raise UserError("name the images: --data DIR, or --dataset NAME --root DIR")
-    if options.data is not None:
-        return open_splits(options.data, options.workers, options.on_error)
-    if options.dataset not in PROTOCOLS:
-        raise UserError(f"--dataset {options.dataset}: no such set{nearest(options.dataset, PROTOCOLS)}")
-    if options.root is None:
-        raise UserError(f"--root: name the folder that {options.dataset} lies in")
-    return open_named(options.dataset, options.root, options.cache, options.workers)
+    if args.data is not None:
+        return open_splits(args.data, args.workers, args.on_error)
+    if args.dataset not in PROTOCOLS:
+        raise UserError(f"--dataset {args.dataset}: no such set{nearest(args.dataset, PROTOCOLS)}")
+    if args.root is None:
+        raise UserError(f"--root: name the folder that {args.dataset} lies in")
+    return open_named(args.dataset, args.root, args.cache, args.workers)
 
 
 def chosen_datasets(words: Sequence[str]) -> list[str]:
-    """The names behind ``--datasets``: ``all`` are the ten of the paper's transfer table."""
+    """Return the names behind ``--datasets``: ``all`` are the ten of the paper's transfer table."""
     names: list[str] = []
     for word in ",".join(words).split(","):
-        if word == "all":
-            names += TRANSFER
-        elif word in PROTOCOLS:
-            names.append(word)
-        else:
-            raise UserError(
-                f"--datasets {word}: no such set{nearest(word, PROTOCOLS)}; known are {', '.join(PROTOCOLS)}"
-            )
+        if word != "all" and word not in PROTOCOLS:
+            known = ", ".join(PROTOCOLS)
+            raise UserError(f"--datasets {word}: no such set{nearest(word, PROTOCOLS)}; known are {known}")
+        names += TRANSFER if word == "all" else [word]
     return list(dict.fromkeys(names))
 
 
-def images_to_look_at(options: argparse.Namespace) -> ImageDataset:
-    """Images to look at without learning: the test split, or the folder or file itself if it holds no splits."""
-    refuse_ten_crops(options)
-    if options.data is not None and options.dataset is None:
-        if is_beton(options.data):
-            return open_images(options.data)
-        inside = {path.stem for path in options.data.iterdir()} if options.data.is_dir() else set()
-        if options.data.is_dir() and inside.isdisjoint(TRAIN):
-            return open_images(options.data, on_error=options.on_error, workers=options.workers)
-    return chosen_splits(options).test
+def chosen_images(args: argparse.Namespace) -> ImageDataset:
+    """Open images to look at: the test split, or the folder or file itself if it holds no splits."""
+    refuse_ten_crops(args)
+    if args.data is not None and args.dataset is None:
+        if is_beton(args.data):
+            return open_images(args.data, on_error=args.on_error)
+        if args.data.is_dir() and {path.stem for path in args.data.iterdir()}.isdisjoint(TRAIN):
+            return open_images(args.data, on_error=args.on_error, workers=args.workers)
+    return chosen_splits(args).test
 
 
-def refuse_ten_crops(options: argparse.Namespace) -> None:
-    """UserError where ten crops are asked for and nothing is learned that they could help."""
-    if options.crop == "ten":
+def refuse_ten_crops(args: argparse.Namespace) -> None:
+    """Raise UserError where ten crops are asked for and nothing is learned that they could help."""
+    if args.crop == "ten":
         raise UserError("--crop ten: for training images, and this learns from none; leave it out")
 
 
-def name_of_data(options: argparse.Namespace) -> str:
-    """How to tell results on these images from those on others: the data set's name, or the folder's or file's; that of
-    a split, such as ``tiny/val``, with the folder it lies in. "" for ``transfer``, which has a table of all sets."""
-    if getattr(options, "dataset", None) is not None:
-        return str(options.dataset)
-    if getattr(options, "data", None) is None:
+def data_name(args: argparse.Namespace) -> str:
+    """Return a name for the images, of which results on others keep apart; "" for ``transfer``.
+
+    It is the data set's, or the folder's or file's; that of a split, such as ``tiny/val``, with the folder above.
+    """
+    if getattr(args, "dataset", None) is not None:
+        return str(args.dataset)
+    if getattr(args, "data", None) is None:
         return ""
-    place = Path(os.path.abspath(options.data))  # noqa: PTH100 (resolve() names what a link leads to)
+    place = Path(os.path.abspath(args.data))  # noqa: PTH100 (resolve() names what a link leads to)
     name = place.stem if is_beton(place) else place.name
     return f"{place.parent.name}-{name}" if name.lower() in SPLITS else name
 
 
-def check_writable(options: argparse.Namespace) -> None:
-    """UserError, naming the flag, if results or features cannot be written; called before any work."""
-    check_folder("--output", options.output or Path("eval"))
-    check_folder("--cache", options.cache)
-
-
-def chosen_encoder(options: argparse.Namespace, weights: str) -> Encoder:
-    """The encoder in ``weights``, one of ``WEIGHTS``; the main rank prints a line about it."""
-    found = load_encoder(weights, which=options.which, architecture=options.backbone, stem=options.stem)
-    if options.world.main:
+def chosen_encoder(args: argparse.Namespace, weights: str) -> Encoder:
+    """Load the encoder in ``weights``; the main rank prints a line about it."""
+    found = load_encoder(weights, which=args.which, architecture=args.backbone, stem=args.stem)
+    if args.world.main:
         print(found.describe())
     return found
 
 
-def chosen_encoders(options: argparse.Namespace) -> list[Encoder]:
-    """All of ``WEIGHTS``, under names that differ."""
-    found = [chosen_encoder(options, weights) for weights in options.weights]
+def chosen_encoders(args: argparse.Namespace) -> list[Encoder]:
+    """Load all of ``WEIGHTS``, under names that differ."""
+    found = [chosen_encoder(args, weights) for weights in args.weights]
     names = distinct([encoder.name for encoder in found])
     return [replace(encoder, name=name) for encoder, name in zip(found, names, strict=True)]
 
 
 def distinct(names: Sequence[str]) -> list[str]:
-    """``names`` with a number behind the second and later uses of each."""
+    """Return ``names`` with a number behind the second and later uses of each."""
     return [f"{name} ({names[:at].count(name) + 1})" if name in names[:at] else name for at, name in enumerate(names)]
 
 
-def extraction(options: argparse.Namespace, encoder: Encoder) -> Extraction:
-    """How features are computed: as the protocol says, unless flags do. ``--crop ten`` counts as central here."""
-    gpu = options.world.device.type == "cuda"
-    view = VIEWS[probe_of(options)]
+def extraction(args: argparse.Namespace, encoder: Encoder) -> Extraction:
+    """Return how features are computed: as the protocol says, unless flags do. ``--crop ten`` counts as central."""
+    gpu = args.world.device.type == "cuda"
+    view = VIEWS[args.probe if args.command == "linear" else args.command]
     return Extraction(
-        crop="central" if options.crop == "ten" else options.crop or view.crop,
-        filter=options.filter or view.filter,
-        size=options.image_size or encoder.image_size,
-        loader=options.loader or ("dali" if gpu else "torch"),
-        precision=torch.bfloat16 if options.precision == "bf16" else torch.float32,
-        batch_size=options.batch_size,
-        workers=options.workers,
-        cache=options.cache,
-        world=options.world,
+        crop="central" if args.crop == "ten" else args.crop or view.crop,
+        filter=args.filter or view.filter,
+        size=args.image_size or encoder.image_size,
+        loader=args.loader or ("dali" if gpu else "torch"),
+        precision=torch.bfloat16 if args.precision == "bf16" else torch.float32,
+        batch_size=args.batch_size,
+        workers=args.workers,
+        cache=args.cache,
+        world=args.world,
     )
-
-
-def probe_of(options: argparse.Namespace) -> str:
-    """The key of a command's row in :data:`cocor.eval.datasets.protocols.VIEWS`."""
-    return str(options.probe if options.command == "linear" else options.command)
 
 
 def features_of_splits(
-    options: argparse.Namespace, encoder: Encoder, splits: Splits, val_crop: str | None = None
+    args: argparse.Namespace, encoder: Encoder, splits: Splits, learn_from_val: bool = False
 ) -> tuple[Features, Features, Features]:
-    """Features of the three splits. ``--crop ten`` is for training images; the others give central crops, but with
-    ``val_crop`` "ten" validation images, which are then learned from as well, give ten too."""
-    looking = extraction(options, encoder)
-    learning = replace(looking, crop="ten") if options.crop == "ten" else looking
-    val_how = learning if val_crop == "ten" else looking
+    """Compute the features of the three splits.
+
+    ``--crop ten`` is for images to learn from: training images, and validation images if ``learn_from_val``. All
+    others give central crops.
+    """
+    looking = extraction(args, encoder)
+    learning = replace(looking, crop="ten") if args.crop == "ten" else looking
+    val_how = learning if learn_from_val else looking
     if val_how == learning:
         train, val = features_of_two(encoder, splits.train, splits.val, splits.learned_from(), learning)
-        return train, val, features_of(encoder, splits.test, looking, "test images")
-    return (
-        features_of(encoder, splits.train, learning, "training images"),
-        features_of(encoder, splits.val, val_how, "validation images"),
-        features_of(encoder, splits.test, looking, "test images"),
-    )
+    else:
+        train = features_of(encoder, splits.train, learning, "training images")
+        val = features_of(encoder, splits.val, val_how, "validation images")
+    return train, val, features_of(encoder, splits.test, looking, "test images")
+
+
+def check_probe(splits: Splits, validates: bool = True) -> None:
+    """Raise UserError unless a linear probe can learn from the splits and be tested on them.
+
+    One that never ``validates`` learns from the validation images as well.
+    """
+    train, val = _labels(splits.train), _labels(splits.val)
+    if not validates:
+        train = val = torch.cat([train, val])
+    check_splits(train, val, _labels(splits.test))
+
+
+def check_fewshot(args: argparse.Namespace, splits: Splits) -> None:
+    """Raise UserError unless there are classes and images enough for all shots and tasks."""
+    pool = torch.cat([_labels(splits.train), _labels(splits.val)])
+    check_splits(pool, pool, _labels(splits.test))
+    for count in args.shots:
+        check_shots(pool, count, splits.train.classes)
+    for count in WAY_SHOTS if args.tasks else ():
+        check_ways(_labels(splits.test), count, args.ways)
+
+
+def check_knn(args: argparse.Namespace, splits: Splits) -> None:
+    """Raise UserError unless the bank holds ``--k`` neighbours for the test images; each of ten crops is one."""
+    train, val = _known(splits.train), _known(splits.val)
+    crops = 10 if args.crop == "ten" else 1
+    _check_bank(args, torch.cat([train, val]), len(train) * crops + len(val), len(_known(splits.test)))
+
+
+def check_leave_one_out(args: argparse.Namespace, dataset: ImageDataset) -> None:
+    """As :func:`check_knn`, for a set each of whose images is classified by all others."""
+    labels = _known(dataset)
+    _check_bank(args, labels, len(labels) - 1, len(labels))
+
+
+def _check_bank(args: argparse.Namespace, labels: Tensor, most: int, queries: int) -> None:
+    if most < 1 or not queries:
+        raise UserError("k-NN needs images with labels in the bank and among the queries")
+    if len(labels.unique()) < 2:
+        raise UserError("all images of the bank are of 1 class; k-NN needs two or more class folders")
+    too_large = [k for k in args.k or () if k > most]
+    if too_large:
+        raise UserError(f"--k {too_large[0]}: the bank holds {most:,} images; use {most} or fewer")
+
+
+def _labels(dataset: ImageDataset) -> Tensor:
+    return torch.from_numpy(dataset.labels.copy())
+
+
+def _known(dataset: ImageDataset) -> Tensor:
+    labels = _labels(dataset)
+    return labels[labels >= 0]

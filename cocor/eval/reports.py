@@ -1,4 +1,4 @@
-"""What every command of ``cocor-eval`` leaves: lines on the terminal, and numbers as JSON in a folder of their own."""
+"""Reports of ``cocor-eval``: lines on the terminal, and numbers as JSON in a folder of their own."""
 
 import argparse
 import json
@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from cocor import atomic
-from cocor.eval import options as inputs
+from cocor.eval import options
 from cocor.eval.datasets.splits import Splits
 from cocor.eval.features import Features, summary
 from cocor.eval.weights.load import Encoder
 
 
 def title(encoder: Encoder, splits: Splits) -> str:
+    """Return the title of a picture."""
     return f"{encoder.name} on {splits.protocol.title}"
 
 
 def about(encoder: Encoder, splits: Splits, **features: Features) -> dict[str, Any]:
-    """What a report begins with: which weights were evaluated, on what, and a summary of their features by split."""
+    """Begin a report: the weights that were evaluated, on what, and a summary of their features by split."""
     return {
         "encoder": encoder.describe(),
         "weights_digest": encoder.digest,
@@ -29,18 +30,16 @@ def about(encoder: Encoder, splits: Splits, **features: Features) -> dict[str, A
     }
 
 
-def folder(options: argparse.Namespace, encoder: Encoder) -> Path:
-    """``--output``, or ``eval/ENCODER/DATA``: results on one data set must not replace those on another."""
-    if options.output is not None:
-        return Path(options.output)
-    return Path("eval") / encoder.name.replace("/", "-").replace(":", "-") / inputs.name_of_data(options)
+def folder(args: argparse.Namespace, encoder: Encoder) -> Path:
+    """Return ``--output``, or ``eval/ENCODER/DATA``."""
+    if args.output is not None:
+        return Path(args.output)
+    return Path("eval") / encoder.name.replace("/", "-").replace(":", "-") / options.data_name(args)
 
 
-def finish(
-    options: argparse.Namespace, encoder: Encoder, name: str, lines: Sequence[str], report: dict[str, Any]
-) -> Path:
-    """Save ``report`` as JSON and print ``lines``. Returns the file."""
-    path = folder(options, encoder) / f"{name}.json"
+def finish(args: argparse.Namespace, encoder: Encoder, name: str, lines: Sequence[str], report: dict[str, Any]) -> Path:
+    """Save ``report`` as JSON and print ``lines``; return the file."""
+    path = folder(args, encoder) / f"{name}.json"
     save(path, report)
     for note in report.get("notes", ()):
         print(f"note: {note}")
@@ -48,11 +47,10 @@ def finish(
     if tested:
         norm, spread = tested["mean_norm"], tested["spread"]
         print(f"features: {tested['dimensions']} dimensions, mean norm {norm:.3g}, spread {spread:.3g}")
-    for line in lines:
-        print(line)
-    print(f"numbers: {path}", flush=True)
+    print("\n".join([*lines, f"numbers: {path}"]), flush=True)
     return path
 
 
 def save(path: Path, report: dict[str, Any]) -> None:
+    """Write ``report`` to ``path`` as JSON."""
     atomic.write_text(path, json.dumps(report, indent=1, default=str) + "\n")

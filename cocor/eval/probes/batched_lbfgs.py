@@ -1,4 +1,4 @@
-"""L-BFGS on several softmax regressions that differ in their penalty only, in lockstep.
+"""Minimise several softmax regressions that differ in their penalty only by L-BFGS, in lockstep.
 
     gradient -> memory -> direction -> its logits -> line search -> weights, logits, gradient
 
@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cocor.eval.probes.lbfgs import Memory
-
 PAIRS = 50  # that approximate a Hessian
 _FLAT = 1e-12  # a relative decrease of the objective that counts as none
 _FLAT_STEPS = 3  # steps without a decrease after which a problem has converged
@@ -28,7 +26,7 @@ _BLOCK = {"cpu": 2**17, "cuda": 2**25}  # logits per block of an evaluation: wha
 
 @dataclass(frozen=True)
 class Solution:
-    """``weights`` (K, C); ``loss``: the objective there; ``gradient``: the norm of its gradient."""
+    """A minimum: ``weights`` (K, C), the objective ``loss`` there and the norm of its ``gradient``."""
 
     weights: Tensor
     loss: float
@@ -38,8 +36,10 @@ class Solution:
 
 
 class Descent:
-    """``inputs`` (N, K), of second moments ``moments`` (K,) along its axes, with ``labels`` (N,) in 0..C-1; one problem
-    for each of ``penalties``, all from ``start`` (K, C)."""
+    """Problems of ``inputs`` (N, K) with ``labels`` (N,) in 0..C-1, one for each of ``penalties``.
+
+    ``moments`` (K,): second moments along the axes of ``inputs``. All start at ``start`` (K, C).
+    """
 
     def __init__(
         self, inputs: Tensor, labels: Tensor, moments: Tensor, penalties: Sequence[float], start: Tensor
@@ -64,9 +64,11 @@ class Descent:
     def run(
         self, tolerance: float, iterations: int, after_each: Callable[[int], None] = lambda _: None
     ) -> list[Solution]:
-        """Descend until every gradient's norm is ``tolerance`` or less, or the objective stops decreasing; at most
-        ``iterations``. ``after_each`` is called with the number of iterations done. A solution for every penalty, in
-        their order."""
+        """Descend until every gradient's norm is ``tolerance`` or less, or the objective stops decreasing.
+
+        Makes at most ``iterations`` and calls ``after_each`` with the number done. Returns a solution for every
+        penalty, in their order.
+        """
         found: list[Solution | None] = [None] * len(self._places)
         while True:
             norms = self._gradient.flatten(1).norm(dim=1).double()
@@ -104,7 +106,7 @@ class Descent:
         self._loss, self._gradient = loss, gradient
 
     def _direction(self) -> tuple[Tensor, Tensor]:
-        """The descent directions (P, K, C), and the objectives' slopes (P,) along them."""
+        """Return the descent directions (P, K, C) and the objectives' slopes (P,) along them."""
         scaled = self._gradient / self._root
         direction = -self._memory.times(scaled.flatten(1)).view_as(scaled) / self._root
         downhill = _dot(self._gradient, direction) < 0  # always, but for rounding
@@ -112,7 +114,7 @@ class Descent:
         return direction, _dot(self._gradient, direction)
 
     def _line_search(self, direction: Tensor, pull: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-        """Steps (P,) near the minima along ``direction``, by safeguarded Newton, and the cross entropies (P,) there.
+        """Return steps (P,) near the minima along ``direction``, by safeguarded Newton, and the cross entropies there.
 
         ``pull`` (N, P, C): the logits of ``direction``; ``first`` (P,): the slopes at step 0. Since the objective is
         convex, the slope rises with the step.
@@ -137,8 +139,10 @@ class Descent:
         return step, entropy
 
     def _evaluate(self, pull: Tensor | None, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Cross entropies (P,) of the logits plus ``step`` (P,) times ``pull`` (N, P, C), their slopes and curvatures
-        along it. Leaves softmax minus one-hot labels (N, P, C) in ``_error``."""
+        """Return cross entropies (P,) of the logits plus ``step`` (P,) times ``pull``, their slopes and curvatures.
+
+        Leaves softmax minus one-hot labels (N, P, C) in ``_error``.
+        """
         totals = self._penalties.new_zeros(3, len(self._penalties))
         along = step.to(self._logits)[:, None]
         rows = max(1, _BLOCK.get(self._logits.device.type, 2**20) // self._logits[0].numel())
@@ -179,5 +183,82 @@ class Descent:
 
 
 def _dot(first: Tensor, second: Tensor) -> Tensor:
-    """(P,) in float64."""
+    """Return the inner products (P,) in float64."""
     return (first * second).flatten(1).sum(1, dtype=torch.float64)
+
+
+class Memory:
+    """The memory of L-BFGS for many problems at once, in compact form: a direction costs two batched products.
+
+    Holds up to ``pairs`` pairs of vectors of length ``size`` for each of ``problems``, like ``like``. With steps ``s``
+    and changes of the gradient ``y`` as rows of S and Y, R the upper triangle of S Y^T, D its diagonal and gamma =
+    s.y / y.y of the newest pair, the approximate inverse Hessian is (Byrd, Nocedal & Schnabel 1994, equation 3.1)
+
+        H g = gamma g + S^T v - gamma Y^T u,    u = R^-1 S g,    v = R^-T ((D + gamma Y Y^T) u - gamma Y g)
+    """
+
+    # The usual two-loop recursion would launch hundreds of small kernels an iteration and problem.
+
+    def __init__(self, pairs: int, problems: int, size: int, like: Tensor) -> None:
+        self._pairs = pairs
+        self._steps, self._changes = like.new_zeros(2, problems, pairs, size)
+        self._products = torch.zeros(problems, pairs, pairs, dtype=torch.float64, device=like.device)  # S Y^T
+        self._squares = torch.zeros_like(self._products)  # Y Y^T
+        self._gamma = torch.ones(problems, 1, dtype=torch.float64, device=like.device)
+        self._added = self._known = 0
+
+    def keep(self, problems: Tensor) -> None:
+        """Forget all but these problems."""
+        self._steps, self._changes = self._steps[problems], self._changes[problems]
+        self._products, self._squares = self._products[problems], self._squares[problems]
+        self._gamma = self._gamma[problems]
+
+    def add(self, step: Tensor, change: Tensor) -> None:
+        """Add a pair (problems, size) in the place of the oldest."""
+        product = (step * change).sum(1, keepdim=True).double()
+        useful = product > 0  # else rounding has spoilt the pair; zeros have no effect
+        self._gamma = torch.where(useful, product / change.square().sum(1, keepdim=True).double(), self._gamma)
+        place = self._added % self._pairs
+        self._added += 1
+        self._known = min(self._added, self._pairs)
+        self._steps[:, place], self._changes[:, place] = step * useful, change * useful
+        along, across = self._times(self._changes[:, place])
+        self._products[:, : self._known, place] = along
+        self._products[:, place, place] = torch.where(useful, product, 1.0)[:, 0]  # zeros could not be solved for
+        self._squares[:, place, : self._known] = self._squares[:, : self._known, place] = across
+
+    def times(self, gradient: Tensor) -> Tensor:
+        """Multiply ``gradient`` (problems, size) with the approximate inverse Hessians; 1 while the memory is empty."""
+        if not self._added:
+            return gradient
+        known = self._known
+        oldest = self._added % self._pairs if known == self._pairs else 0
+
+        def by_age(table: Tensor) -> Tensor:
+            axes = tuple(range(1, table.ndim))
+            return table[(slice(None), *[slice(known)] * len(axes))].roll((-oldest,) * len(axes), axes)
+
+        products, squares = by_age(self._products), by_age(self._squares)
+        along, across = map(by_age, self._times(gradient))
+        upper = products.triu()
+        u = torch.linalg.solve_triangular(upper, along[..., None], upper=True)
+        diagonal, gamma = products.diagonal(dim1=1, dim2=2)[..., None], self._gamma[..., None]
+        right = diagonal * u + gamma * (squares @ u - across[..., None])
+        v = torch.linalg.solve_triangular(upper.mT, right, upper=False)
+        in_place = torch.cat([v, gamma * u], dim=2).roll(oldest, 1).mT.to(gradient)  # (problems, 2, known)
+        steps = torch.bmm(in_place[:, :1], self._steps[:, :known])
+        return (
+            self._gamma.to(gradient) * gradient + (steps - torch.bmm(in_place[:, 1:], self._changes[:, :known]))[:, 0]
+        )
+
+    def _times(self, vector: Tensor) -> tuple[Tensor, Tensor]:
+        """Return S and Y times ``vector`` (problems, size): (problems, known) each, in float64."""
+        known = self._known
+        return _products(self._steps[:, :known], vector), _products(self._changes[:, :known], vector)
+
+
+def _products(rows: Tensor, vector: Tensor) -> Tensor:
+    """Multiply each row of ``rows`` (problems, count, size) with its problem's ``vector`` (problems, size)."""
+    if rows.is_cuda:  # a matrix product as thin as this keeps a few multiprocessors busy, a sum keeps all
+        return (rows * vector[:, None]).sum(2, dtype=torch.float64)
+    return torch.bmm(rows, vector[..., None])[..., 0].double()

@@ -128,12 +128,7 @@ class TaskResult:
 
 
 def episodes(
-    features: Features,
-    shots: int,
-    *,
-    ways: int = WAYS,
-    tasks: int = TASKS,
-    device: torch.device | str = "cpu",
+    features: Features, shots: int, *, ways: int = WAYS, tasks: int = TASKS, device: torch.device | str = "cpu"
 ) -> TaskResult:
     """Classify ``WAY_QUERIES`` images a class from ``shots``, in ``tasks`` drawn tasks of ``ways`` classes.
 

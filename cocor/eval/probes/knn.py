@@ -34,13 +34,7 @@ class KnnResult:
 
 
 def knn_accuracy(
-    queries: Tensor,
-    query_labels: Tensor,
-    bank: Tensor,
-    bank_labels: Tensor,
-    *,
-    k: int = 200,
-    temperature: float = 0.07,
+    queries: Tensor, query_labels: Tensor, bank: Tensor, bank_labels: Tensor, *, k: int = 200, temperature: float = 0.07
 ) -> KnnResult:
     """Classify features (N, D) by the labelled bank (M, D). Labels are int64; those below 0 are unknown and left out.
 
@@ -82,13 +76,7 @@ def _result(predicted: Tensor, labels: Tensor, k: int, bank: int, most: int) -> 
 
 @torch.no_grad()
 def knn_predict(
-    queries: Tensor,
-    bank: Tensor,
-    bank_labels: Tensor,
-    *,
-    k: int,
-    temperature: float,
-    leave_one_out: bool = False,
+    queries: Tensor, bank: Tensor, bank_labels: Tensor, *, k: int, temperature: float, leave_one_out: bool = False
 ) -> Tensor:
     """The class of each query (N, D) by the bank (M, D) with labels (M,) >= 0: int64 (N,), on the bank's device.
 

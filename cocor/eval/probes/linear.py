@@ -163,12 +163,7 @@ def linear_probe(
 
 
 def _search(
-    problem: SoftmaxRegression,
-    val: Tensor,
-    labels: Tensor,
-    penalties: Sequence[float],
-    metric: Metric,
-    iterations: int,
+    problem: SoftmaxRegression, val: Tensor, labels: Tensor, penalties: Sequence[float], metric: Metric, iterations: int
 ) -> tuple[list[Trial], Tensor]:
     """All trials in the order of ``penalties``, and the best one's weights."""
     fits = problem.fit_all(penalties, iterations=iterations, tolerance=_SEARCH_TOLERANCE)

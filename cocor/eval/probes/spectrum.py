@@ -1,4 +1,4 @@
-"""How many dimensions an encoder uses: the singular values of its centred features (paper, figure "post-hoc" (b)).
+"""Measure the dimensions that an encoder uses: singular values of its centred features (paper, figure "post-hoc" b).
 
 Collapse shows as singular values that fall to zero. Two numbers summarise the curve: the effective rank, which is the
 exponential of the entropy of the normalised singular values (Roy & Vetterli 2007), and how many principal components
@@ -6,7 +6,6 @@ hold 90 % of the variance.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -17,32 +16,23 @@ from loaders.errors import UserError
 
 @dataclass(frozen=True)
 class Spectrum:
-    """``values``: square roots of the eigenvalues of the covariance, in descending order."""
+    """Square roots of the eigenvalues of the covariance, in descending order, and their summary."""
 
     name: str
-    values: tuple[float, ...]
+    singular_values: tuple[float, ...]
     effective_rank: float
     components_90: int
     images: int
 
     def lines(self) -> list[str]:
         return [
-            f"{self.name}: effective rank {self.effective_rank:.1f} of {len(self.values)}, "
+            f"{self.name}: effective rank {self.effective_rank:.1f} of {len(self.singular_values)}, "
             f"90 % of the variance in {self.components_90} components, {self.images:,} images"
         ]
 
-    def plain(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "effective_rank": self.effective_rank,
-            "components_90": self.components_90,
-            "images": self.images,
-            "singular_values": list(self.values),
-        }
-
 
 def spectrum(name: str, features: Features, *, normalise: bool = True) -> Spectrum:
-    """The spectrum of features (N, D), of unit length unless ``normalise`` is off, so that encoders compare.
+    """Compute the spectrum of features (N, D), of unit length unless ``normalise`` is off, so that encoders compare.
 
     Raises:
         UserError: fewer than two images.

@@ -1,4 +1,4 @@
-"""Tensors out of a weight file of any origin, without running code that the file may hold.
+"""Read tensors from a weight file of any origin, without running code that the file may hold.
 
 Reads ``.safetensors`` files and everything that ``torch.load(weights_only=True)`` opens: tensors, numbers, text and
 containers; also harmless objects in the checkpoints of SupCon, Lightning and others, that is ``argparse.Namespace`` and
@@ -41,9 +41,12 @@ _LFS = b"version https://git-lfs.github.com/"
 
 @dataclass(frozen=True)
 class WeightFile:
-    """``tensors`` by flat name, without the prefixes of wrappers; ``hints``: what the file says about its model
-    (``architecture``, ``stem``, ``image_size``), if anything; ``averaged``: whether they are all of a moving average,
-    which the file keeps in a dict of its own."""
+    """What a file holds.
+
+    - ``tensors`` by flat name, without the prefixes of wrappers.
+    - ``hints``: what the file says about its model (``architecture``, ``stem``, ``image_size``), if anything.
+    - ``averaged``: whether all are of a moving average, which the file keeps in a dict of its own.
+    """
 
     path: Path
     tensors: dict[str, Tensor]
@@ -120,7 +123,7 @@ def _read_pickle(path: Path) -> Any:
 
 
 class _StandIn:
-    """Stands in for an object of a pickle: takes its arguments and state, and drops them."""
+    """Stand in for an object of a pickle: take its arguments and state, and drop them."""
 
     def __init__(self, *arguments: object) -> None:
         pass
@@ -139,7 +142,7 @@ def _stand_ins(path: Path, harmless: list[Any]) -> list[Any]:
 
 
 def _tensors_of(culprit: str) -> str:
-    """Python that keeps the tensors of FILE: of a whole module, as the name of its class shows, or of a checkpoint."""
+    """Return Python that keeps the tensors of FILE: of a whole module, as its class shows, or of a checkpoint."""
     loaded = "torch.load(FILE, weights_only=False)"
     if culprit.startswith(("torchvision.models.", "timm.models.", "torch.nn.")):
         return f"torch.save({loaded}.state_dict(), NEW)"
@@ -147,8 +150,7 @@ def _tensors_of(culprit: str) -> str:
 
 
 def _weights_of(content: Mapping[Any, Any], which: Which) -> tuple[Mapping[Any, Any], bool]:
-    """The part of a checkpoint that holds the weights, ``content`` itself if no known part does; whether that part is
-    of averaged weights only."""
+    """Return the part of a checkpoint that holds the weights, or all of it, and whether it holds averages only."""
     training = content.get("training")
     if isinstance(training, Mapping) and isinstance(training.get("method"), Mapping):
         return training["method"], False

@@ -1,4 +1,4 @@
-"""Loads an encoder from weights of any origin: its layout is recognised by names, and it is loaded whole or not at all.
+"""Load an encoder from weights of any origin, whole or not at all.
 
     read_weights -> names -> layout (prefix, renaming) -> architecture by the shapes -> timm model, filled, in eval mode
 
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from cocor.eval.weights.files import Which, read_weights
-from cocor.eval.weights.layouts import Layout, Models, Named, fit, recognise
+from cocor.eval.weights.layouts import Layout, Models, recognise
 from cocor.models import build_backbone
 from cocor.run_dir import step_of
 from loaders.errors import UserError
@@ -26,10 +26,13 @@ from loaders.errors import UserError
 
 @dataclass(frozen=True)
 class Encoder:
-    """``backbone`` maps images (B, 3, H, W) to features (B, D). ``matched`` of its ``total`` tensors came from the
-    file, whose ``unused`` tensors are heads and the like. ``image_size`` is the side of the crops that it was trained
-    on, if the file says so, else the model's only or the stem's usual one. ``digest`` (SHA-256) is equal for equal
-    encoders."""
+    """A frozen backbone and where it comes from.
+
+    - ``backbone``: images (B, 3, H, W) -> features (B, D), in eval mode.
+    - ``image_size``: side in pixels of the crops that it was trained on, if known, else the usual one.
+    - ``matched`` of its ``total`` tensors came from the file, whose ``unused`` tensors are heads and the like.
+    - ``digest``: SHA-256, equal for equal encoders.
+    """
 
     backbone: nn.Module
     name: str
@@ -43,6 +46,7 @@ class Encoder:
     digest: str
 
     def describe(self) -> str:
+        """Return a line about it."""
         stem = "" if self.stem == "imagenet" else f", {self.stem} stem"
         counts = f"{self.matched} of {self.total} tensors loaded, {self.unused} of other parts left"
         return f"{self.name}: {self.architecture}{stem}, layout of {self.origin}; {counts}"
@@ -51,8 +55,9 @@ class Encoder:
 def load_encoder(
     weights: str | Path, *, which: Which = "online", architecture: str | None = None, stem: str | None = None
 ) -> Encoder:
-    """The encoder in a file or in the folder of a run; ``timm:NAME`` is a pretrained model of timm's, ``random:NAME``
-    an untrained one. ``architecture`` (timm's name) and ``stem`` override what the file says or its shapes show.
+    """Load the encoder in a file or a run's folder, ``timm:NAME`` (pretrained) or ``random:NAME`` (untrained).
+
+    ``architecture`` (timm's name) and ``stem`` override what the file says or its shapes show.
 
     Raises:
         UserError: nothing there, unsafe to open, or not fully the weights of such an encoder.
@@ -68,33 +73,38 @@ def load_encoder(
     architecture, stem = architecture or file.hints.get("architecture"), stem or file.hints.get("stem")
     hint = file.hints.get("image_size")
     size = None if hint is None else _image_size(hint, architecture, stem or "imagenet")
-    named = Named(architecture, stem, size)
-    models = Models()
-    layout = recognise(file, which, named, models)
-    if layout.architecture is None:
+    layout = recognise(file, which, Models(architecture, stem, size))
+    if layout.architecture is None or layout.model is None:
         raise UserError(
             f"{file.path}: the shapes of its {_few(list(layout.tensors))} weights are no ResNet's that is known here; "
             "name the model with --backbone"
         )
-    backbone = models[layout.architecture, layout.stem, size]
-    matched = _fill(backbone, layout, file.path)
+    _fill(layout.model, layout, file.path)
+    origin = "cocor" if "stem" in file.hints else layout.origin
+    size = size or _image_size(None, layout.architecture, layout.stem)
+    matched = len(layout.fitting)
+    about = (_short_name(file.path), origin, layout.architecture, layout.stem, size)
+    return _encoder(layout.model, *about, matched=matched, unused=len(file.tensors) - matched)
+
+
+def _encoder(
+    backbone: nn.Module,
+    name: str,
+    origin: str,
+    architecture: str,
+    stem: str,
+    image_size: int,
+    matched: int | None = None,
+    unused: int = 0,
+) -> Encoder:
     backbone.eval().requires_grad_(False)
-    return Encoder(
-        backbone,
-        _short_name(file.path),
-        "cocor" if "stem" in file.hints else layout.origin,
-        layout.architecture,
-        layout.stem,
-        size or _image_size(None, layout.architecture, layout.stem),
-        matched,
-        len(backbone.state_dict()),
-        len(file.tensors) - matched,
-        digest(backbone),
-    )
+    total = len(backbone.state_dict())
+    matched = total if matched is None else matched
+    return Encoder(backbone, name, origin, architecture, stem, image_size, matched, total, unused, digest(backbone))
 
 
 def digest(module: nn.Module) -> str:
-    """SHA-256 over the names and values of all parameters and buffers of ``module``."""
+    """Return the SHA-256 over the names and values of all parameters and buffers of ``module``."""
     found = hashlib.sha256()
     for name, value in sorted(module.state_dict().items()):
         data = value.detach().cpu().contiguous()
@@ -112,15 +122,12 @@ def _without_file(source: str, model: str, stem: str) -> Encoder:
         except Exception as error:  # whatever the download runs into; a time-out has no text
             reason = (str(error) or type(error).__name__).splitlines()[0][:160]
             raise UserError(f"timm:{model}: its weights could not be had: {reason}") from None
-    backbone.eval().requires_grad_(False)
-    total = len(backbone.state_dict())
     origin = "timm" if source == "timm" else "no training at all"
-    name, size = f"{source}:{model}", _image_size(None, model, stem)
-    return Encoder(backbone, name, origin, model, stem, size, total, total, 0, digest(backbone))
+    return _encoder(backbone, f"{source}:{model}", origin, model, stem, _image_size(None, model, stem))
 
 
 def _image_size(hint: str | None, architecture: str | None, stem: str) -> int:
-    """The side in pixels that a file's ``hint`` tells; else the only one that timm's model takes, or the protocols'."""
+    """Return the side in pixels that a file's ``hint`` tells, else the model's only one, or the protocols'."""
     if hint is not None and hint.isdecimal() and len(hint) <= 4 and int(hint):
         return int(hint)
     usual = None if architecture is None else timm.get_pretrained_cfg(architecture)
@@ -130,7 +137,7 @@ def _image_size(hint: str | None, architecture: str | None, stem: str) -> int:
 
 
 def _file(path: Path, which: Which) -> Path:
-    """The file that ``path`` means: in a run's folder the export, or for the moving average the newest checkpoint."""
+    """Return the file that ``path`` means: in a run's folder the export or, for averages, the newest checkpoint."""
     if not path.is_dir():
         return path
     export = path / "backbone.safetensors"
@@ -143,7 +150,7 @@ def _file(path: Path, which: Which) -> Path:
 
 
 def _short_name(path: Path) -> str:
-    """A name for reports: the run's where every run's file has the same name, else the file's."""
+    """Return a name for reports: the run's where every run's file has the same name, else the file's."""
     if path.name == "backbone.safetensors" and path.parent.name:
         return path.parent.name
     if path.parent.name == "checkpoints":
@@ -151,13 +158,12 @@ def _short_name(path: Path) -> str:
     return re.sub(r"\.(pth|pt|ckpt)$", "", path.stem) if path.suffix == ".tar" else path.stem
 
 
-def _fill(backbone: nn.Module, layout: Layout, path: Path) -> int:
-    """Load the tensors of ``layout`` into ``backbone``. Returns their number. UserError unless they fit as a whole."""
+def _fill(backbone: nn.Module, layout: Layout, path: Path) -> None:
+    """Load the tensors of ``layout`` into ``backbone``. Raise UserError unless they fit as a whole."""
     wanted, found = backbone.state_dict(), layout.tensors
-    match = fit(backbone, layout)
-    fitting = {name: found[name] for name in match.fitting}
+    fitting = {name: found[name] for name in layout.fitting}
     other = [name for name in found if name in wanted and name not in fitting]
-    if not match.whole:
+    if not layout.whole:
         shapes = ""
         if other:
             has, needs = (tuple(part[other[0]].shape) for part in (found, wanted))
@@ -165,14 +171,13 @@ def _fill(backbone: nn.Module, layout: Layout, path: Path) -> int:
         below = f" below {layout.prefix!r}" if layout.prefix else ""
         raise UserError(
             f"{path}: only {len(fitting)} of the {len(wanted)} tensors of {layout.architecture} match{below}; "
-            f"missing: {_few(match.missing)}; left over: {_few(match.strange)}; {shapes}"
+            f"missing: {_few(layout.missing)}; left over: {_few(layout.strange)}; {shapes}"
             "name another model with --backbone or --stem"
         )
     broken = [name for name, value in fitting.items() if not value.isfinite().all()]
     if broken:
         raise UserError(f"{path}: {_few(broken)} of its weights are not finite; the training has failed")
     backbone.load_state_dict(fitting, strict=False)
-    return len(fitting)
 
 
 def _few(names: list[str]) -> str:

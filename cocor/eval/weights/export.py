@@ -1,4 +1,6 @@
-"""A trained encoder for other programs: timm, torchvision, safetensors with a model card, Detectron2.
+"""Run ``cocor-export``: write a trained encoder for timm, torchvision, the Hugging Face Hub or Detectron2.
+
+    cocor-export runs/moco --to timm detectron2 --output exported/
 
     timm          NAME.safetensors   timm's names; create_model(..., checkpoint_path=FILE)
     torchvision   NAME.pth           a state_dict for torchvision.models (ResNets have the same names)
@@ -9,10 +11,12 @@ Every file is loaded back, by the program that it is for if that is installed, a
 features. A small stem is refused if the other program's model has none.
 """
 
+import argparse
 import json
 import pickle
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,11 +29,15 @@ from torch import Tensor, nn
 
 import cocor
 from cocor import atomic, checkpoint
-from cocor.eval.weights.load import Encoder, digest
+from cocor.distributed import launch
+from cocor.eval.weights.load import Encoder, digest, load_encoder
 from cocor.export import export_backbone
 from cocor.models import build_backbone, fixed_size
+from cocor.versions import check_pair
+from loaders.arguments import Parser
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
 from loaders.errors import UserError
+from loaders.writable import check_folder
 
 Format = Literal["timm", "torchvision", "safetensors", "detectron2"]
 
@@ -45,13 +53,13 @@ def export(encoder: Encoder, form: Format, output: Path) -> Path:
         UserError: the format cannot hold this encoder, or the file cannot be written.
     """
     check_possible(encoder, form)
-    _WRITERS[form](encoder, output)
-    _CHECKS[form](encoder, output)
+    for act in _FORMATS[form][1:]:
+        act(encoder, output)
     return output
 
 
 def check_possible(encoder: Encoder, form: Format) -> None:
-    """UserError if the format cannot hold this encoder."""
+    """Raise UserError if the format cannot hold this encoder."""
     if form == "torchvision":
         model = _torchvision_model(encoder)
         other = sorted(set(_weights(encoder)) ^ {name for name in model.state_dict() if not name.startswith("fc.")})
@@ -86,7 +94,7 @@ def _check_timm(encoder: Encoder, output: Path) -> None:
 
 
 def _only_size(encoder: Encoder) -> int | None:
-    """The side in pixels of the images that the model is built for; None if it takes any size."""
+    """Return the side in pixels of the images that the model is built for; None if it takes any size."""
     size, usual = fixed_size(encoder.backbone), timm.get_pretrained_cfg(encoder.architecture)
     if size is None and usual is not None and usual.fixed_input_size:  # windows or attention biases of one size
         return encoder.image_size
@@ -94,7 +102,7 @@ def _only_size(encoder: Encoder) -> int | None:
 
 
 def _size_option(encoder: Encoder) -> dict[str, Any]:
-    """The keyword with which timm builds the model for the encoder's image size, if that is not timm's default."""
+    """Return the keyword with which timm builds the model for an image size that is not its default."""
     size, usual = _only_size(encoder), timm.get_pretrained_cfg(encoder.architecture)
     return {} if size is None or usual is None or usual.input_size[-1] == size else {"img_size": size}
 
@@ -140,7 +148,7 @@ def _write_safetensors(encoder: Encoder, output: Path) -> None:
 
 
 def model_card(encoder: Encoder, features: int) -> str:
-    """The README of an exported folder: what it is, how to load it, how to normalise its input."""
+    """Write the README of an exported folder: what it is, how to load it, how to normalise its input."""
     stem = ""
     if encoder.stem == "small":
         stem = (
@@ -181,7 +189,7 @@ def _check_safetensors(encoder: Encoder, output: Path) -> None:
 
 
 def detectron2_name(name: str) -> str:
-    """Detectron2's name of a ResNet weight: conv1 -> stem.conv1, layer1 -> res2, bn2 -> conv2.norm, and so on."""
+    """Return Detectron2's name of a ResNet weight: conv1 -> stem.conv1, layer1 -> res2, bn2 -> conv2.norm, ..."""
     if not name.startswith("layer"):
         name = f"stem.{name}"
     for number in (1, 2, 3, 4):
@@ -203,7 +211,7 @@ def _write_detectron2(encoder: Encoder, output: Path) -> None:
 
 
 def _check_detectron2(encoder: Encoder, output: Path) -> None:
-    """Every weight must be there under its name; if Detectron2 is installed, the names must be those of its ResNet."""
+    """Compare names and values; if Detectron2 is installed, the names must be those of its ResNet."""
     found = pickle.loads(output.read_bytes())["model"]  # just written here
     wanted = {n: v for n, v in _weights(encoder).items() if not n.endswith("num_batches_tracked")}
     equal = all(np.array_equal(found[detectron2_name(name)], value.numpy()) for name, value in wanted.items())
@@ -215,7 +223,7 @@ def _check_detectron2(encoder: Encoder, output: Path) -> None:
 
 
 def detectron2_resnet_names(architecture: str) -> set[str] | None:
-    """The weight names of Detectron2's ResNet, equal at every width; None if Detectron2 is not installed."""
+    """Return the weight names of Detectron2's ResNet, equal at every width; None if it is not installed."""
     try:
         from detectron2.config import get_cfg
         from detectron2.modeling.backbone import build_resnet_backbone
@@ -240,16 +248,51 @@ def _same(encoder: Encoder, model: nn.Module, output: Path) -> None:
             raise RuntimeError(f"{output} does not give the encoder's features")
 
 
-_WRITERS: dict[Format, Callable[[Encoder, Path], None]] = {
-    "timm": _write_timm,
-    "torchvision": _write_torchvision,
-    "safetensors": _write_safetensors,
-    "detectron2": _write_detectron2,
+# Suffix, writer and check of each format.
+_FORMATS: dict[Format, tuple[str, Callable[[Encoder, Path], None], Callable[[Encoder, Path], None]]] = {
+    "timm": (".safetensors", _write_timm, _check_timm),
+    "torchvision": (".pth", _write_torchvision, _check_torchvision),
+    "safetensors": ("", _write_safetensors, _check_safetensors),
+    "detectron2": (".pkl", _write_detectron2, _check_detectron2),
 }
-_CHECKS: dict[Format, Callable[[Encoder, Path], Any]] = {
-    "timm": _check_timm,
-    "torchvision": _check_torchvision,
-    "safetensors": _check_safetensors,
-    "detectron2": _check_detectron2,
-}
-SUFFIXES: dict[Format, str] = {"timm": ".safetensors", "torchvision": ".pth", "safetensors": "", "detectron2": ".pkl"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. Returns the exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    return launch.command("cocor-export", lambda: _export(_parser().parse_all(given)))
+
+
+def _parser() -> Parser:
+    parser = Parser("cocor-export", description="Write a trained encoder for other programs.", allow_abbrev=False)
+    parser.add_argument("weights", metavar="WEIGHTS", help="a run's folder, or a file of weights of any origin")
+    parser.add_argument("--to", nargs="+", choices=list(_FORMATS), default=["timm"], help="formats (default timm)")
+    parser.add_argument("--output", type=Path, default=Path("exported"), metavar="FOLDER", help="default: exported")
+    parser.add_argument("--name", help="of the files (default: the run's)")
+    parser.add_argument(
+        "--which", choices=["online", "ema"], default="online", help="the trained encoder or its average"
+    )
+    parser.add_argument("--backbone", metavar="NAME", help="timm's name, where the file does not tell")
+    parser.add_argument("--stem", choices=["imagenet", "small"], help="first layers, where the file does not tell")
+    parser.add_argument("--force", action="store_true", help="replace existing files")
+    return parser
+
+
+def _export(options: argparse.Namespace) -> None:
+    check_pair()
+    check_folder("--output", options.output)
+    encoder = load_encoder(options.weights, which=options.which, architecture=options.backbone, stem=options.stem)
+    print(encoder.describe())
+    name = options.name or encoder.name.replace("/", "-").replace(":", "-")
+    outputs = {form: options.output / f"{name}{_FORMATS[form][0]}" for form in options.to}
+    existing = [path for path in outputs.values() if path.exists()]
+    if existing and not options.force:
+        raise UserError(f"{existing[0]} exists; use --force to replace it, or another --name")
+    for form in outputs:  # before any is written
+        check_possible(encoder, form)
+    for form, path in outputs.items():
+        print(f"{form}: {export(encoder, form, path)}, loaded back and compared")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
