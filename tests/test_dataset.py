@@ -270,6 +270,34 @@ class TestLabelFiles:
         with pytest.raises(UserError, match="is not among the 3 known"):
             open_quietly(flat, flat / "labels.txt", classes=classes[:3])
 
+    def test_a_list_of_numbers_matches_numbers_by_name(self, flat: Path) -> None:
+        (flat / "labels.txt").write_text("a b,c.jpg 0\nb.jpg 2\nc.jpg 1\n")
+        with pytest.raises(UserError, match="class 0 is not among the 3 known classes"):
+            open_quietly(flat, flat / "labels.txt", classes=["1", "2", "3"])
+
+
+class TestTwoSetsOfClasses:
+    """Classes match by name; a number is a place only where a list without other names says so."""
+
+    def folder(self, root: Path, *classes: str) -> Path:
+        for number, name in enumerate(classes):
+            (root / name).mkdir(parents=True)
+            Image.new("RGB", (40, 30), (50 * number, 0, 0)).save(root / name / "0.png")
+        return root
+
+    def test_folders_match_by_name(self, tmp_path: Path) -> None:
+        folder = self.folder(tmp_path, "1", "2")
+        assert open_quietly(folder, classes=["1", "2", "3"]).labels.tolist() == [0, 1]
+        assert open_quietly(folder, classes=["01", "02", "10"]).labels.tolist() == [0, 1]  # as cocor-prep pads them
+        with pytest.raises(UserError, match="class 1 is not among the 2 known classes"):
+            open_quietly(folder, classes=["cat", "dog"])
+
+    def test_an_unknown_number_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match="class 0 is not among the 3 known classes"):
+            open_quietly(self.folder(tmp_path, "0", "1", "2"), classes=["1", "2", "3"])
+        with pytest.raises(UserError, match="class 01 is not among the 2 known classes"):
+            open_quietly(self.folder(tmp_path / "both", "1", "01"), classes=["1", "2"])
+
 
 class TestLabelSplit:
     def test_names_in_order_with_comments(self, photo_folder: Path, tmp_path: Path) -> None:

@@ -277,6 +277,22 @@ def test_prepared_files_are_evaluated_as_their_folders_are(data: Path, tmp_path:
     assert call("linear", cache, tmp_path / "b", *one) == 2  # one file is one split
 
 
+def test_classes_called_by_numbers_match_by_name(
+    data: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    classes = sorted(path for path in (data / "pets" / "train").iterdir())
+    for number, folder in enumerate(classes[:3], start=1):
+        shutil.copytree(folder, tmp_path / "set" / "train" / str(number))
+        if number < 3:
+            shutil.copytree(folder, tmp_path / "set" / "test" / str(number))
+    here = ("--data", str(tmp_path / "set"), "--k", "1")
+    assert call("knn", cache, tmp_path, *here) == 0
+    assert "k = 1: top-1 100.00%" in capsys.readouterr().out
+    shutil.copytree(classes[3], tmp_path / "set" / "test" / "0")
+    assert call("knn", cache, tmp_path, *here) == 2
+    assert "class 0 is not among the 3 known classes" in capsys.readouterr().err
+
+
 def test_results_that_cannot_be_kept_are_noticed_before_the_work(
     data: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

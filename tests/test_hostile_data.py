@@ -185,6 +185,15 @@ class TestBeton:
             assert "x.beton: labels from 0 to" in line and "for 6 images cannot number classes" in line
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
 
+    def test_labels_without_names_are_places(self, prepared: Path, tmp_path: Path) -> None:
+        (tmp_path / "x.beton").write_bytes(without_record((prepared / "x.beton").read_bytes()))
+        plain = open_stored(tmp_path / "x.beton")
+        for classes in (["5", "6", "7"], ["cat", "dog", "eel"]):
+            known = open_stored(tmp_path / "x.beton", classes=classes)
+            assert known.classes == classes and known.labels.tolist() == plain.labels.tolist()
+        with pytest.raises(UserError, match=f"class {plain.labels.max()} is not among the 1 known classes"):
+            open_stored(tmp_path / "x.beton", classes=["5"])
+
     @pytest.mark.parametrize("loader", ["torch", "dali", "ffcv"])
     def test_a_jpeg_that_is_larger_than_the_table_says(
         self, prepared: Path, tmp_path: Path, loader: Any, caplog: pytest.LogCaptureFixture
@@ -339,6 +348,13 @@ class TestParquet:
         path = self.write(tmp_path / "x.parquet", None, notes=notes)
         line = refused(lambda: prep(["info", str(path)]))
         assert "x.parquet: its 'huggingface' metadata, which names the classes, is not JSON" in line
+
+    def test_shards_with_other_names_are_refused(self, tmp_path: Path) -> None:
+        """Their numbers mean other classes: the first shard's names would turn labels round."""
+        for shard, names in (("a", ["cat", "dog"]), ("b", ["dog", "cat"])):
+            self.write(tmp_path / f"{shard}.parquet", names)
+        with pytest.raises(UserError, match=r"b.parquet: other classes than in .*a.parquet"):
+            open_source(tmp_path)
 
     def test_without_notes_classes_are_numbers(self, tmp_path: Path) -> None:
         arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")

@@ -122,7 +122,8 @@ def open_folder(
     if not chosen:
         raise UserError(f"{printable(root)}: no usable images; check the path")
     folders = listing.folders if labels is None else []
-    known, numbers = number_classes(root, [label_of.get(i) for i in chosen], folders, classes, allow_empty)
+    found = [label_of.get(i) for i in chosen]
+    known, numbers = number_classes(root, found, folders, classes, allow_empty, listed=labels is not None)
     return ImageDataset(
         root,
         [listing.names[i] for i in chosen],
@@ -197,9 +198,18 @@ def _refuse(root: Path, faults: dict[str, str]) -> None:
 
 
 def number_classes(
-    root: Path, found: list[str | None], folders: list[str], classes: Sequence[str] | None, allow_empty: bool
+    root: Path,
+    found: list[str | None],
+    folders: list[str],
+    classes: Sequence[str] | None,
+    allow_empty: bool,
+    listed: bool = False,
 ) -> tuple[list[str], npt.NDArray[np.int64]]:
-    """The classes, and each image's place among them (-1 for None). ``folders`` are classes even without images."""
+    """Return the classes, and each image's place among them (-1 for None).
+
+    ``folders`` are classes even without images. Labels match ``classes`` by name, where numbers may differ in leading
+    zeros; if ``listed`` in a file, and no class is called by a number, numbers are places. UserError for unknown ones.
+    """
     present = {label for label in found if label is not None}
     empty = [folder for folder in folders if folder not in present]
     if empty and not allow_empty:
@@ -208,11 +218,21 @@ def number_classes(
             "keeps it as a class)"
         )
     known = list(classes) if classes is not None else sorted(present.union(folders))
-    places = {name: i for i, name in enumerate(known)}
-    strange = sorted(present - places.keys())
-    if strange and all(label.isdecimal() and len(label) < 10 for label in present):
-        places = {label: int(label) for label in present}
+    # cocor-prep pads the numbers of a set to the width of its own largest one.
+    same = _unpadded if all(len(set(map(_unpadded, names))) == len(names) for names in (known, present)) else str
+    places = {same(name): i for i, name in enumerate(known)}
+    strange = sorted(label for label in present if same(label) not in places)
+    if strange and listed and all(map(_is_number, present)) and not any(map(_is_number, known)):
+        places = {same(label): int(label) for label in present}
         strange = [label for label in strange if int(label) >= len(known)]
     if strange:
         raise UserError(f"{printable(root)}: class {printable(strange[0])} is not among the {len(known)} known classes")
-    return known, np.array([-1 if label is None else places[label] for label in found], np.int64)
+    return known, np.array([-1 if label is None else places[same(label)] for label in found], np.int64)
+
+
+def _is_number(label: str) -> bool:
+    return label.isdecimal() and len(label) < 10
+
+
+def _unpadded(label: str) -> str:
+    return str(int(label)) if _is_number(label) else label

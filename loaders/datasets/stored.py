@@ -151,9 +151,14 @@ def open_stored(
     if not count:
         raise UserError(f"{printable(path)}: holds no images; run cocor-prep convert again")
     numbers, known = beton.labels, beton.classes
-    if labels is not None or classes is not None:
+    if labels is None and classes is not None and beton.record is None:  # labels without names are places
+        known = list(classes)
+        if int(numbers.max()) >= len(known):
+            most = f"is not among the {len(known)} known classes"
+            raise UserError(f"{printable(path)}: class {int(numbers.max())} {most}")
+    elif labels is not None or classes is not None:
         found = _label_names(file, labels)
-        known, numbers = number_classes(Path(path), found, [], classes, allow_empty=True)
+        known, numbers = number_classes(Path(path), found, [], classes, allow_empty=True, listed=labels is not None)
     return StoredDataset(
         Path(path),
         beton.names,

@@ -39,6 +39,8 @@ def open_parquet(path: Path, shards: list[Path]) -> Source:
                 known = _known_names(shard, columns, label)
             elif image not in columns.names or (label and label not in columns.names):
                 raise UserError(f"{printable(shard)}: lacks the columns of {printable(shards[0])}; convert them apart")
+            elif _known_names(shard, columns, label) != known:
+                raise UserError(f"{printable(shard)}: other classes than in {printable(shards[0])}; convert them apart")
             room = os.fstat(file.fileno()).st_size
             for group in range(table.num_row_groups):
                 count = table.metadata.row_group(group).num_rows
