@@ -89,6 +89,16 @@ class Models:
             self._built[architecture, stem] = build_backbone(architecture, stem, self.image_size)
         return self._built[architecture, stem]
 
+    def stem_of(self, architecture: str | None, seen: str) -> str:
+        """Return the stem that was named, else the one ``seen`` in the shapes if this model can have it."""
+        if self.stem is not None or architecture is None or seen == "imagenet":
+            return self.stem or seen
+        try:
+            self.get(architecture, seen)
+        except UserError:  # no ResNet, though its first convolution looks like a small stem's
+            return "imagenet"
+        return seen
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -166,8 +176,8 @@ def recognise(file: WeightFile, which: Which, models: Models) -> Layout:
         raise UserError(
             f"{file.path}: no encoder but a moving average of one, below {whole[0].prefix!r}; use --which ema"
         )
-    best = max(others, key=lambda layout: len(layout.fitting), default=None)
-    if best is None or not best.fitting:
+    best = max(others, key=lambda layout: (len(layout.fitting), len(layout.tensors)), default=None)
+    if best is None:
         raise _no_encoder(file, which)
     return best
 
@@ -202,8 +212,9 @@ def _candidates(file: WeightFile, models: Models) -> dict[str, Layout]:
     for prefix in sorted(prefixes, key=lambda prefix: (len(prefix), prefix)):
         below = {name.removeprefix(prefix): v for name, v in file.tensors.items() if name.startswith(prefix)}
         below = _conventional_names(below)
-        architecture, stem = _guess(below)
-        about = models.architecture or architecture, models.stem or stem
+        guess, seen = _guess(below)
+        architecture = models.architecture or guess
+        about = architecture, models.stem_of(architecture, seen)
         found[prefix] = Layout(prefix, f"timm or torchvision, below {prefix!r}", below, *about, models)
     return found
 

@@ -70,8 +70,11 @@ def load_encoder(
             raise UserError(f"--which ema: {source}:{model} has no moving average; leave the flag out")
         return _without_file(source, model, stem or "imagenet")
     file = read_weights(_file(Path(weights), which), which)
-    architecture, stem = architecture or file.hints.get("architecture"), stem or file.hints.get("stem")
-    hint = file.hints.get("image_size")
+    hints = file.hints
+    if architecture is not None and architecture != hints.get("architecture", architecture):
+        hints = {}  # of another model than the user's
+    architecture, stem = architecture or hints.get("architecture"), stem or hints.get("stem")
+    hint = hints.get("image_size")
     size = None if hint is None else _image_size(hint, architecture, stem or "imagenet")
     layout = recognise(file, which, Models(architecture, stem, size))
     if layout.architecture is None or layout.model is None:
