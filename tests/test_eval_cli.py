@@ -16,6 +16,7 @@ from PIL import Image
 from cocor.eval.cli import main
 from cocor.eval.datasets.protocols import TRANSFER
 from cocor.eval.options import chosen_datasets, data_name
+from loaders.datasets.stored import open_stored
 from loaders.errors import UserError
 from loaders.prep.convert import convert
 from loaders.prep.encode import Settings
@@ -228,6 +229,43 @@ def test_unusable_files_stop_or_are_left_out_with_a_note(
     assert "4.jpg: not an image" in capsys.readouterr().err
     assert call("knn", cache, tmp_path, "--data", str(folder), "--on-error", "skip") == 0
     assert "note: 1 unusable files are left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", ["beton", "folder"])
+def test_an_image_that_shows_its_damage_late_is_left_out(
+    form: str, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its header is whole, so that only a decoder or a checksum notices."""
+    folder = Path(shutil.copytree(data / "pets", tmp_path / "pets"))
+    file = folder / "test" / "coffee" / "4.jpg"
+    if form == "beton":
+        for split in ("train", "test"):
+            beton = tmp_path / "prepared" / f"{split}.beton"
+            beton.parent.mkdir(exist_ok=True)
+            convert(open_source(folder / split), beton, "beton", Settings(), workers=1)
+        file, folder = beton, beton.parent
+        images = open_stored(beton)
+        at = int(images.file.beton.table["data_ptr"][images.names.index("coffee/4.jpg")]) + 700
+    else:
+        at = 300
+    cache, here = tmp_path / "cache", ("--data", str(folder))
+    if form == "folder":
+        assert call("knn", cache, tmp_path, *here) == 0  # sizes are known by now
+        shutil.rmtree(cache)
+    status = file.stat()
+    with file.open("r+b") as stream:
+        stream.seek(at)
+        stream.write(bytes(100 if form == "beton" else status.st_size - at))
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert call("knn", cache, tmp_path, *here) == 2
+    assert "4.jpg" in capsys.readouterr().err
+    assert call("knn", cache, tmp_path, *here, "--on-error", "skip", "--k", "1") == 0
+    assert kept(tmp_path, "knn")["result"][0]["queries"] == 7
+    assert "test images: 1 images that cannot be read are left out" in capsys.readouterr().err
+    for command, flags in (("retrieval", ["--neighbours", "3"]), ("spectrum", []), ("linear", ["--iterations", "3"])):
+        assert call(command, cache, tmp_path, *here, "--on-error", "skip", *flags) == 0
+    assert kept(tmp_path, "spectrum")["result"][0]["images"] == 7
+    assert call("knn", cache, tmp_path, *here) == 2  # though the features of the others are kept
 
 
 def test_classes_of_one_image_are_noted_where_it_cannot_be_found(

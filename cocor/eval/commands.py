@@ -11,7 +11,7 @@ from cocor.distributed.env import place
 from cocor.eval import figures, options, reports
 from cocor.eval.datasets.protocols import KNN_K, RECIPES, WAY_SHOTS
 from cocor.eval.datasets.splits import Splits
-from cocor.eval.features import features_of, joined, summary
+from cocor.eval.features import Features, features_of, joined, summary
 from cocor.eval.peer import against_sklearn, check_peer
 from cocor.eval.probes import consistency as consistency_probe
 from cocor.eval.probes import fewshot as few
@@ -23,6 +23,7 @@ from cocor.eval.probes.sgd import sgd_probe, sgd_probe_on_crops, shared_batch, s
 from cocor.eval.transfer import transfer as transfer_table
 from cocor.eval.weights.load import Encoder
 from cocor.log import set_up_logging
+from loaders.datasets.dataset import ImageDataset
 from loaders.errors import UserError
 from loaders.prep.demo import or_demo
 from loaders.text import available_cores
@@ -179,17 +180,22 @@ def retrieval(args: argparse.Namespace) -> None:
         )
     encoder = options.chosen_encoder(args, args.weights[0])
     how = options.extraction(args, encoder)
-    bank = features_of(encoder, splits.train, how, "bank")
-    queries = features_of(encoder, splits.test, how, "queries")
+    bank, train = _usable(features_of(encoder, splits.train, how, "bank"), splits.train)
+    queries, test = _usable(features_of(encoder, splits.test, how, "queries"), splits.test)
     if not args.world.main:
         return
     rows, device = min(args.queries, len(queries)), args.world.device
     found = retrieve(queries, bank, rows=rows, k=args.neighbours, seed=args.seed, device=device)
     sheet = reports.folder(args, encoder) / "retrieval.png"
-    save_sheet(found, splits.test, splits.train, sheet)
+    save_sheet(found, test, train, sheet)
     report = reports.about(encoder, splits, train=bank, test=queries)
-    report |= {"result": found.plain(splits.test, splits.train)}
+    report |= {"result": found.plain(test, train)}
     reports.finish(args, encoder, "retrieval", [*found.lines(), f"picture: {sheet}"], report)
+
+
+def _usable(features: Features, dataset: ImageDataset) -> tuple[Features, ImageDataset]:
+    places = features.usable()
+    return features.subset(places), dataset.subset(places.numpy())
 
 
 def consistency(args: argparse.Namespace) -> None:
@@ -217,6 +223,7 @@ def spectrum(args: argparse.Namespace) -> None:
     found = []
     for encoder in encoders:
         features = features_of(encoder, dataset, options.extraction(args, encoder), encoder.name)
+        features = features.subset(features.usable())
         found.append(spectra.spectrum(encoder.name, features, normalise=not args.raw))
     if not args.world.main:
         return

@@ -1,4 +1,4 @@
-"""Frozen features of a data set: computed once through the loaders, cached on disk, used by every probe.
+"""Compute the frozen features of a data set once, through the loaders; cached on disk, they serve every probe.
 
     Encoder + ImageDataset + crops -> loader -> backbone in eval mode, without gradient -> Features -> cache
 
@@ -29,7 +29,7 @@ from cocor.distributed.collectives import World, barrier
 from cocor.eval.crops import Crop, CropPlan
 from cocor.eval.probes.online_knn import evaluating
 from cocor.eval.weights.load import Encoder
-from loaders.datasets.dataset import ImageDataset
+from loaders.datasets.dataset import ImageDataset, OnError
 from loaders.datasets.stored import StoredDataset
 from loaders.errors import UserError
 from loaders.open import LoaderName, open_loader
@@ -46,7 +46,11 @@ ONE_PROCESS = World(0, 0, 1, torch.device("cpu"))
 
 @dataclass(frozen=True)
 class Features:
-    """``values`` float32 (N, D) or, of ten crops, (N, 10, D); ``labels`` int64 (N,), -1 where unknown; on the CPU."""
+    """Features of N images.
+
+    - ``values``: float32 (N, D) or, of ten crops, (N, 10, D), on the CPU; NaN for images that could not be read.
+    - ``labels``: int64 (N,); -1 where unknown, and for these images.
+    """
 
     values: Tensor
     labels: Tensor
@@ -54,34 +58,44 @@ class Features:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def subset(self, index: Tensor) -> "Features":
-        """The samples ``index`` (M,), int64."""
-        return Features(self.values[index], self.labels[index])
-
     def to(self, device: torch.device) -> "Features":
         """Move the samples to ``device``."""
         return Features(self.values.to(device), self.labels.to(device))
 
+    def subset(self, index: Tensor) -> "Features":
+        """Choose the samples ``index`` (M,), int64."""
+        if len(index) == len(self) and torch.equal(index, torch.arange(len(self), device=index.device)):
+            return self  # no copy of what may be 10 GB
+        return Features(self.values[index], self.labels[index])
+
     def labelled(self) -> "Features":
-        """The samples with known labels."""
-        known = self.labels >= 0
-        return self if known.all() else self.subset(known.nonzero().flatten())  # no copy of what may be 10 GB
+        """Choose the samples with known labels."""
+        return self.subset((self.labels >= 0).nonzero().flatten())
+
+    def usable(self) -> Tensor:
+        """Return the places int64 (M,) of the images that could be read."""
+        return (~self.values.flatten(1)[:, 0].isnan()).nonzero().flatten()
 
     def flat(self) -> "Features":
-        """Every crop a sample of its own: (N * crops, D)."""
+        """Make every crop a sample of its own: (N * crops, D)."""
         if self.values.ndim == 2:
             return self
         return Features(self.values.flatten(0, 1), self.labels.repeat_interleave(self.values.shape[1]))
 
 
 def joined(first: Features, second: Features) -> Features:
-    """The samples of both, ``first`` ones first; both hold the same number of crops."""
+    """Concatenate the samples of two, which hold the same number of crops."""
     return Features(torch.cat([first.values, second.values]), torch.cat([first.labels, second.labels]))
 
 
 @dataclass(frozen=True)
 class Extraction:
-    """How features are computed: ``size`` is the side of the crops in pixels; without a ``cache`` they are not kept."""
+    """How features are computed.
+
+    - ``size``: side of the crops in pixels.
+    - ``cache``: folder; None keeps nothing.
+    - ``on_error``: "skip" leaves images out that cannot be read.
+    """
 
     crop: Crop = "full"
     filter: Filter = "bicubic"
@@ -92,16 +106,17 @@ class Extraction:
     workers: int | None = None
     cache: Path | None = None
     world: World = ONE_PROCESS
+    on_error: OnError = "stop"
 
     def key(self, encoder: Encoder, dataset: ImageDataset) -> str:
-        """The name of a cache entry: equal for equal features."""
+        """Return the name of a cache entry: equal for equal features."""
         parts: list[str | int] = [encoder.digest, encoder.architecture, encoder.stem, dataset.digest]
         parts += [self.crop, self.filter, self.size, self.loader, str(self.precision), _files(dataset)]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
 def _files(dataset: ImageDataset) -> str:
-    """A digest of the files' sizes and modification times."""
+    """Return a digest of the files' sizes and modification times."""
     paths = [str(dataset.file.path)] if isinstance(dataset, StoredDataset) else dataset.paths
     found = np.zeros((len(paths), 2), np.int64)
     for place, path in enumerate(paths):
@@ -114,63 +129,66 @@ def _files(dataset: ImageDataset) -> str:
 
 
 def features_of(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: str = "features") -> Features:
-    """The features of ``dataset`` in its order, from the cache if they are there. Leaves the encoder as it was.
+    """Return the features of ``dataset`` in its order, from the cache if they are there. Leaves the encoder as it was.
 
     Raises:
         UserError: images that cannot be read, or features that are not finite.
     """
-    path = _cache_path(encoder, dataset, how)
-    return _with_labels(encoder, dataset, how, name, path, _from_cache(path, len(dataset), how))
+    return _features(encoder, {name: dataset}, None, how)[0]
 
 
 def features_of_two(
     encoder: Encoder, train: ImageDataset, val: ImageDataset, both: ImageDataset, how: Extraction
-) -> tuple[Features, Features]:
-    """As :func:`features_of`, of two sets. If ``both`` holds their images in this order, one loader serves both, as its
-    start costs seconds; they are cached separately all the same."""
-    paths = [_cache_path(encoder, dataset, how) for dataset in (train, val)]
-    first, second = (_from_cache(path, len(dataset), how) for path, dataset in zip(paths, (train, val), strict=True))
-    if first is None and second is None and len(both) == len(train) + len(val):
-        first, second = _compute(encoder, both, how, "training and validation images").split([len(train), len(val)])
-        _write_cache(first, paths[0], how)
-        _write_cache(second, paths[1], how)
-        barrier()
-    return (
-        _with_labels(encoder, train, how, "training images", paths[0], first),
-        _with_labels(encoder, val, how, "validation images", paths[1], second),
-    )
+) -> list[Features]:
+    """As :func:`features_of`, of two sets; if ``both`` holds the images of both, one loader serves them."""
+    return _features(encoder, {"training images": train, "validation images": val}, both, how)
 
 
-def _with_labels(
-    encoder: Encoder, dataset: ImageDataset, how: Extraction, name: str, path: Path | None, values: Tensor | None
-) -> Features:
-    """``values`` with their labels; computed and cached first if None."""
-    if values is None:
-        values = _compute(encoder, dataset, how, name)
-        _write_cache(values, path, how)
-        barrier()
-    if how.world.main:
-        _warn_of_collapse(values, name)
-    return Features(values, torch.from_numpy(dataset.labels.copy()))
+def _features(
+    encoder: Encoder, parts: dict[str, ImageDataset], whole: ImageDataset | None, how: Extraction
+) -> list[Features]:
+    """Return the features of all ``parts``, by their names; ``whole`` may hold their images in this order."""
+    paths = [
+        None if how.cache is None else how.cache / f"{how.key(encoder, part)}.safetensors" for part in parts.values()
+    ]
+    found = [_from_cache(path, len(part), how) for path, part in zip(paths, parts.values(), strict=True)]
+    lengths = [len(part) for part in parts.values()]
+    kept = [values is not None for values in found]
+    if whole is not None and not any(kept) and len(whole) == sum(lengths):  # a loader takes seconds to start
+        found = list(_compute(encoder, whole, how, "training and validation images").split(lengths))
+    results = []
+    for (name, part), values, path, cached in zip(parts.items(), found, paths, kept, strict=True):
+        values = _compute(encoder, part, how, name) if values is None else values
+        if not cached:
+            _write_cache(values, path, how)
+            barrier()
+        features = Features(values, torch.from_numpy(part.labels.copy()))
+        usable = features.usable()
+        features.labels[torch.isin(torch.arange(len(part)), usable, invert=True)] = -1
+        if how.world.main:
+            _warn_of_collapse(features.subset(usable).values, name)
+            if len(usable) < len(part):
+                _log.warning(f"{name}: {len(part) - len(usable):,} images that cannot be read are left out")
+        results.append(features)
+    return results
 
 
 def _compute(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: str) -> Tensor:
     began = time.perf_counter()
-    values = _extract(encoder.backbone, dataset, how, name)
+    values, left_out = _extract(encoder.backbone, dataset, how, name)
     seconds = time.perf_counter() - began
     if how.world.main:
         _log.info(f"{name}: {len(dataset):,} in {seconds:.1f} s, {len(dataset) / seconds:,.0f} images/s")
     _refuse_infinite(values, name)
+    values[left_out] = torch.nan
     return values
 
 
-def _cache_path(encoder: Encoder, dataset: ImageDataset, how: Extraction) -> Path | None:
-    return None if how.cache is None else how.cache / f"{how.key(encoder, dataset)}.safetensors"
-
-
 def _from_cache(path: Path | None, count: int, how: Extraction) -> Tensor | None:
-    """The cached features, if every rank has them: ranks need not share a disk, but compute together or not at all."""
+    """Return the cached features if every rank has them: ranks need not share a disk, but compute together."""
     values = None if path is None else _read_cache(path, count)
+    if values is not None and how.on_error == "stop" and values.flatten(1)[:, 0].isnan().any():
+        values = None  # of a call that left images out
     if how.world.size > 1:
         have = torch.tensor(int(values is not None), device=how.world.device)
         dist.all_reduce(have, dist.ReduceOp.MIN)
@@ -192,46 +210,50 @@ def _write_cache(values: Tensor, path: Path | None, how: Extraction) -> None:
         return
     try:
         with atomic.replacing(path) as temporary:
-            safetensors.torch.save_file({"features": values}, temporary)
+            safetensors.torch.save_file({"features": values.contiguous()}, temporary)
     except (UserError, safetensors.SafetensorError) as error:
         _log.warning(f"features are not kept, and will be made again next time; --cache {path.parent}: {error}")
 
 
 @torch.no_grad()
-def _extract(backbone: nn.Module, dataset: ImageDataset, how: Extraction, name: str) -> Tensor:
-    world = how.world
-    rows = _rows_of_rank(len(dataset), how.batch_size, world)
+def _extract(backbone: nn.Module, dataset: ImageDataset, how: Extraction, name: str) -> tuple[Tensor, Tensor]:
+    """Return the features of all images, 0 for those that could not be read, and which (N,) these are."""
+    world, count = how.world, len(dataset)
+    rows = torch.from_numpy(_rows_of_rank(count, how.batch_size, world))
     backbone.to(world.device)
     if world.device.type == "cuda":
         backbone.to(memory_format=torch.channels_last)
+    left_out = torch.zeros(count, dtype=torch.bool)
+    left_out[rows] = True
 
     def own() -> Tensor | None:
         found: Tensor | None = None
         with evaluating(backbone):
-            for index, batch_features in _batches(backbone, dataset.subset(rows), how, name):
+            for index, batch_features in _batches(backbone, dataset.subset(rows.numpy()), how, name):
                 if found is None:
-                    found = torch.zeros(len(dataset), *batch_features.shape[1:])
-                found[torch.from_numpy(rows)[index]] = batch_features
+                    found = torch.zeros(count, *batch_features.shape[1:])
+                found[rows[index]], left_out[rows[index]] = batch_features, False
         return found
 
     found = together(own)
     if world.size > 1:
-        return _exchange(found, len(dataset), backbone, how)
+        found = _exchange(found, count, backbone, how)
+        shared = left_out.to(world.device, torch.int32)
+        dist.all_reduce(shared)
+        left_out = shared.bool().cpu()
     if found is None:
         raise UserError("a data set without images")
-    return found
+    return found, left_out
 
 
 def _batches(backbone, dataset, how, name):  # type: ignore[no-untyped-def]
-    """(places, features (B, D) or (B, 10, D) on the CPU) of each batch."""
+    """Yield (places, features (B, D) or (B, 10, D) on the CPU) of each batch."""
     if not len(dataset):
         return
     plan = CropPlan(size=how.size, crop=how.crop, filter=how.filter)
     order = BatchOrder(len(dataset), how.batch_size, shuffle=False, drop_last=False)
-    device = how.world.device
-    loader = open_loader(
-        how.loader, dataset, plan, order, device=device, dtype=torch.float32, workers=how.workers
-    )  # fmt: skip
+    options = {"dtype": torch.float32, "workers": how.workers, "on_error": how.on_error}
+    loader = open_loader(how.loader, dataset, plan, order, device=how.world.device, **options)
     with closing(loader), closing(loader.epoch(0)) as batches:
         for batch in track(batches, len(dataset), name, "images", how.batch_size):
             output = encode(backbone, batch.original, how)
@@ -241,7 +263,7 @@ def _batches(backbone, dataset, how, name):  # type: ignore[no-untyped-def]
 
 @torch.no_grad()
 def encode(backbone: nn.Module, images: Tensor, how: Extraction) -> Tensor:
-    """Features float32 (N, D) of ``images`` (N, 3, H, W), by a backbone that is in evaluation mode."""
+    """Return features float32 (N, D) of ``images`` (N, 3, H, W), by a backbone that is in evaluation mode."""
     with torch.autocast(images.device.type, how.precision, enabled=how.precision != torch.float32):
         try:
             output: Tensor = backbone(images).float()
@@ -253,7 +275,7 @@ def encode(backbone: nn.Module, images: Tensor, how: Extraction) -> Tensor:
 
 
 def _rows_of_rank(count: int, batch_size: int, world: World) -> np.ndarray:
-    """The images of every ``size``-th batch: the batches are those of a single process."""
+    """Return the images of every ``size``-th batch: the batches are those of a single process."""
     rows = np.arange(count, dtype=np.int64)
     return rows[rows // batch_size % world.size == world.rank]
 
@@ -289,8 +311,8 @@ def _warn_of_collapse(values: Tensor, name: str) -> None:
 
 
 def summary(features: Features) -> dict[str, float | int]:
-    """What a report says about features, so that it shows the cause of a low accuracy."""
-    values = features.values.flatten(0, -2)
+    """Summarise features for a report, so that it shows the cause of a low accuracy."""
+    values = features.subset(features.usable()).values.flatten(0, -2)
     labels = features.labels[features.labels >= 0]
     return {
         "images": len(features),

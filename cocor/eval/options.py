@@ -119,6 +119,7 @@ def extraction(args: argparse.Namespace, encoder: Encoder) -> Extraction:
         workers=args.workers,
         cache=args.cache,
         world=args.world,
+        on_error=getattr(args, "on_error", "stop"),
     )
 
 

@@ -156,7 +156,7 @@ def _similarities(
     """Similarities (L, N), targets (L, N) and composition vectors (L, N, 14) of all composites, on the CPU."""
     order = BatchOrder(len(dataset), min(_BATCH, how.batch_size), shuffle=False, drop_last=False)
     device = how.world.device
-    loader = open_loader(how.loader, dataset, plan, order, device=device, workers=how.workers)
+    loader = open_loader(how.loader, dataset, plan, order, device=device, workers=how.workers, on_error=how.on_error)
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     with closing(loader), closing(loader.epoch(0)) as batches, evaluating(one.module):
         for batch in track(batches, len(dataset), f"consistency of {one.name}", "images", order.batch_size):

@@ -104,7 +104,9 @@ class RandomCrops:
         self._encoder, self._how = encoder, how
         plan = ViewPlan(how.size, _SEED, (), "shared", original_scale=RANDOM_CROP_SCALE, lengths=(), filter=how.filter)
         order = BatchOrder(len(dataset), together, rank=world.rank, world_size=world.size, seed=_SEED)
-        self._loader = open_loader(how.loader, dataset, plan, order, device=world.device, workers=how.workers)
+        self._loader = open_loader(
+            how.loader, dataset, plan, order, device=world.device, workers=how.workers, on_error=how.on_error
+        )
         self._together = together
 
     def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
