@@ -1,4 +1,4 @@
-"""Views per core: the CPU executor against Pillow and torchvision running the same programs.
+"""Time views per core: the CPU executor against Pillow and torchvision running the same programs.
 
     python benchmarks/executor.py
     python benchmarks/executor.py --samples 32 --repeats 3 --json results/executor.json
@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,11 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
-from cocor.distributed.launch import command
-from common import Column, describe_machine, header, machine_line, row, write_json
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])
+
+from benchmarks.common import Column, describe_machine, header, machine_line, row, script, write_json
+from benchmarks.images import make_photographs
 from loaders.arguments import Parser, not_negative, positive, writable
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
 from loaders.kernels import pillow
@@ -36,16 +40,12 @@ from loaders.kernels.cpu import CpuExecutor
 from loaders.kernels.lower import lower
 from loaders.views.ops import Op
 from loaders.views.plan import ViewLayout, ViewPlan
-from photographs import make_photographs
 
 COLUMNS = {  # by the keys of ``measure``
-    "views": Column("views", -24),
-    "pillow_ms": Column("Pillow ms", 11, ".3f"),
-    "box_blur_ms": Column("box blur ms", 12, ".3f"),
-    "cocor_ms": Column("cocor ms", 10, ".3f"),
-    "ratio": Column("ratio", 7, ".1f"),
-    "box_ratio": Column("box ratio", 10, ".1f"),
-}
+    "views": Column("views", -24), "pillow_ms": Column("Pillow ms", 11, ".3f"),
+    "box_blur_ms": Column("box blur ms", 12, ".3f"), "cocor_ms": Column("cocor ms", 10, ".3f"),
+    "ratio": Column("ratio", 7, ".1f"), "box_ratio": Column("box ratio", 10, ".1f"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Work:
     magnitudes: NDArray[np.float32]
 
     def only(self, name: str, views: list[int]) -> "Work":
-        """These views alone, each with a crop of its own."""
+        """Select views, each with a crop of its own."""
         kept = [self.layout.crop_of_view[t] for t in views]
         layout = ViewLayout(len(views), 0, 0, tuple(range(len(views))))
         crops, flips = self.crops[:, kept].copy(), self.flips[:, kept].copy()
@@ -68,7 +68,7 @@ class Work:
 
 
 def make_work(samples: int, size: int, seed: int) -> Work:
-    """All views of ``samples`` photographs by the default plan."""
+    """Prepare all views of ``samples`` photographs by the default plan."""
     plan = ViewPlan(size=size, seed=seed)
     images = [Image.open(path).convert("RGB") for path in sorted(make_photographs(samples).glob("*/*.jpg"))]
     sizes = np.array([(image.height, image.width) for image in images], np.int32)
@@ -90,7 +90,7 @@ def run_pillow(work: Work) -> None:
 
 
 def run_pillow_with_box_blur(work: Work) -> None:
-    """``run_pillow`` with Pillow's own blur."""
+    """Make every view with Pillow's own blur in place of torchvision's."""
     exact = pillow.OPERATIONS[Op.GAUSSIAN_BLUR]
     pillow.OPERATIONS[Op.GAUSSIAN_BLUR] = lambda image, sigma: image.filter(ImageFilter.GaussianBlur(sigma))
     try:
@@ -100,7 +100,7 @@ def run_pillow_with_box_blur(work: Work) -> None:
 
 
 def executor_run(work: Work) -> Callable[[], None]:
-    """The executor's side, lowering included. It writes into memory that is already allocated."""
+    """Prepare the executor's side, lowering included. It writes into memory that is already allocated."""
     size, views = work.crops.shape[2], work.layout.views
     executor = CpuExecutor(work.layout, size, IMAGENET_MEAN, IMAGENET_STD)
     out = np.zeros((views, len(work.crops), size, size, 3), np.float32)
@@ -112,7 +112,7 @@ def executor_run(work: Work) -> Callable[[], None]:
 
 
 def measure(work: Work, repeats: int) -> dict[str, Any]:
-    """Milliseconds a sample of each side, and the ratios."""
+    """Time each side: milliseconds a sample, and the ratios."""
     sides: dict[str, Callable[[], None]] = {
         "pillow": partial(run_pillow, work),
         "box_blur": partial(run_pillow_with_box_blur, work),
@@ -132,7 +132,7 @@ def measure(work: Work, repeats: int) -> dict[str, Any]:
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line (default: this process's), parsed."""
+    """Parse the command line (default: this process's)."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=positive, default=64, help="photographs (default 64)")
     parser.add_argument("--size", type=positive, default=224, help="pixels a side of a crop (default 224)")
@@ -153,8 +153,7 @@ def main() -> None:
         everything.only("original", [2]),
         *(everything.only(f"composite of {k}", [2 + k]) for k in (1, 2, 3)),
     ]
-    print(f"{options.samples} samples at {options.size} px; CPU time a sample")
-    print(header(COLUMNS.values()))
+    print(f"{options.samples} samples at {options.size} px; CPU time a sample", header(COLUMNS.values()), sep="\n")
     rows = []
     for work in (*parts, everything):
         rows.append(measure(work, options.repeats))
@@ -171,4 +170,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(command("executor.py", main))
+    script("executor.py", main)

@@ -1,4 +1,4 @@
-"""Time the CUDA executor: all views of a batch in one launch, and what each operation costs.
+"""Time the CUDA executor: all views of a batch in one launch, and each operation.
 
     python benchmarks/kernel.py                      # 64 and 256 samples of 6 views at 224 pixels, bfloat16
     python benchmarks/kernel.py --per-op --json out.json
@@ -18,14 +18,17 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cocor.distributed.launch import command
-from common import Column, describe_machine, header, machine_line, row, write_json
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])
+
+from benchmarks.common import Column, describe_machine, header, machine_line, row, script, write_json
 from loaders.arguments import Parser, positive, writable
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
 from loaders.errors import UserError
@@ -40,20 +43,16 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 INPUT_SETS = 4
 GRAPH_RUNS = 8
 COLUMNS = {  # by the keys of ``time_case``
-    "case": Column("case", -19),
-    "views": Column("views", 6),
-    "megabytes": Column("MB", 6, ".0f"),
-    "single_ms": Column("single ms", 10, ".3f"),
-    "graph_ms": Column("graph ms", 9, ".3f"),
-    "graph_ms_worst": Column("worst", 7, ".3f"),
-    "gigabytes_per_second": Column("GB/s", 6, ".0f"),
+    "case": Column("case", -19), "views": Column("views", 6), "megabytes": Column("MB", 6, ".0f"),
+    "single_ms": Column("single ms", 10, ".3f"), "graph_ms": Column("graph ms", 9, ".3f"),
+    "graph_ms_worst": Column("worst", 7, ".3f"), "gigabytes_per_second": Column("GB/s", 6, ".0f"),
     "host_us": Column("host us", 8, ".1f"),
-}
+}  # fmt: skip
 TYPICAL = {Op.HUE: 0.08, Op.GAUSSIAN_BLUR: 1.05, Op.BRIGHTNESS: 0.8, Op.COLOR: 0.8, Op.CONTRAST: 0.8, Op.SHARPNESS: 0.5}
 
 
 class Inputs(NamedTuple):
-    """What an executor takes, on the GPU."""
+    """Inputs of an executor, on the GPU."""
 
     crops: Tensor
     flips: Tensor
@@ -63,7 +62,7 @@ class Inputs(NamedTuple):
 
 @dataclass
 class Case:
-    """A batch of programs to time, with several sets of inputs."""
+    """Batch of programs to time, with several sets of inputs."""
 
     name: str
     layout: ViewLayout
@@ -80,15 +79,14 @@ class Case:
 
 
 def smooth_crops(batch: int, crops: int, size: int, seed: int) -> Tensor:
-    """Random images with roughly the spectrum of photographs, sums of octaves of noise: uint8 (B, C, S, S, 3) on the
-    GPU."""
+    """Draw images with roughly the spectrum of photographs, sums of octaves of noise: uint8 (B, C, S, S, 3)."""
     generator = torch.Generator("cuda").manual_seed(seed)
     images = torch.zeros(batch * crops, 3, size, size, device="cuda")
-    cells = 2
-    while cells < 2 * size:
-        noise = torch.randn(batch * crops, 3, min(cells, size), min(cells, size), device="cuda", generator=generator)
-        images += torch.nn.functional.interpolate(noise, (size, size), mode="bilinear") / cells**0.7
-        cells *= 2
+    side = 2
+    while side < 2 * size:
+        noise = torch.randn(batch * crops, 3, min(side, size), min(side, size), device="cuda", generator=generator)
+        images += torch.nn.functional.interpolate(noise, (size, size), mode="bilinear") / side**0.7
+        side *= 2
     images = (images * 60 + 120).clamp_(0, 255).to(torch.uint8)
     return images.permute(0, 2, 3, 1).reshape(batch, crops, size, size, 3).contiguous()
 
@@ -98,7 +96,7 @@ def to_gpu(array: np.ndarray) -> Tensor:
 
 
 def planned_case(plan: ViewPlan, batch: int, views: list[int] | None = None) -> Case:
-    """The plan's programs, or those of some of its views only."""
+    """Make a case of the plan's programs, or of those of some of its views."""
     layout, name = plan.layout, "all views"
     if views is not None:
         used = [plan.layout.crop_of_view[t] for t in views]
@@ -115,7 +113,7 @@ def planned_case(plan: ViewPlan, batch: int, views: list[int] | None = None) -> 
 
 
 def op_case(ops: list[Op], batch: int, size: int) -> Case:
-    """The same program for 6 views of every sample."""
+    """Make a case of the same program for 6 views of every sample."""
     case = Case(" + ".join(op.label for op in ops) or "nothing", ViewPlan(size).layout)
     rng = np.random.default_rng(0)
     codes = np.full((batch, case.layout.views, max(1, len(ops))), END, np.uint8)
@@ -133,7 +131,7 @@ def op_case(ops: list[Op], batch: int, size: int) -> Case:
 
 
 def event_times(run: Callable[[int], Any], repeats: int) -> list[float]:
-    """Milliseconds of ``run(i)`` on the GPU, one by one."""
+    """Time ``run(i)`` on the GPU in milliseconds, one by one."""
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     for i, (start, end) in enumerate(events):
         start.record()
@@ -144,7 +142,7 @@ def event_times(run: Callable[[int], Any], repeats: int) -> list[float]:
 
 
 def time_case(case: Case, executor: CudaExecutor, repeats: int) -> dict[str, Any]:
-    """Median milliseconds of single launches and of graph replays, microseconds of the host, GB/s."""
+    """Measure median milliseconds of single launches and of graph replays, microseconds of the host, GB/s."""
     out = executor(*case.inputs[0])
 
     def run(i: int) -> Any:
@@ -167,19 +165,14 @@ def time_case(case: Case, executor: CudaExecutor, repeats: int) -> dict[str, Any
     replayed = [ms / GRAPH_RUNS for ms in event_times(lambda _: graph.replay(), max(5, repeats // GRAPH_RUNS))]
     moved, ms = case.bytes(out.element_size()), statistics.median(replayed)
     return {
-        "case": case.name,
-        "views": case.views,
-        "megabytes": moved / 1e6,
-        "single_ms": statistics.median(single),
-        "graph_ms": ms,
-        "graph_ms_worst": max(replayed),
-        "gigabytes_per_second": moved / ms / 1e6,
+        "case": case.name, "views": case.views, "megabytes": moved / 1e6, "single_ms": statistics.median(single),
+        "graph_ms": ms, "graph_ms_worst": max(replayed), "gigabytes_per_second": moved / ms / 1e6,
         "host_us": host * 1e6,
-    }
+    }  # fmt: skip
 
 
 def copy_rate() -> float:
-    """GB/s of a device-to-device copy, counting reads and writes."""
+    """Measure GB/s of a device-to-device copy, counting reads and writes."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     times = event_times(lambda _: target.copy_(source), 20)
@@ -187,7 +180,7 @@ def copy_rate() -> float:
 
 
 def verify(size: int) -> None:
-    """The executor that is timed must make the same bits as the CPU's."""
+    """Compare the timed executor's views with the CPU's, bit by bit."""
     case = planned_case(ViewPlan(size), 8)
     views = CudaExecutor(case.layout, size, IMAGENET_MEAN, IMAGENET_STD).execute_uint8(*case.inputs[0])
     on_cpu = CpuExecutor(case.layout, size, IMAGENET_MEAN, IMAGENET_STD)
@@ -197,7 +190,7 @@ def verify(size: int) -> None:
 
 
 class Variant(cuda.Configuration):
-    """A configuration that defines further ``macros`` of ``views.cu``."""
+    """Configuration that defines further ``macros`` of ``views.cu``."""
 
     macros: tuple[str, ...] = ()
 
@@ -206,7 +199,7 @@ class Variant(cuda.Configuration):
 
 
 def variants(text: str) -> list[str]:
-    """For argparse: names for :func:`select`."""
+    """Parse names for :func:`select`; an argparse ``type``."""
     names = text.split(",")
     wrong = [name for name in names if not re.fullmatch(r"[1-9]\d*x[1-9]\d*(\+\w+)*", name)]
     if wrong:
@@ -215,7 +208,7 @@ def variants(text: str) -> list[str]:
 
 
 def select(variant: str) -> None:
-    """From now on compile the kernel as ``variant`` says: ``512x1024`` or ``512x1024+MACRO``."""
+    """Compile the kernel as ``variant`` says from now on: ``512x1024`` or ``512x1024+MACRO``."""
     threads, *macros = variant.split("+")
     cuda.BLOCK_THREADS, cuda.RESIDENT_THREADS = (int(number) for number in threads.split("x"))
     Variant.macros = tuple(macros)
@@ -234,16 +227,14 @@ def cases(options: argparse.Namespace) -> list[Case]:
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line (default: this process's), parsed."""
+    """Parse the command line (default: this process's)."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=lambda text: [positive(n) for n in text.split(",")], default=[64, 256])
     parser.add_argument("--size", type=positive, default=224)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--repeats", type=positive, default=100)
     parser.add_argument("--per-op", action="store_true", help="also each view and each operation alone")
-    parser.add_argument(
-        "--variants", type=variants, default=[], help="such as 512x1024,256x1024; the first is also used for --per-op"
-    )
+    parser.add_argument("--variants", type=variants, default=[], help="512x1024,256x1024; --per-op uses the first")
     parser.add_argument("--once", action="store_true", help="launch every case once, for a profiler")
     parser.add_argument("--json", type=writable)
     return parser.parse_all(argv)
@@ -280,4 +271,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(command("kernel.py", main))
+    script("kernel.py", main)

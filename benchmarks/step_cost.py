@@ -1,5 +1,4 @@
-"""The figures of one row of :mod:`step`: the training step, its encoder passes alone, and the bare backbone, each timed
-on one batch of noise that lies on the device."""
+"""Figures of one row of ``step.py``: the step, its encoder passes alone, and the bare backbone, on one noise batch."""
 
 import itertools
 import statistics
@@ -27,8 +26,8 @@ CLASSES, WINDOWS, STEPS_PER_EPOCH = 1000, 3, 10_000
 def measure(
     config: Config, execution: Execution, steps: int, device: torch.device, parallel: bool | None = None
 ) -> dict[str, Any]:
-    """All figures of one row, from windows of ``steps`` steps, rounded up to whole turns. ``parallel``: see
-    :class:`cocor.step.cudagraph.RecordedStep`. UserError for an ``execution`` of which this machine is not capable."""
+    """Measure one row, in windows of ``steps`` steps, rounded up to whole turns. ``parallel``: as of a recorded step.
+    UserError for an ``execution`` of which this machine is not capable."""
     begin = time.perf_counter()
     precision = torch.bfloat16 if config.precision == "bf16" else torch.float32
     world = World(0, 0, 1, device)
@@ -63,7 +62,7 @@ def measure(
 def noise(
     config: Config, count: int, size: int, device: torch.device, dtype: torch.dtype, plain: bool = False
 ) -> Batch:
-    """A batch of Gaussian noise; ``plain``: with the original alone, as labelled batches have it."""
+    """Draw a batch of Gaussian noise; ``plain``: with the original alone, as labelled batches have it."""
     generator = torch.Generator(device).manual_seed(count)
     lengths = 0 if plain or config.consistency == "none" else len(config.lengths)
 
@@ -79,7 +78,7 @@ def noise(
 
 
 def seconds_of_passes(step: TrainingStep, batch: Batch, labelled: Batch, recorded: bool, steps: int) -> float:
-    """Seconds of :func:`all_passes` a step, the mean over steps with a labelled batch and without."""
+    """Time :func:`all_passes`: the mean over steps with a labelled batch and without."""
     shared, every = step.share(batch, labelled, 0)[0], step.config.mmnn_every
 
     def seconds(labelled: Batch | None) -> float:
@@ -91,7 +90,7 @@ def seconds_of_passes(step: TrainingStep, batch: Batch, labelled: Batch, recorde
 
 
 def all_passes(step: TrainingStep, batch: Batch, labelled: Batch | None) -> None:
-    """The encoder's forward and backward passes of one step, with the contrastive loss, and nothing else."""
+    """Run the encoder's forward and backward passes of one step, with the contrastive loss, and nothing else."""
     method, parameters = step.method, step.parameters
     backbone = [p for p in method.backbone.parameters() if p.requires_grad]
     if step.target is not None:
@@ -113,7 +112,7 @@ def all_passes(step: TrainingStep, batch: Batch, labelled: Batch | None) -> None
 
 
 def forward_backward(step: TrainingStep, images: Tensor) -> None:
-    """One pass of the backbone, forward and back."""
+    """Run one pass of the backbone, forward and back."""
     backbone = step.method.backbone
     with step.autocast(), batch_statistics_only(backbone):
         output = backbone(images).sum()
@@ -121,7 +120,7 @@ def forward_backward(step: TrainingStep, images: Tensor) -> None:
 
 
 def _warmed_up(work: Callable[[], object], recorded: bool, device: torch.device) -> Callable[[], object]:
-    """``work`` after two calls; if ``recorded``, its replay as a CUDA graph."""
+    """Call ``work`` twice and return it; if ``recorded``, return its replay as a CUDA graph."""
     stream = torch.cuda.Stream(device) if recorded else None
     for _ in range(2):
         if stream is None:
@@ -140,7 +139,7 @@ def _warmed_up(work: Callable[[], object], recorded: bool, device: torch.device)
 
 
 def timed(work: Callable[[], object], steps: int, device: torch.device) -> tuple[float, float]:
-    """Median seconds of one call over windows of ``steps`` calls, and the range over the median."""
+    """Time calls of ``work``: median seconds over windows of ``steps`` calls, and the range over the median."""
     windows = []
     for _ in range(WINDOWS):
         _wait(device)

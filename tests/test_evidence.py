@@ -18,11 +18,12 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import evidence  # noqa: E402
-from cocor.config.resolve import load  # noqa: E402
 from evidence_flags import shared_flags  # noqa: E402
 from evidence_report import Measured, Row, gains, spread, table  # noqa: E402
 from evidence_runs import Crew, Training  # noqa: E402
 from evidence_studies import STUDIES, Variant  # noqa: E402
+
+from cocor.config.resolve import load  # noqa: E402
 from loaders.errors import UserError  # noqa: E402
 
 TINY = ["--backbone", "test_resnet", "--stem", "imagenet", "--image-size=32", "--loader", "torch", "--workers", "1"]

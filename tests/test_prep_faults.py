@@ -19,6 +19,7 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import prep_faults
+
 from loaders.datasets.beton import open_beton
 from loaders.errors import UserError
 from loaders.prep import output

@@ -13,7 +13,6 @@ from cocor.eval import options as inputs
 from cocor.eval.datasets.protocols import KNN_K, RECIPES, WAY_SHOTS
 from cocor.eval.datasets.splits import Splits
 from cocor.eval.features import Features, features_of, joined, summary
-from cocor.eval.peer import against_sklearn, check_peer
 from cocor.eval.probes import consistency as consistency_probe
 from cocor.eval.probes import fewshot as few
 from cocor.eval.probes import spectrum as spectra
@@ -61,15 +60,13 @@ def _out_of_memory(error: Exception, options: argparse.Namespace) -> UserError |
 
 def linear(options: argparse.Namespace) -> None:
     """The linear probe: full-batch L-BFGS (:mod:`cocor.eval.probes.linear`) or SGD (:mod:`cocor.eval.probes.sgd`)."""
-    unused = ("epochs", "learn_from") if options.probe == "lbfgs" else ("metric", "iterations", "against_sklearn")
+    unused = ("epochs", "learn_from") if options.probe == "lbfgs" else ("metric", "iterations")
     for name in unused:
         if getattr(options, name):
             raise UserError(f"--{name.replace('_', '-')}: not for --probe {options.probe}; leave it out")
     splits = inputs.chosen_splits(options)
     checks.check_probe(splits, validates=options.probe == "lbfgs")
     encoder = inputs.chosen_encoder(options, options.weights[0])
-    if options.against_sklearn:
-        check_peer(len(splits.train.classes))
     if options.probe != "lbfgs":
         return _linear_by_sgd(options, encoder, splits)
     train, val, test = inputs.features_of_splits(options, encoder, splits)
@@ -86,14 +83,7 @@ def linear(options: argparse.Namespace) -> None:
         found.trials,
         found.penalty,
     )
-    path = reports.finish(options, encoder, "linear", [*found.lines(), picture], report)
-    if options.against_sklearn:  # may take minutes, so only after the result is saved and printed
-        peer = against_sklearn(joined(train.flat(), val), found.penalty, device)
-        reports.save(path, report | {"against_sklearn": peer})
-        print(
-            f"the same fit from zero: {peer['seconds']:.2f} s here, {peer['seconds_sklearn']:.2f} s scikit-learn; "
-            f"objective {peer['objective']:.6f} here, {peer['objective_sklearn']:.6f} there"
-        )
+    reports.finish(options, encoder, "linear", [*found.lines(), picture], report)
     return None
 
 

@@ -1,9 +1,7 @@
 """Decoding alone, of JPEG bytes in memory: the most that the cores can do, and what they do with Pillow.
 
-One process a core decodes whole images at full size to RGB, over and over; nothing is read, resized or passed on.
-Images that the decoder cannot decode are left out: failing takes it no time.
-``libjpeg-turbo`` is called through FFCV's library if it is installed, so that the FFCV loader is compared with the same
-decoder, else through torchvision's.
+One process a core decodes whole images to RGB, over and over. libjpeg-turbo is called through FFCV's library, so that
+the FFCV loader is compared with the same decoder, or through torchvision's if FFCV is not installed.
 """
 
 import itertools
@@ -25,12 +23,12 @@ Decode = Callable[[bytes], object]
 
 
 def pillow_decoder() -> tuple[Decode, str]:
-    """Pillow's decoder and its name."""
+    """Return Pillow's decoder and its name."""
     return lambda data: Image.open(BytesIO(data)).convert("RGB"), "Pillow"
 
 
 def turbo_decoder() -> tuple[Decode, str]:
-    """libjpeg-turbo with as little around it as possible, and its name, which says through which library."""
+    """Return libjpeg-turbo with as little around it as possible, and its name, which says through which library."""
     try:
         return _ffcv_decoder(), "libjpeg-turbo through FFCV"
     except ImportError:
@@ -66,10 +64,10 @@ def _torchvision_decoder() -> Decode:
 def decoding(
     make: Callable[[], tuple[Decode, str]], paths: Sequence[str], workers: int
 ) -> Iterator[tuple[Iterator[int], str]]:
-    """An endless stream of the numbers of images that ``workers`` processes have just decoded, and a note on what
-    decodes how many of the files. The processes end with the context. UserError if no file can be decoded."""
+    """Yield an endless stream of counts of images that ``workers`` processes have just decoded, and a note on what
+    decodes how many of the files. UserError if no file can be decoded."""
     decode, name = make()
-    blobs = [data for data in map(_read, paths) if _can(decode, data)]
+    blobs = [data for path in paths if _can(decode, data := Path(path).read_bytes())]  # failing would take no time
     if not blobs:
         raise UserError(f"{name} can decode none of the images")
     note = name if len(blobs) == len(paths) else f"{name}, {len(blobs):,} of {len(paths):,} images"
@@ -87,10 +85,6 @@ def decoding(
         for process in processes:
             process.terminate()
             process.join()
-
-
-def _read(path: str) -> bytes:
-    return Path(path).read_bytes()
 
 
 def _can(decode: Decode, data: bytes) -> bool:

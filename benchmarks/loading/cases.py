@@ -1,7 +1,7 @@
-"""A cell of the table: one loader at one stage, measured in processes of its own, one a GPU.
+"""Case: one contender at one stage, measured in processes of its own, one a GPU.
 
-So no cell inherits memory pools, threads or compiled kernels from another, and a loader that crashes or hangs costs one
-row only.
+So no case inherits memory pools, threads or compiled kernels from another, and a loader that crashes or hangs costs
+one row only.
 """
 
 import gc
@@ -18,25 +18,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.images import Images, store
+from benchmarks.loading.contenders import Contender, Request, open_source, premade
+from benchmarks.loading.stages import Stage, views_of
+from benchmarks.loading.timing import Window, completed, milliseconds, time_together, time_windows
+from benchmarks.processes import in_processes
 from cocor.config.options import Execution
 from cocor.distributed.collectives import World, init, shutdown
 from cocor.step.cudagraph import WARM_UP
-from images import Images, store
 from loaders.datasets.stored import open_stored
-from processes import in_processes
-from sources import Contender, Request, open_source, premade
-from stages import Stage, views_of
-from timing import Window, completed, milliseconds, time_together, time_windows
 
-_CONVERTING = 600.0  # seconds for the file that FFCV reads
-_PATIENCE = 150.0  # seconds for a rank beyond the timed ones: starting, building, warming up
-_COMPILING = 600.0  # the same where it compiles, perhaps without anything in the compiler's cache
+# Seconds to convert the file that FFCV reads, and for a rank beyond the timed ones: to start, build and warm up, or to
+# compile, perhaps without anything in the compiler's cache.
+_CONVERTING, _PATIENCE, _COMPILING = 600.0, 150.0, 600.0
 _GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What all cells have in common. ``batch_size`` is over all ranks, ``workers`` is that of each."""
+    """Settings of all cases. ``batch_size`` is over all ranks, ``workers`` is that of each."""
 
     on_gpu: bool
     ranks: int
@@ -51,7 +51,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Measured:
-    """A cell's figures, over all ranks. See the docstring of ``throughput.py``."""
+    """Figures of a case, over all ranks. See the docstring of ``throughput.py``."""
 
     loader: Contender
     stage: Stage
@@ -73,7 +73,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Absent:
-    """Why a cell has no figures."""
+    """Reason why a case has no figures."""
 
     loader: Contender
     stage: Stage
@@ -82,80 +82,56 @@ class Absent:
 
 @dataclass(frozen=True)
 class _Rank:
-    """What one rank measured."""
+    """Figures of one rank; ``premade`` is in seconds a step."""
 
     windows: list[Window]
     reserved: float | None = None
     used: float | None = None
-    premade: float | None = None
+    premade: float = 0.0
     note: str = ""
 
 
 def measure(contender: Contender, stage: Stage, images: Images, settings: Settings) -> Measured | Absent:
-    """Measure a cell on all ranks at once."""
+    """Measure a case on all ranks at once."""
     beton = _beton(images) if contender == "ffcv" else None
     if isinstance(beton, str):
         return Absent(contender, stage, beton)
-    port = _free_port()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = int(listener.getsockname()[1])
     jobs = [(_measure_rank, (contender, stage, images, beton, settings, rank, port)) for rank in range(settings.ranks)]
     compiles = stage == "step" and settings.execution in ("compiled", "fused")
     answers = in_processes(jobs, 4 * settings.seconds + (_COMPILING if compiles else _PATIENCE))
     failures = [answer for answer in answers if isinstance(answer, str)]
-    if failures:
-        return Absent(contender, stage, failures[0])
-    return _combine(contender, stage, answers)
+    return Absent(contender, stage, failures[0]) if failures else _combine(contender, stage, answers)
 
 
 @cache
 def _beton(images: Images) -> Path | str:
-    """The file from which the FFCV loader reads the images, or why there is none."""
+    """Convert the images for the FFCV loader, or say why that fails."""
     (answer,) = in_processes([(store, (images,))], _CONVERTING)
     return answer
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def _measure_rank(
-    contender: Contender,
-    stage: Stage,
-    images: Images,
-    beton: Path | None,
-    settings: Settings,
-    rank: int,
-    port: int,
+    contender: Contender, stage: Stage, images: Images, beton: Path | None, settings: Settings, rank: int, port: int
 ) -> _Rank:
-    if settings.ranks > 1:
-        _announce(rank, settings.ranks, port)
+    if settings.ranks > 1:  # as torchrun tells its ranks
+        os.environ |= {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(settings.ranks),
+            "LOCAL_WORLD_SIZE": str(settings.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        }  # fmt: skip
     world = init(settings.on_gpu)
     request = Request(
-        contender,
-        stage,
-        images.dataset() if beton is None else open_stored(beton),
-        settings.batch_size // settings.ranks,
-        settings.size,
-        world.device,
-        torch.bfloat16 if settings.on_gpu else torch.float32,
-        settings.workers,
-        settings.hw_decoder_load,
-        rank,
-        settings.ranks,
-    )
+        contender, stage, images.dataset() if beton is None else open_stored(beton),
+        settings.batch_size // settings.ranks, settings.size, world.device,
+        torch.bfloat16 if settings.on_gpu else torch.float32, settings.workers, settings.hw_decoder_load,
+        rank, settings.ranks,
+    )  # fmt: skip
     torch.set_num_threads(1)  # loaders have threads of their own, and torch's spin while they wait for a processor
     result = _measure_step(request, world, settings) if stage == "step" else _measure_loader(request, settings.seconds)
     shutdown()
     return result
-
-
-def _announce(rank: int, ranks: int, port: int) -> None:
-    """Tell ``cocor.distributed.collectives`` who this process is, as torchrun does."""
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
 
 
 def _measure_loader(request: Request, seconds: float) -> _Rank:
@@ -166,13 +142,16 @@ def _measure_loader(request: Request, seconds: float) -> _Rank:
 
 
 def _measure_step(request: Request, world: World, settings: Settings) -> _Rank:
-    """Training on a premade batch, on the loader's batches, and on the premade one again, as clocks drift with heat."""
-    from trainer import Trainer
+    """Time training on a premade batch, on the loader's batches, and premade again, as clocks drift with heat."""
+    from benchmarks.loading.trainer import Trainer
 
     with closing(open_source(request)) as source:  # first, as it may fail for what is missing
         trainer = Trainer(request, world, settings.backbone, settings.execution)
         before = _premade_seconds(request, world, trainer, settings.seconds / 2)
-        _forget_memory(request.device)
+        if request.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
         with closing(trainer.train(source, with_labelled_loader=True)) as trained:
             counts = completed(trained, request.device)
             windows = _time_steps(counts, settings.seconds, world, source.burst)
@@ -199,15 +178,8 @@ def _premade_seconds(request: Request, world: World, trainer: Any, seconds: floa
         return request.batch_size / statistics.median(w.rate for w in windows)
 
 
-def _forget_memory(device: torch.device) -> None:
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
 def _gpu_memory(device: torch.device) -> tuple[float | None, float | None]:
-    """GiB: the most that torch has reserved, and what is in use on the whole card now (DALI's pools do not shrink)."""
+    """GiB: torch's peak reservation, and what is in use on the whole card now (DALI's pools do not shrink)."""
     if device.type != "cuda":
         return None, None
     free, total = torch.cuda.mem_get_info(device)
@@ -215,18 +187,16 @@ def _gpu_memory(device: torch.device) -> tuple[float | None, float | None]:
 
 
 def _combine(contender: Contender, stage: Stage, ranks: list[_Rank]) -> Measured:
-    """Rates and cores are added up over ranks; latencies and memory are those of the worst rank."""
+    """Add up rates and cores over ranks; latencies and memory are those of the worst rank."""
     rounds = [sum(w.rate for w in together) for together in zip(*(rank.windows for rank in ranks), strict=False)]
     rate = statistics.median(rounds)
     cores = sum(statistics.median(w.cores for w in rank.windows) for rank in ranks)
-    used, reserved = (
-        max((value for rank in ranks if (value := getattr(rank, name)) is not None), default=None)
-        for name in ("used", "reserved")
-    )
     premade_ms = share = None
     if stage == "step":
-        premade_ms = 1000 * statistics.mean(rank.premade for rank in ranks if rank.premade is not None)
-        step_ms = 1000 * statistics.mean(_step_seconds(rank) for rank in ranks)
+        premade_ms = 1000 * statistics.mean(rank.premade for rank in ranks)
+        step_ms = 1000 * statistics.mean(
+            statistics.median(window.seconds / len(window.intervals) for window in rank.windows) for rank in ranks
+        )
         share = 1 - premade_ms / step_ms
     return Measured(
         contender,
@@ -240,13 +210,9 @@ def _combine(contender: Contender, stage: Stage, ranks: list[_Rank]) -> Measured
         batch_ms_p99=max(milliseconds(rank.windows, 99) for rank in ranks),
         batches=sum(len(window.intervals) for window in ranks[0].windows),
         windows=len(rounds),
-        gpu_reserved_gib=reserved,
-        gpu_used_gib=used,
+        gpu_reserved_gib=max((rank.reserved for rank in ranks if rank.reserved is not None), default=None),
+        gpu_used_gib=max((rank.used for rank in ranks if rank.used is not None), default=None),
         premade_ms=premade_ms,
         gpu_share=share,
         note=ranks[0].note,
     )
-
-
-def _step_seconds(rank: _Rank) -> float:
-    return statistics.median(window.seconds / len(window.intervals) for window in rank.windows)

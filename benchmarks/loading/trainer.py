@@ -1,4 +1,4 @@
-"""The training of the last stage: steps of MoCo + CoCor with their labelled batches, as ``cocor-train`` makes them."""
+"""Training of the last stage: steps of MoCo + CoCor with their labelled batches, as ``cocor-train`` makes them."""
 
 import itertools
 from collections.abc import Generator
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.loading.contenders import Request, Source, labelled, synthetic_batch
 from cocor.config.options import Config, Execution, labelled_batch_size
 from cocor.config.resolve import resolve
 from cocor.data import labelled_plan
@@ -15,10 +16,7 @@ from cocor.distributed.collectives import World
 from cocor.models import build_method, build_target
 from cocor.step.compile import choose, executable
 from cocor.step.step import TrainingStep
-from loaders.batch import Batch
-from loaders.synthetic import SyntheticLoader
 from loaders.views.order import CyclicOrder
-from sources import Request, Source, labelled
 
 _STEPS = 100_000  # of an epoch; the learning-rate schedule must not end
 
@@ -33,18 +31,18 @@ class Trainer:
         self.config = _config(request, world, backbone)
         classes = len(request.dataset.classes)
         method, target = build_method(self.config, world), build_target(self.config, world)
-        self._step = TrainingStep(
-            self.config, method, target, classes, steps_per_epoch=_STEPS, precision=request.dtype
-        )  # fmt: skip
-        self._execute = executable(self._step, choose(replace(self.config, execution=execution), world, _STEPS))
+        step = TrainingStep(self.config, method, target, classes, steps_per_epoch=_STEPS, precision=request.dtype)
+        self._execute = executable(step, choose(replace(self.config, execution=execution), world, _STEPS))
         self._number = 0
 
     def train(self, source: Source, with_labelled_loader: bool) -> Generator[int]:
-        """Train on the batches of ``source``; yields their sizes. Labelled batches come from a loader of the same kind,
-        or one finished batch is used again and again."""
-        loader = labelled(self._request, self._labelled_order()) if with_labelled_loader else None
+        """Train on the batches of ``source`` and yield their sizes. Labelled batches come from a loader of the same
+        kind, or one finished batch is used again and again."""
+        plan, order = labelled_plan(self.config), self._labelled_order()
+        loader = labelled(self._request, plan, order) if with_labelled_loader else None
         with nullcontext() if loader is None else closing(loader):
-            classified_batches = itertools.repeat(self._labelled_batch()) if loader is None else loader.epoch(0)
+            one = None if loader else synthetic_batch(self._request, plan, order)
+            classified_batches = loader.epoch(0) if loader else itertools.repeat(one)
             for (count, batch), classified in zip(source.batches, classified_batches, strict=False):
                 assert batch is not None
                 self._execute(batch, classified, self._number)
@@ -55,15 +53,6 @@ class Trainer:
         size = labelled_batch_size(self.config, self._world.size)
         dataset, world = self._request.dataset, self._world
         return CyclicOrder(len(dataset), size, steps=_STEPS, rank=world.rank, world_size=world.size)
-
-    def _labelled_batch(self) -> Batch:
-        request = self._request
-        loader = SyntheticLoader(
-            request.dataset, labelled_plan(self.config), order=self._labelled_order(), device=request.device,
-            dtype=request.dtype, workers=1, execute=False,
-        )  # fmt: skip
-        with closing(loader):
-            return next(iter(loader.epoch(0)))
 
 
 def _config(request: Request, world: World, backbone: str) -> Config:
@@ -80,5 +69,5 @@ def _config(request: Request, world: World, backbone: str) -> Config:
 
 
 def _bn_groups(batch_size: int, most: int) -> int:
-    """BatchNorm groups of the keys: as many as allowed that divide the batch into equal parts of 2 or more."""
+    """Most BatchNorm groups of the keys that divide the batch into equal parts of 2 or more."""
     return max(n for n in range(1, most + 1) if batch_size % n == 0 and (batch_size // n >= 2 or n == 1))
