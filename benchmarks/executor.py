@@ -1,6 +1,5 @@
 """Time views per core: the CPU executor against Pillow and torchvision running the same programs.
 
-    python benchmarks/executor.py
     python benchmarks/executor.py --samples 32 --repeats 3 --json results/executor.json
 
 Both get the same 224-pixel crops, flips and programs of the default plan (two MoCo v2 views, the original, composites
@@ -14,6 +13,7 @@ the median over the repeats, in which the sides take turns.
 """
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -42,7 +42,7 @@ from loaders.views.ops import Op
 from loaders.views.plan import ViewLayout, ViewPlan
 
 COLUMNS = {  # by the keys of ``measure``
-    "views": Column("views", -24), "pillow_ms": Column("Pillow ms", 11, ".3f"),
+    "views": Column("views", -6), "pillow_ms": Column("Pillow ms", 11, ".3f"),
     "box_blur_ms": Column("box blur ms", 12, ".3f"), "cocor_ms": Column("cocor ms", 10, ".3f"),
     "ratio": Column("ratio", 7, ".1f"), "box_ratio": Column("box ratio", 10, ".1f"),
 }  # fmt: skip
@@ -50,21 +50,13 @@ COLUMNS = {  # by the keys of ``measure``
 
 @dataclass(frozen=True)
 class Work:
-    """Some views of all samples: the inputs of both sides. Pillow takes magnitudes, the executor lowers them first."""
+    """Inputs of both sides. Pillow takes magnitudes, the executor lowers them first."""
 
-    name: str
     layout: ViewLayout
     crops: NDArray[np.uint8]
     flips: NDArray[np.uint8]
     codes: NDArray[np.uint8]
     magnitudes: NDArray[np.float32]
-
-    def only(self, name: str, views: list[int]) -> "Work":
-        """Select views, each with a crop of its own."""
-        kept = [self.layout.crop_of_view[t] for t in views]
-        layout = ViewLayout(len(views), 0, 0, tuple(range(len(views))))
-        crops, flips = self.crops[:, kept].copy(), self.flips[:, kept].copy()
-        return Work(name, layout, crops, flips, self.codes[:, views].copy(), self.magnitudes[:, views].copy())
 
 
 def make_work(samples: int, size: int, seed: int) -> Work:
@@ -78,23 +70,18 @@ def make_work(samples: int, size: int, seed: int) -> Work:
         for c, (top, left, height, width) in enumerate(boxes):
             box = (left, top, left + width, top + height)
             into[c] = np.asarray(image.resize((size, size), Image.Resampling.BILINEAR, box))
-    return Work(f"all {plan.layout.views}", plan.layout, crops, drawn.flips, drawn.codes, drawn.magnitudes)
+    return Work(plan.layout, crops, drawn.flips, drawn.codes, drawn.magnitudes)
 
 
-def run_pillow(work: Work) -> None:
-    """Make every view with Pillow and torchvision, and discard it."""
-    for b in range(len(work.crops)):
-        for t, c in enumerate(work.layout.crop_of_view):
+def run_pillow(work: Work, box_blur: bool) -> None:
+    """Make every view with Pillow and torchvision, or with Pillow's own blur, and discard it."""
+    exact = pillow.OPERATIONS[Op.GAUSSIAN_BLUR]
+    if box_blur:
+        pillow.OPERATIONS[Op.GAUSSIAN_BLUR] = lambda image, sigma: image.filter(ImageFilter.GaussianBlur(sigma))
+    try:
+        for b, (t, c) in itertools.product(range(len(work.crops)), enumerate(work.layout.crop_of_view)):
             view = pillow.view(work.crops[b, c], bool(work.flips[b, c]), work.codes[b, t], work.magnitudes[b, t])
             pillow.normalise(view, IMAGENET_MEAN, IMAGENET_STD)
-
-
-def run_pillow_with_box_blur(work: Work) -> None:
-    """Make every view with Pillow's own blur in place of torchvision's."""
-    exact = pillow.OPERATIONS[Op.GAUSSIAN_BLUR]
-    pillow.OPERATIONS[Op.GAUSSIAN_BLUR] = lambda image, sigma: image.filter(ImageFilter.GaussianBlur(sigma))
-    try:
-        run_pillow(work)
     finally:
         pillow.OPERATIONS[Op.GAUSSIAN_BLUR] = exact
 
@@ -114,10 +101,9 @@ def executor_run(work: Work) -> Callable[[], None]:
 def measure(work: Work, repeats: int) -> dict[str, Any]:
     """Time each side: milliseconds a sample, and the ratios."""
     sides: dict[str, Callable[[], None]] = {
-        "pillow": partial(run_pillow, work),
-        "box_blur": partial(run_pillow_with_box_blur, work),
+        "pillow": partial(run_pillow, work, False), "box_blur": partial(run_pillow, work, True),
         "cocor": executor_run(work),
-    }
+    }  # fmt: skip
     for run in sides.values():  # once for caches, and for the compiler
         run()
     times: dict[str, list[float]] = {name: [] for name in sides}
@@ -128,7 +114,12 @@ def measure(work: Work, repeats: int) -> dict[str, Any]:
             times[name].append((time.thread_time() - started) * 1000 / len(work.crops))
     found = {f"{name}_ms": statistics.median(measured) for name, measured in times.items()}
     cocor = found["cocor_ms"]
-    return {"views": work.name, **found, "ratio": found["pillow_ms"] / cocor, "box_ratio": found["box_blur_ms"] / cocor}
+    return {
+        "views": work.layout.views,
+        **found,
+        "ratio": found["pillow_ms"] / cocor,
+        "box_ratio": found["box_blur_ms"] / cocor,
+    }
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -147,25 +138,16 @@ def main() -> None:
     torch.set_num_threads(1)
     machine = describe_machine()
     print(machine_line(machine))
-    everything = make_work(options.samples, options.size, options.seed)
-    parts = [
-        everything.only("2 contrastive", [0, 1]),
-        everything.only("original", [2]),
-        *(everything.only(f"composite of {k}", [2 + k]) for k in (1, 2, 3)),
-    ]
+    found = measure(make_work(options.samples, options.size, options.seed), options.repeats)
     print(f"{options.samples} samples at {options.size} px; CPU time a sample", header(COLUMNS.values()), sep="\n")
-    rows = []
-    for work in (*parts, everything):
-        rows.append(measure(work, options.repeats))
-        print(row(COLUMNS.values(), [rows[-1][key] for key in COLUMNS]), flush=True)
-    total = rows[-1]
-    rates = {name: everything.layout.views * 1000 / total[f"{name}_ms"] for name in ("pillow", "box_blur", "cocor")}
+    print(row(COLUMNS.values(), [found[key] for key in COLUMNS]))
+    rates = {name: 1000 * found["views"] / found[f"{name}_ms"] for name in ("pillow", "box_blur", "cocor")}
     print(
         f"views a second and core: Pillow {rates['pillow']:.0f}, with box blur {rates['box_blur']:.0f}, "
-        f"cocor {rates['cocor']:.0f} ({1000 / total['cocor_ms']:.0f} samples)"
+        f"cocor {rates['cocor']:.0f} ({1000 / found['cocor_ms']:.0f} samples)"
     )
     if options.json:
-        content = {"machine": machine, "samples": options.samples, "size": options.size, "rows": rows}
+        content = {"machine": machine, "samples": options.samples, "size": options.size, "rows": [found]}
         write_json(options.json, {**content, "views_per_second_and_core": rates})
 
 

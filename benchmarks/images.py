@@ -7,6 +7,7 @@ quality comes; as in ImageNet, four in five store colour at full resolution (4:4
 
 import hashlib
 import io
+import itertools
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ _VERSION = 1  # of the made-up images, part of the folder's name
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Chosen images, picklable: names below ``root``, ``sizes``, ``plain`` and ``file_sizes`` of an ImageDataset."""
+    """Chosen images, picklable, with the fields of an ImageDataset."""
 
     root: Path
     names: list[str]
@@ -157,11 +158,10 @@ def _write(work: Path, sources: list[Image.Image], number: int) -> None:
 def _mosaic(sources: list[Image.Image], width: int, height: int, rng: np.random.Generator) -> Image.Image:
     canvas = Image.new("RGB", (width, height))
     columns, rows = max(1, round(width / _CELL)), max(1, round(height / _CELL))
-    for column in range(columns):
-        for row in range(rows):
-            left, right = width * column // columns, width * (column + 1) // columns
-            top, bottom = height * row // rows, height * (row + 1) // rows
-            canvas.paste(_cut(sources[rng.integers(len(sources))], right - left, bottom - top, rng), (left, top))
+    for column, row in itertools.product(range(columns), range(rows)):
+        left, right = width * column // columns, width * (column + 1) // columns
+        top, bottom = height * row // rows, height * (row + 1) // rows
+        canvas.paste(_cut(sources[rng.integers(len(sources))], right - left, bottom - top, rng), (left, top))
     return canvas
 
 

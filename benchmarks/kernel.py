@@ -2,22 +2,19 @@
 
     python benchmarks/kernel.py                      # 64 and 256 samples of 6 views at 224 pixels, bfloat16
     python benchmarks/kernel.py --per-op --json out.json
-    python benchmarks/kernel.py --variants 512x1024,256x1024,384x1152
 
 GPU times are medians over many runs on sets of inputs in turn, which together do not fit in the cache: ``single`` of
 launches between CUDA events, ``graph`` of replayed CUDA graphs, without gaps between launches. ``host`` is the host's
 mean time for a launch. MB are those that must be moved at least, every crop read once and every view written once;
-``copy`` is this GPU's rate for a plain copy. A variant is threads a block x threads resident on a multiprocessor (the
-more, the fewer registers each has), and perhaps +MACRO.
+``copy`` is this GPU's rate for a plain copy.
 """
 
 import argparse
-import re
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,16 +63,7 @@ class Case:
 
     name: str
     layout: ViewLayout
-    inputs: list[Inputs] = field(default_factory=list)
-
-    @property
-    def views(self) -> int:
-        return self.layout.views * len(self.inputs[0].crops)
-
-    def bytes(self, out_bytes: int) -> int:
-        crops = self.inputs[0].crops
-        view = crops[0, 0].numel()
-        return crops.numel() + self.views * view * out_bytes
+    inputs: list[Inputs]
 
 
 def smooth_crops(batch: int, crops: int, size: int, seed: int) -> Tensor:
@@ -102,32 +90,31 @@ def planned_case(plan: ViewPlan, batch: int, views: list[int] | None = None) -> 
         used = [plan.layout.crop_of_view[t] for t in views]
         layout = ViewLayout(0, 0, len(views), tuple(used.index(crop) for crop in used))
         name = f"view {','.join(map(str, views))}"
-    case = Case(name, layout)
+    inputs = []
     for i in range(INPUT_SETS):
         drawn = plan.draw(i, np.arange(batch), np.full((batch, 2), (375, 500), np.int32))
         codes, magnitudes = drawn.codes[:, views or slice(None)], drawn.magnitudes[:, views or slice(None)]
         crops, flips = smooth_crops(batch, layout.crops, plan.size, i), drawn.flips[:, : layout.crops]
         params = lower(codes, magnitudes, plan.size)
-        case.inputs.append(Inputs(crops, to_gpu(flips), to_gpu(codes), to_gpu(params)))
-    return case
+        inputs.append(Inputs(crops, to_gpu(flips), to_gpu(codes), to_gpu(params)))
+    return Case(name, layout, inputs)
 
 
 def op_case(ops: list[Op], batch: int, size: int) -> Case:
     """Make a case of the same program for 6 views of every sample."""
-    case = Case(" + ".join(op.label for op in ops) or "nothing", ViewPlan(size).layout)
-    rng = np.random.default_rng(0)
-    codes = np.full((batch, case.layout.views, max(1, len(ops))), END, np.uint8)
+    layout, rng = ViewPlan(size).layout, np.random.default_rng(0)
+    codes = np.full((batch, layout.views, max(1, len(ops))), END, np.uint8)
     magnitudes = np.zeros(codes.shape, np.float32)
     for i, op in enumerate(ops):
         codes[..., i] = op
         low, high = UNIFORM.get(op, (0.0, 0.0))[:2]
         magnitudes[..., i] = TYPICAL.get(op, rng.uniform(low, high, codes.shape[:2]))
-    params = lower(codes, magnitudes, size)
+    params, inputs = to_gpu(lower(codes, magnitudes, size)), []
     for i in range(INPUT_SETS):
-        crops = smooth_crops(batch, case.layout.crops, size, i)
+        crops = smooth_crops(batch, layout.crops, size, i)
         flips = rng.integers(0, 2, crops.shape[:2]).astype(np.uint8)
-        case.inputs.append(Inputs(crops, to_gpu(flips), to_gpu(codes), to_gpu(params)))
-    return case
+        inputs.append(Inputs(crops, to_gpu(flips), to_gpu(codes), params))
+    return Case(" + ".join(op.label for op in ops) or "nothing", layout, inputs)
 
 
 def event_times(run: Callable[[int], Any], repeats: int) -> list[float]:
@@ -163,9 +150,10 @@ def time_case(case: Case, executor: CudaExecutor, repeats: int) -> dict[str, Any
             run(i)
     graph.replay()
     replayed = [ms / GRAPH_RUNS for ms in event_times(lambda _: graph.replay(), max(5, repeats // GRAPH_RUNS))]
-    moved, ms = case.bytes(out.element_size()), statistics.median(replayed)
+    crops, ms = case.inputs[0].crops, statistics.median(replayed)
+    moved = crops.numel() + out.numel() * out.element_size()
     return {
-        "case": case.name, "views": case.views, "megabytes": moved / 1e6, "single_ms": statistics.median(single),
+        "case": case.name, "views": case.layout.views * len(crops), "megabytes": moved / 1e6, "single_ms": statistics.median(single),
         "graph_ms": ms, "graph_ms_worst": max(replayed), "gigabytes_per_second": moved / ms / 1e6,
         "host_us": host * 1e6,
     }  # fmt: skip
@@ -189,33 +177,6 @@ def verify(size: int) -> None:
         raise SystemExit("benchmarks/kernel.py: the GPU's views differ from the CPU's")
 
 
-class Variant(cuda.Configuration):
-    """Configuration that defines further ``macros`` of ``views.cu``."""
-
-    macros: tuple[str, ...] = ()
-
-    def definitions(self) -> list[str]:
-        return [*super().definitions(), *(f"-D{name}=1" for name in self.macros)]
-
-
-def variants(text: str) -> list[str]:
-    """Parse names for :func:`select`; an argparse ``type``."""
-    names = text.split(",")
-    wrong = [name for name in names if not re.fullmatch(r"[1-9]\d*x[1-9]\d*(\+\w+)*", name)]
-    if wrong:
-        raise argparse.ArgumentTypeError(f"{wrong[0]} is not THREADSxRESIDENT, such as 512x1024")
-    return names
-
-
-def select(variant: str) -> None:
-    """Compile the kernel as ``variant`` says from now on: ``512x1024`` or ``512x1024+MACRO``."""
-    threads, *macros = variant.split("+")
-    cuda.BLOCK_THREADS, cuda.RESIDENT_THREADS = (int(number) for number in threads.split("x"))
-    Variant.macros = tuple(macros)
-    cuda.Configuration = Variant  # type: ignore[misc]
-    cuda.load_kernel.cache_clear()
-
-
 def cases(options: argparse.Namespace) -> list[Case]:
     plan = ViewPlan(options.size)
     found = [planned_case(plan, batch) for batch in options.batches]
@@ -234,8 +195,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--repeats", type=positive, default=100)
     parser.add_argument("--per-op", action="store_true", help="also each view and each operation alone")
-    parser.add_argument("--variants", type=variants, default=[], help="512x1024,256x1024; --per-op uses the first")
-    parser.add_argument("--once", action="store_true", help="launch every case once, for a profiler")
     parser.add_argument("--json", type=writable)
     return parser.parse_all(argv)
 
@@ -244,27 +203,17 @@ def main() -> None:
     options = arguments()
     if not torch.cuda.is_available():
         raise UserError("there is no GPU here; benchmarks/executor.py measures the CPU's executor")
-    default = f"{cuda.BLOCK_THREADS}x{cuda.RESIDENT_THREADS}"
-    rows: list[dict[str, Any]] = []
-    prepared = cases(options)
+    dtype = DTYPES[options.dtype]
     machine = describe_machine()
-    print(machine_line(machine), f"{options.size} px, {options.dtype}", sep="\n")
-    if not options.once:
-        print(f"copy {copy_rate():.0f} GB/s")
-    for variant in options.variants or [default]:
-        select(variant)
-        verify(options.size)
-        kernel = cuda.load_kernel(0, cuda.configure(options.size, DTYPES[options.dtype].itemsize, True))
-        print(f"\n{variant}: {kernel.resources()}, {kernel.resident_blocks} blocks resident")
-        print(header(COLUMNS.values()))
-        for case in prepared if not rows else prepared[: len(options.batches)]:
-            executor = CudaExecutor(case.layout, options.size, IMAGENET_MEAN, IMAGENET_STD, DTYPES[options.dtype])
-            if options.once:
-                executor(*case.inputs[0])
-                continue
-            rows.append({"variant": variant, **time_case(case, executor, options.repeats)})
-            print(row(COLUMNS.values(), [rows[-1][key] for key in COLUMNS]), flush=True)
-    torch.cuda.synchronize()
+    print(machine_line(machine), f"{options.size} px, {options.dtype}", f"copy {copy_rate():.0f} GB/s", sep="\n")
+    verify(options.size)
+    kernel = cuda.load_kernel(0, cuda.configure(options.size, dtype.itemsize, True))
+    print(f"{kernel.resources()}, {kernel.resident_blocks} blocks resident", header(COLUMNS.values()), sep="\n")
+    rows: list[dict[str, Any]] = []
+    for case in cases(options):
+        executor = CudaExecutor(case.layout, options.size, IMAGENET_MEAN, IMAGENET_STD, dtype)
+        rows.append(time_case(case, executor, options.repeats))
+        print(row(COLUMNS.values(), [rows[-1][key] for key in COLUMNS]), flush=True)
     if options.json:
         settings = {"size": options.size, "dtype": options.dtype}
         write_json(options.json, {"benchmark": "kernel", "machine": machine, "settings": settings, "rows": rows})

@@ -20,10 +20,9 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -140,37 +139,23 @@ def measure_agreement(options: argparse.Namespace) -> None:
             for rank in range(world):
                 size = options.batch_size
                 order = BatchOrder(len(folder), size, seed=_SEED, rank=rank, world_size=world, drop_last=False)
-                seen += compare(folder, stored, plan, order, found)
+                for name in found:
+                    reference = epoch("torch", folder, plan, order)
+                    for batch, expected in zip(epoch(name, stored, plan, order), reference, strict=True):
+                        seen += batch.index.tolist() if name == "torch" else []
+                        for field in ("index", "label", "composition"):
+                            if not torch.equal(getattr(batch, field), getattr(expected, field)):
+                                raise SystemExit(f"{name}: another {field}")
+                        views = levels(batch.views, expected.views).mean(0)
+                        found[name].append(torch.stack([levels(batch.original, expected.original), views], 1))
             if sorted(seen) != list(range(len(folder))):
                 raise SystemExit(f"{world} ranks: an epoch does not show every image once")
             for name, differences in found.items():
                 report_agreement(world, name, torch.cat(differences))
 
 
-def compare(
-    folder: ImageDataset, stored: ImageDataset, plan: ViewPlan, order: BatchOrder, found: dict[LoaderName, list[Tensor]]
-) -> list[int]:
-    """Return the images that a rank sees, and add (B, 2) differences of originals and of views to ``found``."""
-    seen: list[int] = []
-    with ExitStack() as stack:
-        reference = stack.enter_context(closing(epoch("torch", folder, plan, order)))
-        others = [stack.enter_context(closing(epoch(name, stored, plan, order))) for name in found]
-        for expected, *batches in zip_longest(reference, *others):
-            if expected is None or None in batches:
-                raise SystemExit("a loader shows more or fewer batches than the reference")
-            seen += expected.index.tolist()
-            for name, batch in zip(found, batches, strict=True):
-                for field in ("index", "label", "composition"):
-                    if not torch.equal(getattr(batch, field), getattr(expected, field)):
-                        raise SystemExit(f"{name}: another {field}")
-                views = levels(batch.views, expected.views).mean(0)
-                found[name].append(torch.stack([levels(batch.original, expected.original), views], 1))
-    return seen
-
-
-def epoch(name: LoaderName, dataset: ImageDataset, plan: ViewPlan, order: BatchOrder) -> Generator[Batch, None, None]:
-    """Yield the batches of one epoch, on the CPU. A rank without a share of the last one gets no batch from some
-    loaders and an empty one from others, which is left out."""
+def epoch(name: LoaderName, dataset: ImageDataset, plan: ViewPlan, order: BatchOrder) -> Iterator[Batch]:
+    """Load one epoch, on the CPU. A rank without a share of the last batch may get an empty one, which is left out."""
     with closing(open_loader(name, dataset, plan, order, workers=0 if name == "torch" else 2)) as loader:
         yield from (batch for batch in loader.epoch(_EPOCH) if len(batch.index))
 

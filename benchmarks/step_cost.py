@@ -33,8 +33,8 @@ def measure(
     world = World(0, 0, 1, device)
     method, target = build_method(config, world), build_target(config, world)
     step = TrainingStep(config, method, target, CLASSES, steps_per_epoch=STEPS_PER_EPOCH, precision=precision)
-    batch = noise(config, config.batch_size, config.image_size, device, precision)
-    labelled = noise(config, labelled_batch_size(config, 1), config.image_size, device, precision, plain=True)
+    batch = noise(config, config.batch_size, device, precision)
+    labelled = noise(config, labelled_batch_size(config, 1), device, precision, plain=True)
     run = executable(step, choose(replace(config, execution=execution), world, steps), parallel)
     numbers = itertools.count()
     for _ in range((WARM_UP + 2) * config.mmnn_every):
@@ -43,7 +43,7 @@ def measure(
     start = time.perf_counter() - begin
     window = -(-steps // step.turns.cycle) * step.turns.cycle
     seconds, spread = timed(lambda: run(batch, labelled, next(numbers)), window, device)
-    allocated = reserved = None
+    allocated, reserved = None, None
     if device.type == "cuda":
         allocated, reserved = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30
     recorded = execution in ("graph", "fused")
@@ -59,16 +59,14 @@ def measure(
     }  # fmt: skip
 
 
-def noise(
-    config: Config, count: int, size: int, device: torch.device, dtype: torch.dtype, plain: bool = False
-) -> Batch:
+def noise(config: Config, count: int, device: torch.device, dtype: torch.dtype, plain: bool = False) -> Batch:
     """Draw a batch of Gaussian noise; ``plain``: with the original alone, as labelled batches have it."""
     generator = torch.Generator(device).manual_seed(count)
     lengths = 0 if plain or config.consistency == "none" else len(config.lengths)
 
     def images(*shape: int) -> Tensor:
-        values = torch.randn(*shape, size, size, 3, device=device, dtype=dtype, generator=generator)
-        return values.movedim(-1, -3)
+        size = (config.image_size, config.image_size, 3)
+        return torch.randn(*shape, *size, device=device, dtype=dtype, generator=generator).movedim(-1, -3)
 
     composition = torch.zeros(lengths, count, 14, dtype=torch.uint8, device=device)
     for at in range(lengths):
@@ -121,18 +119,16 @@ def forward_backward(step: TrainingStep, images: Tensor) -> None:
 
 def _warmed_up(work: Callable[[], object], recorded: bool, device: torch.device) -> Callable[[], object]:
     """Call ``work`` twice and return it; if ``recorded``, return its replay as a CUDA graph."""
-    stream = torch.cuda.Stream(device) if recorded else None
-    for _ in range(2):
-        if stream is None:
-            work()
-        else:
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                work()
-            torch.cuda.synchronize()
-    if stream is None:
+    if not recorded:
+        work()
+        work()
         return work
-    graph = torch.cuda.CUDAGraph()
+    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        work()
+        work()
+    torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream):
         work()
     return graph.replay

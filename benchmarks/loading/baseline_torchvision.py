@@ -6,6 +6,7 @@ As in tutorials and published code, a worker opens a file, makes its views one b
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -28,16 +29,17 @@ def open_file(path: str) -> Image.Image:
 
 
 class Decoded(Dataset):
-    """Heights of decoded images; the pixels are thrown away."""
+    """Decoded images, thrown away."""
 
-    def __init__(self, paths: Sequence[str], decode: Callable[[str], Image.Image]) -> None:
-        self._paths, self._decode = paths, decode
+    def __init__(self, files: Sequence[Any], decode: Callable[[Any], object]) -> None:
+        self._files, self._decode = files, decode
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self._files)
 
     def __getitem__(self, place: int) -> int:
-        return self._decode(self._paths[place]).height
+        self._decode(self._files[place])
+        return 1
 
 
 class Views(Dataset):
@@ -79,7 +81,7 @@ def data_loader(
         raise UserError(f"its batches need {needed / 2**30:.1f} GiB of shared memory (/dev/shm); lower --batch-size")
     return DataLoader(
         dataset, batch_size, sampler=RandomSampler(dataset, num_samples=steps * batch_size), num_workers=workers,
-        pin_memory=on_gpu, drop_last=True, prefetch_factor=_AHEAD,
+        pin_memory=on_gpu, drop_last=True, prefetch_factor=_AHEAD, multiprocessing_context="fork",
     )  # fmt: skip
 
 

@@ -5,13 +5,12 @@ processes, which no window should contain. A missing library is a UserError, whi
 """
 
 import itertools
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
-from typing import Literal, cast, get_args
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
 
 import torch
-from PIL.Image import Image
 
 from benchmarks.loading.stages import STAGES, Stage, plan_of, views_of
 from loaders.batch import Batch, Loader
@@ -62,17 +61,18 @@ class Request:
 
 @dataclass
 class Source:
-    """Stream of batches, of which ``burst`` are finished at about the same time; ``stack`` is closed after it."""
+    """Stream of batches, of which ``burst`` are finished at about the same time, and the loader to close after it."""
 
     batches: Generator[Sized]
     burst: int = 1
     note: str = ""
-    stack: ExitStack = field(default_factory=ExitStack)
+    loader: Loader | None = None
 
     def close(self) -> None:
         """End its threads and processes."""
         self.batches.close()
-        self.stack.close()
+        if self.loader is not None:
+            self.loader.close()
 
 
 def open_source(request: Request) -> Source:
@@ -110,9 +110,7 @@ def _ours(request: Request) -> Source:
         return _dali(request) if request.contender == "dali" else _data_loader_decode(request, decode)
     loader = _open(request, plan_of(request.stage, request.size), _order(request), request.workers)
     batches = ((len(batch.index), batch) for epoch in itertools.count() for batch in loader.epoch(epoch))
-    source = Source(batches, burst=request.workers if request.contender == "torch" else 1)
-    source.stack.enter_context(closing(loader))
-    return source
+    return Source(batches, burst=request.workers if request.contender == "torch" else 1, loader=loader)
 
 
 def _open(request: Request, plan: ViewPlan, order: BatchOrder, workers: int) -> Loader:
@@ -127,12 +125,15 @@ def _order(request: Request) -> CyclicOrder:
     return CyclicOrder(len(request.dataset), total, steps=STEPS, rank=request.rank, world_size=ranks, seed=1)
 
 
-def _data_loader_decode(request: Request, decoder: Callable[[str], Image]) -> Source:
+def _data_loader_decode(
+    request: Request, decoder: Callable[[Any], object], files: Sequence[Any] = (), note: str = ""
+) -> Source:
+    """Decode ``files`` (default: the data set's paths) in one process a core; the pixels are thrown away."""
     from benchmarks.loading.baseline_torchvision import Decoded, data_loader
 
-    dataset = Decoded(request.dataset.paths, decoder)
+    dataset = Decoded(files or request.dataset.paths, decoder)
     loader = data_loader(dataset, request.batch_size, request.workers, STEPS, on_gpu=False, sample_bytes=8)
-    return Source(((len(heights), None) for _ in itertools.count() for heights in loader), request.workers)
+    return Source(((len(batch), None) for _ in itertools.count() for batch in loader), request.workers, note)
 
 
 def _torchvision(request: Request) -> Source:
@@ -169,9 +170,8 @@ def _dali(request: Request) -> Source:
 
 
 def _decoder(request: Request) -> Source:
-    from benchmarks.loading.decoders import decoding, pillow_decoder, turbo_decoder
+    from benchmarks.loading.decoders import decodable, pillow_decode, turbo_decoder
 
-    make = pillow_decoder if request.contender == "pillow" else turbo_decoder
-    stack = ExitStack()
-    counts, note = stack.enter_context(decoding(make, request.dataset.paths, request.workers))
-    return Source(((count, None) for count in counts), note=note, stack=stack)
+    decoder, name = (pillow_decode, "Pillow") if request.contender == "pillow" else turbo_decoder()
+    files, note = decodable(decoder, name, request.dataset.paths)
+    return _data_loader_decode(request, decoder, files, note)
