@@ -115,11 +115,9 @@ def measure(work: Work, repeats: int) -> dict[str, Any]:
     found = {f"{name}_ms": statistics.median(measured) for name, measured in times.items()}
     cocor = found["cocor_ms"]
     return {
-        "views": work.layout.views,
-        **found,
-        "ratio": found["pillow_ms"] / cocor,
+        "views": work.layout.views, **found, "ratio": found["pillow_ms"] / cocor,
         "box_ratio": found["box_blur_ms"] / cocor,
-    }
+    }  # fmt: skip
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

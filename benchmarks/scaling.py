@@ -3,21 +3,19 @@
     python benchmarks/scaling.py --data imagenet/train                # 1, 2, 4, ... GPUs, as many as there are
     python benchmarks/scaling.py --gpus 1 2 --batch-sizes 64 --loaders synthetic dali --json out.json
 
-Each row trains MoCo + CoCor (ResNet-50, bfloat16) in one process a GPU, as ``cocor-train --gpus N`` does: keys
-gathered and shuffled over all GPUs, gradients averaged. The images a GPU stay the same.
+Each row trains MoCo + CoCor (ResNet-50, bfloat16) in one process a GPU, as ``cocor-train --gpus N`` does.
 
-- images/s: of all GPUs together; times: this rate over that of one GPU with the same loader and batch.
-- of finished: this rate over that of training on finished batches that lie on the GPU already, measured before and
-  after in the same processes; the rest is what the loader costs.
-- 50 epochs, h: hours for 50 epochs of ImageNet-1K at this rate.
-What would make it wrong: see ``throughput.py``, which measures the rows. GPUs that share their CPU cores with other
-programs scale worse.
+images/s is of all GPUs together; times: over the rate of one GPU with the same loader and batch; of finished: over the
+rate of training on finished batches that lie on the GPU already, in the same processes (the rest is what the loader
+costs); hours for 50 epochs of ImageNet-1K. What would make it wrong: see ``throughput.py``; GPUs that share their CPU
+cores with other programs scale worse.
 """
 
 import argparse
+import itertools
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -38,7 +36,6 @@ from benchmarks.common import (
 )
 from benchmarks.images import describe, line, make_photographs, open_images
 from benchmarks.loading.cases import Absent, Measured, Settings, measure
-from benchmarks.loading.contenders import Contender
 from benchmarks.processes import alone
 from cocor.config.options import Execution
 from loaders.arguments import Parser, above_zero, positive, writable
@@ -69,7 +66,10 @@ def main() -> None:
     print(machine_line(machine), line(describe(chosen)), header(COLUMNS.values()), sep="\n", flush=True)
     rows: list[dict[str, Any]] = []
     single: dict[tuple[str, int], float] = {}
-    for settings, loader in _cases(options, gpus, machine):
+    for loader, size, ranks in itertools.product(options.loaders, options.batch_sizes, gpus):
+        given = ["--gpus", str(ranks), "--batch-size", str(size * ranks), "--seconds", str(options.seconds)]
+        given += ["--execution", options.execution, "--backbone", options.backbone]
+        settings = throughput.settings_of(throughput.arguments(given), machine)
         case = measure(loader, "step", chosen, settings)
         if isinstance(case, Absent):
             print(f"{loader}, {settings.ranks} GPUs: {case.reason}", flush=True)
@@ -79,17 +79,6 @@ def main() -> None:
         write_json(target, {"benchmark": "scaling", "machine": machine, "rows": rows})
 
 
-def _cases(
-    options: argparse.Namespace, gpus: Sequence[int], machine: dict[str, Any]
-) -> Iterator[tuple[Settings, Contender]]:
-    for loader in options.loaders:
-        for size in options.batch_sizes:
-            for ranks in gpus:
-                given = ["--gpus", str(ranks), "--batch-size", str(size * ranks), "--seconds", str(options.seconds)]
-                settings = throughput.settings_of(throughput.arguments(given), machine)
-                yield replace(settings, execution=options.execution, backbone=options.backbone), loader
-
-
 def row_of(case: Measured, settings: Settings, single: dict[tuple[str, int], float]) -> dict[str, Any]:
     """Make a row; ``single`` remembers the rate of one GPU, by loader and images a GPU."""
     images_per_gpu = settings.batch_size // settings.ranks
@@ -97,18 +86,12 @@ def row_of(case: Measured, settings: Settings, single: dict[tuple[str, int], flo
         single[case.loader, images_per_gpu] = case.samples_per_s
     one = single.get((case.loader, images_per_gpu))
     return {
-        "loader": case.loader,
-        "images_per_gpu": images_per_gpu,
-        "gpus": settings.ranks,
-        "images_per_s": case.samples_per_s,
-        "spread": case.spread if case.windows > 1 else None,
+        "loader": case.loader, "images_per_gpu": images_per_gpu, "gpus": settings.ranks,
+        "images_per_s": case.samples_per_s, "spread": case.spread if case.windows > 1 else None,
         "times": None if one is None else case.samples_per_s / one,
-        "of_finished": None if case.gpu_share is None else 1 - case.gpu_share,
-        "cores": case.cores_busy,
-        "gib": case.gpu_reserved_gib,
-        "hours": 50 * _IMAGENET / case.samples_per_s / 3600,
-        "settings": asdict(settings),
-    }
+        "of_finished": None if case.gpu_share is None else 1 - case.gpu_share, "cores": case.cores_busy,
+        "gib": case.gpu_reserved_gib, "hours": 50 * _IMAGENET / case.samples_per_s / 3600, "settings": asdict(settings),
+    }  # fmt: skip
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

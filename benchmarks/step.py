@@ -12,32 +12,32 @@ the device
 already: no loader is measured (``benchmarks/throughput.py`` does that). The labelled batch is a quarter of the batch,
 the MMNN learns in every step unless an option says otherwise, and its gradient is the exact one.
 
-How each figure is taken, and what would make it wrong
-- images/s: the median of three windows of --steps steps, after the steps that compile and record; the device has
-  finished all of them. ±: the range over the median. Wrong if the card is shared, or hot: compare rows of one run.
+- images/s: the median of three windows of --steps steps, after the steps that compile and record; ±: the range over the
+  median. Wrong if the card is shared, or hot: compare rows of one run.
 - F/s: forward-equivalents a second. A forward pass counts 1, with its backward pass 3; MoCo needs 4 an image (key 1,
   query 3), SimSiam 6; CoCor adds 1 for the original, 3 a length, and 3 for each labelled image. Smaller composites
-  count in proportion to their pixels, what is not part of every step by how often it is; windows are whole turns.
-- of card: the F/s relative to what the card reaches when it does nothing but pass the backbone forward and back on a
-  batch of the same size, executed alike, in the same process. Above 100 % the step profits from passes side by side.
+  count in proportion to their pixels, what is not part of every step by how often it is.
+- of card: F/s relative to a bare backbone's passes forward and back on batches of the same size, executed alike, in the
+  same process. Above 100 % the step profits from passes side by side.
 - other: the share of the step that is not passes of the encoder: 1 - (the same passes, with nothing between them) /
-  (step). Optimisers, moving average, queue, consistency loss, MMNN, copies; the contrastive loss is timed with its
-  passes.
-- memory: GiB of tensors at the peak; the JSON file also has what PyTorch reserved.
-- start: seconds until every kind of step is recorded, most of it compiling. The compiler keeps its results on disk, so
-  a second run starts faster.
+  (step). The contrastive loss is timed with its passes.
+- memory: GiB of tensors at the peak. start: seconds until every kind of step is recorded; the compiler keeps its
+  results on disk, so a second run starts faster.
 """
 
 import argparse
 import gc
 import itertools
+import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from torch import Tensor
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
@@ -53,13 +53,19 @@ from benchmarks.common import (
     script,
     write_json,
 )
-from benchmarks.step_cost import measure
 from cocor.config.arguments import flag
-from cocor.config.options import Config, Execution
+from cocor.config.options import Config, Execution, labelled_batch_size
 from cocor.config.resolve import resolve
 from cocor.config.values import convert
-from cocor.monitor.profile import CONTRASTIVE_COST
+from cocor.distributed.collectives import World
+from cocor.methods.base import batch_statistics_only
+from cocor.models import build_method, build_target
+from cocor.monitor.profile import CONTRASTIVE_COST, costs
+from cocor.step.compile import choose, executable
+from cocor.step.cudagraph import WARM_UP
+from cocor.step.step import TrainingStep
 from loaders.arguments import Parser, above_zero, nearest, positive, writable
+from loaders.batch import Batch
 from loaders.errors import UserError
 from loaders.writable import check_file
 
@@ -151,7 +157,7 @@ def main() -> None:
             print(f"{options.seconds:.0f} seconds are over; the rest is left out", flush=True)
             break
         try:
-            rows.append(measure(config, execution, options.steps, device, options.parallel) | {"option": option})
+            rows.append(measure_row(config, execution, options.steps, device, options.parallel) | {"option": option})
             name = config.method + (" + cocor" if rows[-1]["cocor"] else "")
             print(row(COLUMNS.values(), [({"name": name} | rows[-1])[key] for key in COLUMNS]), flush=True)
         except RuntimeError as error:
@@ -166,6 +172,139 @@ def main() -> None:
         if on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+
+
+CLASSES, WINDOWS, STEPS_PER_EPOCH = 1000, 3, 10_000
+
+
+def measure_row(
+    config: Config, execution: Execution, steps: int, device: torch.device, parallel: bool | None = None
+) -> dict[str, Any]:
+    """Measure one row, in windows of ``steps`` steps, rounded up to whole turns. ``parallel``: as of a recorded step.
+    UserError for an ``execution`` of which this machine is not capable."""
+    begin = time.perf_counter()
+    precision = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    world = World(0, 0, 1, device)
+    method, target = build_method(config, world), build_target(config, world)
+    step = TrainingStep(config, method, target, CLASSES, steps_per_epoch=STEPS_PER_EPOCH, precision=precision)
+    batch = noise(config, config.batch_size, device, precision)
+    labelled = noise(config, labelled_batch_size(config, 1), device, precision, plain=True)
+    run = executable(step, choose(replace(config, execution=execution), world, steps), parallel)
+    numbers = itertools.count()
+    for _ in range((WARM_UP + 2) * config.mmnn_every):
+        run(batch, labelled, next(numbers))
+    _wait(device)
+    start = time.perf_counter() - begin
+    window = -(-steps // step.turns.cycle) * step.turns.cycle
+    seconds, spread = timed(lambda: run(batch, labelled, next(numbers)), window, device)
+    allocated, reserved = None, None
+    if device.type == "cuda":
+        allocated, reserved = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30
+    recorded = execution in ("graph", "fused")
+    passes = seconds_of_passes(step, batch, labelled, recorded, steps)
+    card = timed(_warmed_up(lambda: forward_backward(step, batch.original), recorded, device), steps, device)[0]
+    units = len(batch.index) * sum(costs(config, 1).values()) / seconds
+    return {
+        "method": config.method, "cocor": target is not None, "execution": execution, "batch_size": config.batch_size,
+        "images_per_s": len(batch.index) / seconds, "spread": spread, "step_ms": 1000 * seconds,
+        "forward_equivalents_per_s": units, "card_images_per_s": len(batch.index) / card,
+        "of_card": units / (3 * len(batch.index) / card), "other": 1 - passes / seconds,
+        "memory_gib": allocated, "reserved_gib": reserved, "start_s": start,
+    }  # fmt: skip
+
+
+def noise(config: Config, count: int, device: torch.device, dtype: torch.dtype, plain: bool = False) -> Batch:
+    """Draw a batch of Gaussian noise; ``plain``: with the original alone, as labelled batches have it."""
+    generator = torch.Generator(device).manual_seed(count)
+    lengths = 0 if plain or config.consistency == "none" else len(config.lengths)
+
+    def images(*shape: int) -> Tensor:
+        size = (config.image_size, config.image_size, 3)
+        return torch.randn(*shape, *size, device=device, dtype=dtype, generator=generator).movedim(-1, -3)
+
+    composition = torch.zeros(lengths, count, 14, dtype=torch.uint8, device=device)
+    for at in range(lengths):
+        composition[at, :, at % 14] = config.lengths[at]
+    label = torch.arange(count, device=device) % CLASSES
+    return Batch(images(0 if plain else 2, count), images(count), images(lengths, count), composition, label, label)
+
+
+def seconds_of_passes(step: TrainingStep, batch: Batch, labelled: Batch, recorded: bool, steps: int) -> float:
+    """Time :func:`all_passes`: the mean over steps with a labelled batch and without."""
+    shared, every = step.share(batch, labelled, 0)[0], step.config.mmnn_every
+
+    def seconds(labelled: Batch | None) -> float:
+        work = _warmed_up(lambda: all_passes(step, shared, labelled), recorded, step.device)
+        return timed(work, steps, step.device)[0]
+
+    guided = seconds(labelled)
+    return guided if every == 1 else (guided + (every - 1) * seconds(None)) / every
+
+
+def all_passes(step: TrainingStep, batch: Batch, labelled: Batch | None) -> None:
+    """Run the encoder's forward and backward passes of one step, with the contrastive loss, and nothing else."""
+    method, parameters = step.method, step.parameters
+    backbone = [p for p in method.backbone.parameters() if p.requires_grad]
+    if step.target is not None:
+        with step.autocast():
+            method.embed_original(batch.original)
+        for at, images in enumerate(batch.composites):
+            with step.streams.beside(at):
+                with step.autocast():
+                    output = method.embed_composite(images).sum()
+                torch.autograd.grad(output, parameters, allow_unused=True)
+    with step.autocast():
+        loss = method.contrastive(batch.views, batch.label)
+    torch.autograd.grad(loss, parameters, allow_unused=True)
+    step.streams.join()
+    if step.guide is not None and labelled is not None:
+        with step.autocast(), batch_statistics_only(method.backbone):
+            output = method.backbone(labelled.original).sum()
+        torch.autograd.grad(output, backbone)
+
+
+def forward_backward(step: TrainingStep, images: Tensor) -> None:
+    """Run one pass of the backbone, forward and back."""
+    backbone = step.method.backbone
+    with step.autocast(), batch_statistics_only(backbone):
+        output = backbone(images).sum()
+    torch.autograd.grad(output, [p for p in backbone.parameters() if p.requires_grad])
+
+
+def _warmed_up(work: Callable[[], object], recorded: bool, device: torch.device) -> Callable[[], object]:
+    """Call ``work`` twice and return it; if ``recorded``, return its replay as a CUDA graph."""
+    if not recorded:
+        work()
+        work()
+        return work
+    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        work()
+        work()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        work()
+    return graph.replay
+
+
+def timed(work: Callable[[], object], steps: int, device: torch.device) -> tuple[float, float]:
+    """Time calls of ``work``: median seconds over windows of ``steps`` calls, and the range over the median."""
+    windows = []
+    for _ in range(WINDOWS):
+        _wait(device)
+        begin = time.perf_counter()
+        for _ in range(steps):
+            work()
+        _wait(device)
+        windows.append((time.perf_counter() - begin) / steps)
+    middle = statistics.median(windows)
+    return middle, (max(windows) - min(windows)) / middle
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

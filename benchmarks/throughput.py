@@ -12,9 +12,9 @@ Loaders (rows)
   torchvision        v2 transforms on Pillow images in a plain DataLoader (in batches of at most 64 where it does not
                      train: the rate is the same)
   libjpeg-turbo, pillow   decoding from memory alone, one process a core
-Stages (columns): decode; + crops (three, resized to --size, flipped); + contrastive views (jitter, grey, blur on two of
-them); + composites (1, 2 and 3 operations on the third: six views, normalised, as the trainer takes them); + training
-step (MoCo + CoCor: ResNet-50 in bfloat16 on a GPU; on a CPU, only if asked for, ResNet-18 in float32).
+Stages (columns): decode; + crops (three, resized, flipped); + contrastive views (jitter, grey, blur on two of them);
++ composites (1, 2 and 3 operations on the third: six views, normalised); + training step (MoCo + CoCor: ResNet-50 in
+bfloat16 on a GPU; on a CPU, only if asked for, ResNet-18 in float32).
 
 How each figure is taken, and what would make it wrong
 - Every case runs in new processes, one a GPU. Images come from the page cache: a slow disk is not measured. At most
@@ -78,8 +78,7 @@ def main() -> None:
     number = options.images or (64 if options.quick else 512)
     chosen = alone(open_images, options.data or make_photographs(number), number)
     report = Report(machine, describe(chosen), settings)
-    print(machine_line(machine), line(report.data), describe_settings(settings), sep="\n")
-    print(header(COLUMNS), flush=True)
+    print(machine_line(machine), line(report.data), settings, header(COLUMNS), sep="\n", flush=True)
 
     def measured(place: Place) -> Case:
         late = options.budget is not None and time.monotonic() - started > options.budget
@@ -136,24 +135,12 @@ def settings_of(options: argparse.Namespace, machine: dict[str, Any]) -> Setting
     if batch_size % ranks or batch_size // ranks < 2:
         raise UserError(f"--batch-size {batch_size}: take a multiple of {ranks} that leaves every GPU two or more")
     return Settings(
-        on_gpu=gpus > 0,
-        ranks=ranks,
-        batch_size=batch_size,
-        size=options.size or (32 if quick else 224),
+        on_gpu=gpus > 0, ranks=ranks, batch_size=batch_size, size=options.size or (32 if quick else 224),
         workers=options.workers or max(1, machine["cores"] // ranks),
-        seconds=options.seconds or (0.3 if quick else 6.0),
-        hw_decoder_load=options.hw_decoder_load,
+        seconds=options.seconds or (0.3 if quick else 6.0), hw_decoder_load=options.hw_decoder_load,
         backbone=options.backbone or ("test_resnet" if quick else "resnet50" if gpus else "resnet18"),
         execution=options.execution or ("graph" if gpus else "eager"),
-    )
-
-
-def describe_settings(settings: Settings) -> str:
-    place = f"{settings.ranks} GPU" if settings.on_gpu else "CPU"
-    return (
-        f"{place}, batches of {settings.batch_size}, {settings.size} px, {settings.workers} workers a rank, "
-        f"{settings.seconds:g} s a case, {settings.backbone} trained ({settings.execution})"
-    )
+    )  # fmt: skip
 
 
 def places_of(options: argparse.Namespace, settings: Settings) -> Iterator[Place]:

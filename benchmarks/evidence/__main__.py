@@ -13,6 +13,7 @@ those of training alone and depend on what else runs on the GPU.
 """
 
 import argparse
+import itertools
 import math
 import re
 import shlex
@@ -26,7 +27,7 @@ import torch
 
 from benchmarks.common import command, machine_line, write_json, write_text
 from benchmarks.evidence.report import Run, draw, measured, table
-from benchmarks.evidence.runner import Crew, Training
+from benchmarks.evidence.runner import STOPPED, Training, run_all
 from benchmarks.evidence.studies import STUDIES, Flags, Variant
 from cocor.config import arguments, resolve
 from cocor.config.options import FREE_TO_CHANGE, Config, Method
@@ -35,14 +36,14 @@ from cocor.eval.datasets.splits import open_splits
 from cocor.panels import check_picture
 from loaders.arguments import Parser, not_negative, positive, zero_or_more
 from loaders.errors import UserError
-from loaders.prep.demo import DEMO, or_demo
+from loaders.prep.demo import or_demo
 from loaders.text import available_cores
-from loaders.writable import check_folder
 
 _CONFIGS = str(Path(__file__).resolve().parents[2] / "configs" / "cifar10_{method}.yaml")
+WAITS = "waits for those that it is timed by"
 _CURVE = 20  # points of an accuracy curve
-_OWN = {"config", "data", "val_data", "method", "seed", "epochs", "gpus", "output"}  # flags that the study sets
-_NEVER = {"dry_run", "profile", "resume", "overwrite"}
+_OWN = {"config", "data", "val_data", "method", "seed", "epochs", "gpus", "output", "resume", "overwrite", "dry_run",
+        "profile"}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,51 +74,33 @@ def parser() -> Parser:
 
 
 def study(options: argparse.Namespace, given: Sequence[str]) -> None:
-    variants, present = variants_of(options), torch.cuda.device_count()
-    shared, gpus = shared_flags(options.flags, variants), present if options.gpus is None else options.gpus
-    check(options, gpus, present)
-    deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
-    crew, runs, untimed = Crew(options.jobs, gpus, deadline), list[Run](), list[str]()
+    variants, gpus = variants_of(options), torch.cuda.device_count() if options.gpus is None else options.gpus
+    shared, runs, unfinished = shared_flags(options.flags, variants), list[Run](), dict[str, str]()
     methods = options.methods or (get_args(Method) if options.study == "methods" else ("moco", "simsiam"))
+    if not options.report_only:  # what would fail after hours of training
+        check_picture(options.output / f"{options.study}.png")
+        if options.linear is not None:
+            open_splits(or_demo(options.linear))
+    deadline = time.monotonic() + 60 * (math.inf if options.minutes is None else options.minutes)
     # Seed by seed, so that what is stopped early is complete for some; the longest first, so that no GPU waits at last.
     longest_first = sorted(variants, key=lambda variant: variant.flags.get("consistency") == "none")
-    places = [(method, variant, seed) for seed in options.seeds for variant in longest_first for method in methods]
+    places = list(itertools.product(dict.fromkeys(options.seeds), longest_first, dict.fromkeys(methods)))
     for timed in (False, True):  # at equal epochs, then as long as one of those
         trainings = []
-        for method, variant, seed in (place for place in places if (place[1].like is not None) == timed):
+        for seed, variant, method in (place for place in places if (place[1].like is not None) == timed):
             epochs = epochs_as_long(method, variant, seed, runs, options.epochs) if timed else options.epochs
             if epochs is None:
-                untimed.append(f"{method}-{variant.key}-seed{seed}")
+                unfinished[f"{method}-{variant.key}-seed{seed}"] = WAITS
             else:
                 trainings.append(training(options, gpus, shared, method, variant, seed, epochs))
-        if trainings and not options.report_only and not crew.stopped:
-            crew.run(trainings)
+        if trainings and not options.report_only and STOPPED not in unfinished.values():
+            unfinished |= run_all(trainings, options.jobs, gpus, deadline)
         runs += [measured(one) for one in trainings if (one.record() if options.report_only else one.is_done())]
     report(options, runs, [variant.key for variant in variants], given)
-    if untimed:
-        print(f"not run: {', '.join(untimed)}; what they are timed by has not ended, or logged no rate")
-    if crew.failed:
-        raise UserError("; ".join(f"{name}: {why}" for name, why in crew.failed.items()))
-    if crew.stopped:
-        print(f"{len(crew.stopped)} runs are not finished: the same command goes on")
-
-
-def check(options: argparse.Namespace, gpus: int, present: int) -> None:
-    """Report mistakes once, not from every run, and now, not after hours of training."""
-    for name, values in (("--seeds", options.seeds), ("--methods", options.methods or [])):
-        if len(set(values)) < len(values):  # equal runs would count as several, in one folder
-            raise UserError(f"{name} {' '.join(map(str, values))}: names one twice")
-    if options.report_only:
-        return
-    check_picture(options.output / f"{options.study}.png")
-    check_folder("--output", options.output)
-    for name, path in (("--data", options.data), ("--val-data", options.val_data)):
-        if path is not None and str(path) != DEMO and not path.exists():
-            raise UserError(f"{name} {path}: no such folder or file; check the path")
-    if options.linear is not None:
-        open_splits(or_demo(options.linear))
-    if gpus > present:
-        raise UserError(f"--gpus {gpus}: have {present}; use {present} or fewer (0: the CPU)")
+    for name, why in unfinished.items():
+        print(f"{name} is not finished: {why}; the same command goes on")
+    if set(unfinished.values()) - {STOPPED, WAITS}:
+        raise UserError("; ".join(f"{name}: {why}" for name, why in unfinished.items()))
 
 
 def variants_of(options: argparse.Namespace) -> list[Variant]:
@@ -142,11 +125,10 @@ def shared_flags(words: Sequence[str], variants: Sequence[Variant]) -> Flags:
     known = arguments.parser(Config, "cocor-train", "", {}, {})
     arguments.read_flags(Config, known, words)  # checks them
     flags = {key: value for key, value in vars(known.parse_args(words)).items() if value != []}
-    setters = {key: variant.key for variant in variants for key in variant.flags}
-    for key in flags.keys() & (_OWN | _NEVER | setters.keys()):
-        why = f"the variant {setters.get(key)} sets it; leave it out, or choose other variants by --only"
-        why = "the study sets it; give its own flag before the --" if key in _OWN else why
-        raise UserError(f"{arguments.flag(key)} behind the --: {'leave it out' if key in _NEVER else why}")
+    setters = {key: f"the variant {variant.key}" for variant in variants for key in variant.flags}
+    setters |= dict.fromkeys(_OWN, "the study")
+    for key in flags.keys() & setters.keys():
+        raise UserError(f"{arguments.flag(key)} behind the --: {setters[key]} sets it; leave it out")
     return flags
 
 
@@ -184,15 +166,12 @@ def report(options: argparse.Namespace, runs: list[Run], keys: list[str], given:
     if not runs:
         print("nothing is finished yet")
         return
-    methods, machines = get_args(Method), list[dict[str, Any]]()  # the report may be made on another one
+    methods, stem = get_args(Method), options.output / options.study
     runs.sort(key=lambda run: (methods.index(run["method"]), keys.index(run["variant"])))
-    for machine in (run.pop("machine") for run in runs):
-        machines += [machine] * (machine not in machines)
     text, words = table(runs), shlex.join(["python", "-m", "benchmarks.evidence", *given])
-    stem = options.output / options.study
-    content = {"study": options.study, "command": words, "machine": machines[0] if len(machines) == 1 else machines}
-    write_json(stem.with_suffix(".json"), content | {"runs": runs})
-    write_text(stem.with_suffix(".md"), "\n".join([text, "", *map(machine_line, machines), "", f"    {words}", ""]))
+    write_json(stem.with_suffix(".json"), {"study": options.study, "command": words, "runs": runs})
+    machines = dict.fromkeys(machine_line(run["machine"]) for run in runs)
+    write_text(stem.with_suffix(".md"), "\n".join([text, "", *machines, "", f"    {words}", ""]))
     draw(runs, stem.with_suffix(".png"), clock=options.study == "clock")
     print(f"\n{text}\n\n{stem}.md, {stem}.json, {stem}.png")
 

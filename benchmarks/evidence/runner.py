@@ -25,6 +25,7 @@ from cocor.config.options import Config
 from cocor.distributed import signals
 from loaders.errors import UserError
 
+STOPPED = "stopped"
 _PATIENCE = 120.0  # seconds for a run to write its checkpoint and stop
 # Exit codes after a signal: of cocor-train and cocor-eval, and of both before their handlers are in place.
 _STOPPED = {signals.STOPPED, signals.INTERRUPTED, 128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGINT}
@@ -78,81 +79,71 @@ class Training:
         return [sys.executable, "-P", "-m", *words, *(f"{flag(key)}={value}" for key, value in values.items())]
 
 
-class Crew:
-    """Pool of ``jobs`` slots spread over ``gpus`` (0: the CPU), which stops at ``deadline`` (``time.monotonic``)."""
+def run_all(
+    trainings: Sequence[Training], jobs: int, gpus: int, deadline: float, say: Callable[[str], None] = print
+) -> dict[str, str]:
+    """Do all that is not done, ``jobs`` at a time, spread over ``gpus`` (0: the CPU). Returns which runs are not
+    finished, and why: at ``deadline`` (of ``time.monotonic``) or a signal, which then ends this process, they stop."""
+    waiting, slots = [training for training in trainings if not training.is_done()], SimpleQueue[int]()
+    running, unfinished = set[subprocess.Popen[bytes]](), dict[str, str]()
+    ending, lock = threading.Event(), threading.Lock()
+    say(f"{len(trainings)} runs, {len(trainings) - len(waiting)} of them done, {jobs} at a time")
 
-    def __init__(self, jobs: int, gpus: int, deadline: float | None, say: Callable[[str], None] = print) -> None:
-        self._jobs, self._gpus, self._deadline, self._say = jobs, gpus, deadline, say
-        self._running: set[subprocess.Popen[bytes]] = set()
-        self._ending, self._lock = False, threading.Lock()
-        self.failed: dict[str, str] = {}  # run -> why
-        self.stopped: list[str] = []
-
-    def run(self, trainings: Sequence[Training]) -> None:
-        """Do all that is not done yet. A signal stops the runs, which can be resumed, and then this process."""
-        waiting, slots = [training for training in trainings if not training.is_done()], SimpleQueue[int]()
-        self._say(f"{len(trainings)} runs, {len(trainings) - len(waiting)} of them done, {self._jobs} at a time")
-        heeded = [number for number in signals.SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # not nohup's
-        before = {number: signal.signal(number, signal.default_int_handler) for number in heeded}
-        left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-        self._ending = left == 0
-        for slot in range(self._jobs):
-            slots.put(slot)
-        with ThreadPoolExecutor(self._jobs) as pool:
-            futures = [pool.submit(self._complete, training, slots) for training in waiting]
-            try:
-                wait(futures, left)
-            except KeyboardInterrupt:
-                self._say(f"stopping {len(self._running)} runs: the same command goes on from there")
-                raise
-            finally:
-                with self._lock:
-                    self._ending = True
-                for process in list(self._running):
-                    process.terminate()
-                wait(futures, _PATIENCE)
-                for process in list(self._running):
-                    process.kill()
-                for number, handler in before.items():
-                    signal.signal(number, handler)
-        for future in futures:
-            future.result()  # raises what went wrong here
-
-    def _complete(self, training: Training, slots: "SimpleQueue[int]") -> None:
-        """Train and evaluate in a free slot."""
-        slot, code, name = slots.get(), 0, training.folder.name
-        try:
-            while not code and not training.is_done():
-                code = self._execute(training, slot, name)
-                if not code:
-                    training.mark()
-        finally:
-            slots.put(slot)
-        if code in _STOPPED:
-            self.stopped.append(name)
-        else:
-            self._say(f"failed {name}: {self.failed[name]}" if code else f"finished {name}")
-
-    def _execute(self, training: Training, slot: int, name: str) -> int:
-        """Run the next command of ``training``; the exit code."""
-        environment = os.environ | {"PYTHONUNBUFFERED": "1"}  # else the reason of a failure may not be the last line
-        if self._gpus:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self._gpus)))).split(",")
-            environment["CUDA_VISIBLE_DEVICES"] = visible[slot % self._gpus]
-        elif self._jobs > 1:
-            environment.setdefault("OMP_NUM_THREADS", "1")
+    def execute(training: Training, slot: int, name: str) -> int:
         probe = ": linear probe" if training.record() else ""
         output = training.beside("linear.txt" if probe else "txt")
         output.parent.mkdir(parents=True, exist_ok=True)
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "start_new_session": True}
-        with self._lock, output.open("wb") as file:
-            if self._ending:
+        with lock, output.open("wb") as file:
+            if ending.is_set():
                 return signals.STOPPED
-            process = subprocess.Popen(training.command(), env=environment, stdout=file, **streams)
-            self._running.add(process)
-        self._say(f"started {name}{probe}")
+            process = subprocess.Popen(training.command(), env=_environment(slot, jobs, gpus), stdout=file, **streams)
+            running.add(process)
+        say(f"started {name}{probe}")
         code = process.wait()
-        self._running.remove(process)
+        running.remove(process)
         if code and code not in _STOPPED:
-            self.failed[name] = output.read_text(errors="replace").strip().rpartition("\n")[2] or f"exit code {code}"
+            unfinished[name] = output.read_text(errors="replace").strip().rpartition("\n")[2] or f"exit code {code}"
         return code
+
+    def complete(training: Training) -> None:
+        slot, code, name = slots.get(), 0, training.folder.name
+        try:
+            while not code and not training.is_done():
+                code = execute(training, slot, name)
+                if not code:
+                    training.mark()
+        finally:
+            slots.put(slot)
+        why = unfinished.setdefault(name, STOPPED) if code else ""
+        say(f"{why and 'not '}finished {name}{why and f': {why}'}")
+
+    heeded = [number for number in signals.SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # not nohup's
+    before = {number: signal.signal(number, signal.default_int_handler) for number in heeded}
+    for slot in range(jobs):
+        slots.put(slot)
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(complete, training) for training in waiting]
+        try:
+            wait(futures, min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
+        finally:
+            with lock:
+                ending.set()
+            for process in list(running):
+                process.terminate()
+            wait(futures, _PATIENCE)
+            for process in list(running):
+                process.kill()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    for future in futures:
+        future.result()  # raises what went wrong here
+    return unfinished
+
+
+def _environment(slot: int, jobs: int, gpus: int) -> dict[str, str]:
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}  # else the reason of a failure may not be the last line
+    if gpus:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+        return environment | {"CUDA_VISIBLE_DEVICES": visible[slot % gpus]}
+    return {"OMP_NUM_THREADS": "1"} | environment if jobs > 1 else environment

@@ -5,12 +5,13 @@ one row only.
 """
 
 import gc
+import itertools
 import os
 import socket
 import statistics
-from collections.abc import Iterator
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,19 +20,26 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.images import Images, store
-from benchmarks.loading.contenders import Contender, Request, open_source, premade
+from benchmarks.loading.contenders import Contender, Request, Source, labelled, open_source, premade, synthetic_batch
 from benchmarks.loading.stages import Stage, views_of
 from benchmarks.loading.timing import Window, completed, milliseconds, time_together, time_windows
 from benchmarks.processes import in_processes
-from cocor.config.options import Execution
+from cocor.config.options import Config, Execution, labelled_batch_size
+from cocor.config.resolve import resolve
+from cocor.data import labelled_plan
 from cocor.distributed.collectives import World, init, shutdown
+from cocor.models import build_method, build_target
+from cocor.step.compile import choose, executable
 from cocor.step.cudagraph import WARM_UP
+from cocor.step.step import TrainingStep
 from loaders.datasets.stored import open_stored
+from loaders.views.order import CyclicOrder
 
 # Seconds to convert the file that FFCV reads, and for a rank beyond the timed ones: to start, build and warm up, or to
 # compile, perhaps without anything in the compiler's cache.
 _CONVERTING, _PATIENCE, _COMPILING = 600.0, 150.0, 600.0
 _GIB = 2**30
+_STEPS = 100_000  # of an epoch; the learning-rate schedule must not end
 
 
 @dataclass(frozen=True)
@@ -143,8 +151,6 @@ def _measure_loader(request: Request, seconds: float) -> _Rank:
 
 def _measure_step(request: Request, world: World, settings: Settings) -> _Rank:
     """Time training on a premade batch, on the loader's batches, and premade again, as clocks drift with heat."""
-    from benchmarks.loading.trainer import Trainer
-
     with closing(open_source(request)) as source:  # first, as it may fail for what is missing
         trainer = Trainer(request, world, settings.backbone, settings.execution)
         before = _premade_seconds(request, world, trainer, settings.seconds / 2)
@@ -172,7 +178,7 @@ def _time_steps(counts: Iterator[int], seconds: float, world: World, burst: int 
     return time_together(counts, seconds, agree, burst)
 
 
-def _premade_seconds(request: Request, world: World, trainer: Any, seconds: float) -> float:
+def _premade_seconds(request: Request, world: World, trainer: "Trainer", seconds: float) -> float:
     with closing(premade(request)) as source, closing(trainer.train(source, with_labelled_loader=False)) as trained:
         windows = _time_steps(completed(trained, request.device), seconds, world)
         return request.batch_size / statistics.median(w.rate for w in windows)
@@ -198,21 +204,64 @@ def _combine(contender: Contender, stage: Stage, ranks: list[_Rank]) -> Measured
             statistics.median(window.seconds / len(window.intervals) for window in rank.windows) for rank in ranks
         )
         share = 1 - premade_ms / step_ms
+    p50, p99 = (max(milliseconds(rank.windows, percent) for rank in ranks) for percent in (50, 99))
     return Measured(
-        contender,
-        stage,
-        samples_per_s=rate,
-        spread=(max(rounds) - min(rounds)) / rate,
-        views_per_s=rate * views_of(stage),
-        samples_per_s_per_core=rate / max(cores, 1e-3),
-        cores_busy=cores,
-        batch_ms_p50=max(milliseconds(rank.windows, 50) for rank in ranks),
-        batch_ms_p99=max(milliseconds(rank.windows, 99) for rank in ranks),
-        batches=sum(len(window.intervals) for window in ranks[0].windows),
-        windows=len(rounds),
+        contender, stage, samples_per_s=rate, spread=(max(rounds) - min(rounds)) / rate,
+        views_per_s=rate * views_of(stage), samples_per_s_per_core=rate / max(cores, 1e-3), cores_busy=cores,
+        batch_ms_p50=p50, batch_ms_p99=p99, batches=sum(len(window.intervals) for window in ranks[0].windows),
+        windows=len(rounds), premade_ms=premade_ms, gpu_share=share, note=ranks[0].note,
         gpu_reserved_gib=max((rank.reserved for rank in ranks if rank.reserved is not None), default=None),
         gpu_used_gib=max((rank.used for rank in ranks if rank.used is not None), default=None),
-        premade_ms=premade_ms,
-        gpu_share=share,
-        note=ranks[0].note,
-    )
+    )  # fmt: skip
+
+
+class Trainer:
+    """Networks and optimisers of a run over the images of ``request``, on ``world``."""
+
+    def __init__(self, request: Request, world: World, backbone: str, execution: Execution = "eager") -> None:
+        torch.backends.cudnn.benchmark = world.device.type == "cuda"
+        torch.set_float32_matmul_precision("high")
+        self._request, self._world = request, world
+        self.config = _config(request, world, backbone)
+        classes = len(request.dataset.classes)
+        method, target = build_method(self.config, world), build_target(self.config, world)
+        step = TrainingStep(self.config, method, target, classes, steps_per_epoch=_STEPS, precision=request.dtype)
+        self._execute = executable(step, choose(replace(self.config, execution=execution), world, _STEPS))
+        self._number = 0
+
+    def train(self, source: Source, with_labelled_loader: bool) -> Generator[int]:
+        """Train on the batches of ``source`` and yield their sizes. Labelled batches come from a loader of the same
+        kind, or one finished batch is used again and again."""
+        plan, order = labelled_plan(self.config), self._labelled_order()
+        loader = labelled(self._request, plan, order) if with_labelled_loader else None
+        with nullcontext() if loader is None else closing(loader):
+            one = None if loader else synthetic_batch(self._request, plan, order)
+            classified_batches = loader.epoch(0) if loader else itertools.repeat(one)
+            for (count, batch), classified in zip(source.batches, classified_batches, strict=False):
+                assert batch is not None
+                self._execute(batch, classified, self._number)
+                self._number += 1
+                yield count
+
+    def _labelled_order(self) -> CyclicOrder:
+        size = labelled_batch_size(self.config, self._world.size)
+        dataset, world = self._request.dataset, self._world
+        return CyclicOrder(len(dataset), size, steps=_STEPS, rank=world.rank, world_size=world.size)
+
+
+def _config(request: Request, world: World, backbone: str) -> Config:
+    values: dict[str, Any] = {
+        "backbone": backbone,
+        "image_size": request.size,
+        "batch_size": request.batch_size * world.size,
+        "labelled_batch_size": max(2, request.batch_size // 4) * world.size,
+        "queue_size": 65536 if world.device.type == "cuda" else 4096,
+        "key_bn_splits": world.size * _bn_groups(request.batch_size, most=max(1, 8 // world.size)),
+        "precision": "fp32" if request.dtype == torch.float32 else "bf16",
+    }
+    return resolve(values)
+
+
+def _bn_groups(batch_size: int, most: int) -> int:
+    """Most BatchNorm groups of the keys that divide the batch into equal parts of 2 or more."""
+    return max(n for n in range(1, most + 1) if batch_size % n == 0 and (batch_size // n >= 2 or n == 1))
