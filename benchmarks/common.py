@@ -1,27 +1,32 @@
-"""What all benchmarks share: a description of the machine and its software, tables for people, JSON for programs."""
+"""Shared by all benchmarks: machine description, tables, JSON files and the entry point of a command."""
 
 import json
 import os
 import platform
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from cocor import atomic
+from cocor.atomic import write_text
+from cocor.distributed.launch import command
 from loaders.text import available_cores
 
 PACKAGES = ("torch", "torchvision", "numpy", "numba", "pillow", "nvidia-dali-cuda130", "ffcv")
 RESULTS = Path(__file__).parent / "results"
 
 
+def script(name: str, body: Callable[[], None]) -> NoReturn:
+    """Run a command's body and exit; a user's mistake is one line and exit code 2."""
+    sys.exit(command(name, body))
+
+
 def describe_machine() -> dict[str, Any]:
-    """Processor, cores, memory, GPU and versions, without which a figure means nothing. Initialises CUDA, but takes no
-    memory of a GPU, on which other processes may work."""
-    versions = {name: _version(name) for name in PACKAGES}
+    """Describe processor, memory, GPU and versions. Initialises CUDA, but allocates no GPU memory."""
     found: dict[str, Any] = {
         "cpu": _cpu_name(),
         "cores": available_cores(),
@@ -29,7 +34,7 @@ def describe_machine() -> dict[str, Any]:
         "gpus": 0,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
-        **{name: version for name, version in versions.items() if version},
+        **{name: version for name in PACKAGES if (version := _version(name))},
     }
     if torch.cuda.is_available():
         found |= {
@@ -42,51 +47,50 @@ def describe_machine() -> dict[str, Any]:
 
 
 def machine_line(machine: dict[str, Any]) -> str:
-    """The machine in one line."""
+    """Format the machine in one line."""
     gpus = f"{machine['gpus']} x {machine['gpu']}" if machine["gpus"] else "no GPU"
     versions = ", ".join(f"{name} {machine[name]}" for name in PACKAGES if name in machine)
     return f"{gpus}; {machine['cores']} cores of {machine['cpu']}; {versions}"
 
 
 def device_slug(machine: dict[str, Any]) -> str:
-    """A name for files of results: the GPU's, else the number of cores."""
+    """Name for files of results: the GPU's, else the number of cores."""
     name = machine["gpu"] if machine["gpus"] else f"cpu {machine['cores']} cores"
     count = f"-x{machine['gpus']}" if machine["gpus"] > 1 else ""
     return "-".join(name.lower().split()) + count
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write ``content``, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    atomic.write_text(path, json.dumps(content, indent=1) + "\n")
+    """Write ``content`` atomically, with its folder."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: its title, the width in characters (negative: flush left), and how a value is written."""
+    """Column of a table: title, width in characters (negative: flush left) and format of its values."""
 
     title: str
     width: int
     form: str = ""
 
     def cell(self, value: Any) -> str:
-        """``value`` in this column; None is a dash."""
+        """Format ``value``; None is a dash."""
         text = "-" if value is None else format(value, self.form)
         return text.ljust(-self.width) if self.width < 0 else text.rjust(self.width)
 
 
 def header(columns: Iterable[Column]) -> str:
-    """The line of titles."""
-    return " ".join(c.title.ljust(-c.width) if c.width < 0 else c.title.rjust(c.width) for c in columns)
+    """Format the line of titles."""
+    return " ".join(Column("", column.width).cell(column.title) for column in columns)
 
 
 def row(columns: Iterable[Column], values: Iterable[Any]) -> str:
-    """One line of a table."""
+    """Format one line of a table."""
     return " ".join(column.cell(value) for column, value in zip(columns, values, strict=True))
 
 
 def markdown(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, the first column flush left and the others flush right."""
+    """Format a Markdown table, the first column flush left and the others flush right."""
     rule = ["---"] + ["--:"] * (len(titles) - 1)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [titles, rule, *rows])
 

@@ -1,4 +1,4 @@
-"""Time the linear probe's solver, alone and against scikit-learn on the same features and the same objective.
+"""Time the linear probe's solver, alone and against scikit-learn on the same features and objective.
 
     python benchmarks/probe.py --images 50000 --dimensions 2048 --classes 100
 
@@ -8,27 +8,31 @@ and, unless ``--no-sklearn``, that penalty by scikit-learn on the CPU.
 """
 
 import argparse
-import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from cocor import atomic
-from cocor.distributed.launch import command
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])
+
+from benchmarks.common import script, write_json
 from cocor.eval.features import Features
-from cocor.eval.peer import against_sklearn
 from cocor.eval.probes.linear import PENALTIES, linear_probe
 from cocor.eval.probes.softmax_regression import SoftmaxRegression
-from loaders.arguments import Parser, above_zero, positive, writable
-from loaders.errors import UserError
+from loaders.arguments import Parser, above_zero, positive, whole, writable
+from loaders.progress import patience
 from loaders.text import available_cores
+
+Result = TypeVar("Result")
+_ITERATIONS = 5000  # at most, of either solver
 
 
 def draw(images: int, dimensions: int, classes: int, seed: int) -> Features:
-    """Non-negative, sparse, correlated features (N, D) that a linear probe tells apart fairly well."""
+    """Draw non-negative, sparse, correlated features (N, D) that a linear probe tells apart fairly well."""
     shared = torch.Generator().manual_seed(0)
     centres = torch.randn(classes, dimensions, generator=shared)
     mixing = torch.randn(64, dimensions, generator=shared) / 8
@@ -39,61 +43,81 @@ def draw(images: int, dimensions: int, classes: int, seed: int) -> Features:
     return Features(values.relu_(), labels)
 
 
-def run(argv: Sequence[str] | None = None) -> None:
+def against_sklearn(data: Features, penalty: float, device: torch.device) -> dict[str, float]:
+    """Solve the same objective on ``data`` (three classes or more) here and by scikit-learn, from zero, in float64."""
+    from sklearn.linear_model import LogisticRegression
+
+    values = data.values.double()
+    values = (values / values.square().mean().sqrt()).to(device)
+    classes, labels = data.labels.unique(return_inverse=True)
+    fit, seconds = _timed(lambda: SoftmaxRegression(values, labels, len(classes)).fit(penalty, iterations=_ITERATIONS))
+    there = LogisticRegression(C=1 / (2 * penalty), fit_intercept=False, max_iter=_ITERATIONS, tol=1e-8)
+    inputs = torch.cat([values, torch.ones_like(values[:, :1])], dim=1).cpu().numpy()
+    with patience("scikit-learn fits on the CPU"):
+        _, their_seconds = _timed(lambda: there.fit(inputs, labels.numpy()))
+    weights = torch.from_numpy(there.coef_.T.copy()).to(device)
+    theirs = SoftmaxRegression(values, labels, len(classes)).objective(weights, penalty)
+    return {
+        "penalty": penalty, "objective": fit.loss, "objective_sklearn": theirs, "seconds": seconds,
+        "difference_per_image": (fit.loss - theirs) / len(data), "relative_difference": (fit.loss - theirs) / theirs,
+        "seconds_sklearn": their_seconds, "iterations": fit.iterations, "iterations_sklearn": int(max(there.n_iter_)),
+    }  # fmt: skip
+
+
+def _timed(work: Callable[[], Result]) -> tuple[Result, float]:
+    began = time.perf_counter()
+    result = work()
+    return result, time.perf_counter() - began
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line (default: this process's)."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=positive, default=50_000)
     parser.add_argument("--dimensions", type=positive, default=2048)
-    parser.add_argument("--classes", type=positive, default=100)
+    # of two classes scikit-learn penalises only the difference of their weights
+    parser.add_argument("--classes", type=whole(3), default=100)
     parser.add_argument("--penalty", type=above_zero, default=1.0, help="of the single fit")
     parser.add_argument("--no-sklearn", action="store_true")
     parser.add_argument("--json", type=writable, help="also write the numbers here")
-    options = parser.parse_all(argv)
+    return parser.parse_all(argv)
+
+
+def main() -> None:
+    options = arguments()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    machine = f"{torch.get_num_threads()} CPU threads"
+    if device.type == "cuda":
+        machine = f"{torch.cuda.get_device_name(device)}, {available_cores()} CPU cores"
     size = options.images, options.dimensions, options.classes
-    print(f"{size[0]:,} x {size[1]:,} features, {size[2]} classes, {_machine(device)}")
+    print(f"{size[0]:,} x {size[1]:,} features, {size[2]} classes, {machine}")
     train = draw(*size, seed=1)
     val, test = (draw(max(2000, options.images // 10), *size[1:], seed=seed) for seed in (2, 3))
     SoftmaxRegression(val.values.to(device), val.labels, size[2]).fit(1.0, iterations=2)  # loads the kernels
-    began = time.perf_counter()
-    found = linear_probe(train, val, test, device=device)
-    seconds = time.perf_counter() - began
+    found, seconds = _timed(lambda: linear_probe(train, val, test, device=device))
     iterations = sum(trial.iterations for trial in found.trials)
     converged = sum(trial.converged for trial in found.trials)
     count = len(PENALTIES)
     print(f"{count} penalties and refit: {seconds:.1f} s, {iterations:,} iterations, {converged} of {count} converged")
     print(f"test top-1 {found.top1:.2%} at penalty {found.penalty:.3g}")
-    numbers: dict[str, object] = {"size": size, "machine": _machine(device), "grid_seconds": seconds}
+    numbers: dict[str, object] = {"size": size, "machine": machine, "grid_seconds": seconds}
     numbers |= {"iterations": iterations, "converged": converged, "top1": found.top1, "penalty": found.penalty}
-    _keep(numbers, options.json)  # now, as scikit-learn may take longer than anyone waits
+    if options.json:
+        write_json(options.json, numbers)  # now, as scikit-learn may take longer than anyone waits
     if options.no_sklearn:
         return
     try:
         peer = against_sklearn(train, options.penalty, device)
-    except UserError as error:
-        print(f"not compared: {error}")
+    except ImportError:
+        print("not compared: scikit-learn is not installed (pip install scikit-learn)")
         return
     print(
         f"one fit at penalty {options.penalty:g}: {peer['seconds']:.2f} s here, {peer['seconds_sklearn']:.1f} s "
         f"scikit-learn; objectives differ by {peer['relative_difference']:.1e} of their value"
     )
-    _keep(numbers | {"one_fit": peer}, options.json)
-
-
-def _keep(numbers: dict[str, object], path: Path | None) -> None:
-    if path is not None:
-        atomic.write_text(path, json.dumps(numbers, indent=1) + "\n")
-
-
-def _machine(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, {available_cores()} CPU cores"
-    return f"{torch.get_num_threads()} CPU threads"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; 2 for a user's mistake."""
-    return command("probe.py", lambda: run(argv))
+    if options.json:
+        write_json(options.json, numbers | {"one_fit": peer})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script("probe.py", main)

@@ -1,8 +1,7 @@
-"""Functions run in processes of their own, forked from a server that has imported the heavy modules and nothing else.
+"""Isolated processes: functions run in children of a fork server that has imported the heavy modules, nothing else.
 
-The server has touched neither GPU nor threads, so a process starts in milliseconds and inherits no state. A process
-that raises, crashes or hangs yields a text that says so in place of a result. None outlives the caller, as it would
-disturb whatever is measured next.
+A process inherits neither CUDA nor threads. One that raises, crashes or hangs yields a text in place of a result, and
+none outlives the caller, as it would disturb what is measured next.
 """
 
 import multiprocessing
@@ -16,22 +15,15 @@ from typing import Any
 
 from loaders.errors import UserError
 
-_PRELOADED = [
-    "torch",
-    "torchvision.transforms.v2",
-    "loaders.open",
-    "loaders.kernels.cpu",
-    "cocor.step.step",
-    "cocor.models",
-]
-
-_PARTING = 10.0  # seconds that a process has to end once it has answered, or once another one has failed
+_PRELOADED = ["torch", "torchvision.transforms.v2", "loaders.open", "loaders.kernels.cpu", "cocor.step.step",
+              "cocor.models"]  # fmt: skip
+_GRACE = 10.0  # seconds to end after an answer, or after another process has failed
 
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def alone(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of one function. UserError with what went wrong."""
+    """Run one function in a process of its own. UserError with what went wrong."""
     (answer,) = in_processes([(function, arguments)], seconds=600.0)
     if isinstance(answer, str):
         raise UserError(answer)
@@ -39,7 +31,7 @@ def alone(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def in_processes(jobs: list[Job], seconds: float) -> list[Any]:
-    """Run every job in a process of its own, all at once; their results, or a text that says why there is none."""
+    """Run all jobs at once, each in a process of its own: their results, or a text that says why there is none."""
     default = multiprocessing.get_start_method()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
@@ -56,7 +48,7 @@ def in_processes(jobs: list[Job], seconds: float) -> list[Any]:
         for process, receiver in running:
             answers.append(_answer(process, receiver, deadline) or f"no result within {seconds:.0f} s")
             if isinstance(answers[-1], str):  # the others may wait for it
-                deadline = min(deadline, time.monotonic() + _PARTING)
+                deadline = min(deadline, time.monotonic() + _GRACE)
     finally:
         for process, receiver in running:
             process.kill()
@@ -66,7 +58,7 @@ def in_processes(jobs: list[Job], seconds: float) -> list[Any]:
 
 
 def _answer(process: Any, receiver: Any, deadline: float) -> Any:
-    """What the process sends, or how it ended; None if it does neither in time."""
+    """Receive what the process sends, or how it ended; None if it does neither in time."""
     try:
         if not receiver.poll(max(0.0, deadline - time.monotonic())):
             return None
@@ -75,7 +67,7 @@ def _answer(process: Any, receiver: Any, deadline: float) -> Any:
         process.join()
         code = process.exitcode
         return f"ended by signal {-code}" if code < 0 else f"exit code {code}"
-    process.join(_PARTING)
+    process.join(_GRACE)
     return answer
 
 

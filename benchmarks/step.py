@@ -1,4 +1,4 @@
-"""What a training step costs, and how close it comes to what the card can do.
+"""Time a training step, and how close it comes to what the card can do.
 
     python benchmarks/step.py                                  # any machine; on a GPU ResNet-50 at 224 pixels
     python benchmarks/step.py --methods moco --batch-sizes 256 --executions eager graph compiled fused
@@ -12,78 +12,97 @@ the device
 already: no loader is measured (``benchmarks/throughput.py`` does that). The labelled batch is a quarter of the batch,
 the MMNN learns in every step unless an option says otherwise, and its gradient is the exact one.
 
-How each figure is taken, and what would make it wrong
-- images/s: the median of three windows of --steps steps, after the steps that compile and record; the device has
-  finished all of them. ±: the range over the median. Wrong if the card is shared, or hot: compare rows of one run.
+- images/s: the median of three windows of --steps steps, after the steps that compile and record; ±: the range over the
+  median. Wrong if the card is shared, or hot: compare rows of one run.
 - F/s: forward-equivalents a second. A forward pass counts 1, with its backward pass 3; MoCo needs 4 an image (key 1,
   query 3), SimSiam 6; CoCor adds 1 for the original, 3 a length, and 3 for each labelled image. Smaller composites
-  count in proportion to their pixels, what is not part of every step by how often it is; windows are whole turns.
-- of card: the F/s relative to what the card reaches when it does nothing but pass the backbone forward and back on a
-  batch of the same size, executed alike, in the same process. Above 100 % the step profits from passes side by side.
+  count in proportion to their pixels, what is not part of every step by how often it is.
+- of card: F/s relative to a bare backbone's passes forward and back on batches of the same size, executed alike, in the
+  same process. Above 100 % the step profits from passes side by side.
 - other: the share of the step that is not passes of the encoder: 1 - (the same passes, with nothing between them) /
-  (step). Optimisers, moving average, queue, consistency loss, MMNN, copies; the contrastive loss is timed with its
-  passes.
-- memory: GiB of tensors at the peak; the JSON file also has what PyTorch reserved.
-- start: seconds until every kind of step is recorded, most of it compiling. The compiler keeps its results on disk, so
-  a second run starts faster.
+  (step). The contrastive loss is timed with its passes.
+- memory: GiB of tensors at the peak. start: seconds until every kind of step is recorded; the compiler keeps its
+  results on disk, so a second run starts faster.
 """
 
 import argparse
 import gc
 import itertools
+import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
+from torch import Tensor
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])
+
+from benchmarks.common import (
+    RESULTS,
+    Column,
+    describe_machine,
+    device_slug,
+    header,
+    machine_line,
+    row,
+    script,
+    write_json,
+)
 from cocor.config.arguments import flag
-from cocor.config.options import Config
+from cocor.config.options import Config, Execution, labelled_batch_size
 from cocor.config.resolve import resolve
 from cocor.config.values import convert
-from cocor.distributed.launch import command
-from cocor.monitor.profile import CONTRASTIVE_COST
-from common import RESULTS, Column, describe_machine, device_slug, header, machine_line, row, write_json
+from cocor.distributed.collectives import World
+from cocor.methods.base import batch_statistics_only
+from cocor.models import build_method, build_target
+from cocor.monitor.profile import CONTRASTIVE_COST, costs
+from cocor.step.compile import choose, executable
+from cocor.step.cudagraph import WARM_UP
+from cocor.step.step import TrainingStep
 from loaders.arguments import Parser, above_zero, nearest, positive, writable
+from loaders.batch import Batch
 from loaders.errors import UserError
 from loaders.writable import check_file
-from step_cost import measure
 
-COLUMNS = (
-    Column("step", -18), Column("execution", -10), Column("batch", 6), Column("images/s", 9, ",.0f"),
-    Column("±", 5, ".1%"), Column("F/s", 8, ",.0f"), Column("of card", 8, ".0%"), Column("other", 7, ".1%"),
-    Column("memory", 7, ".1f"), Column("start", 7, ".0f"), Column("option", -20),
-)  # fmt: skip
+COLUMNS = {  # by the keys of a row
+    "name": Column("step", -18), "execution": Column("execution", -10), "batch_size": Column("batch", 6),
+    "images_per_s": Column("images/s", 9, ",.0f"), "spread": Column("±", 5, ".1%"),
+    "forward_equivalents_per_s": Column("F/s", 8, ",.0f"), "of_card": Column("of card", 8, ".0%"),
+    "other": Column("other", 7, ".1%"), "memory_gib": Column("memory", 7, ".1f"), "start_s": Column("start", 7, ".0f"),
+    "option": Column("option", -20),
+}  # fmt: skip
 OPTIONS = ("composite_size", "lengths_per_step", "mmnn_every")
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line (default: this process's)."""
     on_gpu = torch.cuda.is_available()
-    parser = Parser(description="Time the training step.")
-    parser.add_argument("--backbone", default="resnet50" if on_gpu else "test_resnet")
-    parser.add_argument("--size", type=positive, default=224 if on_gpu else 64, help="side of the images in pixels")
-    parser.add_argument("--batch-sizes", type=positive, nargs="+", default=[256, 64] if on_gpu else [16])
-    parser.add_argument("--methods", nargs="+", choices=sorted(CONTRASTIVE_COST), default=["moco", "simsiam"])
-    parser.add_argument("--kinds", nargs="+", choices=["plain", "cocor"], default=["plain", "cocor"])
-    parser.add_argument("--options", nargs="+", default=["none"], metavar="KEY=VALUE",
-                        help=f"rows of + CoCor with {', '.join(map(_word, OPTIONS))}; none: without")  # fmt: skip
-    parser.add_argument("--executions", nargs="+", choices=["eager", "compiled", "graph", "fused"],
-                        default=["eager", "fused"] if on_gpu else ["eager"])  # fmt: skip
-    parser.add_argument("--parallel", action=argparse.BooleanOptionalAction,
-                        help="lengths side by side in a recorded step (default: for small batches)")  # fmt: skip
-    parser.add_argument("--lengths", type=positive, nargs="+", default=[1, 2, 3], help="of the composites")
-    parser.add_argument("--steps", type=positive, default=20 if on_gpu else 2, help="in each of three windows")
-    parser.add_argument("--seconds", type=above_zero, default=1e9, help="begin no further row after this time")
-    parser.add_argument(
-        "--json", type=writable, help="write the figures here (default on a GPU: results/step-CARD.json)"
-    )
+    parser = Parser("step.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--backbone", default="resnet50" if on_gpu else "test_resnet")
+    add("--size", type=positive, default=224 if on_gpu else 64, help="side of the images in pixels")
+    add("--batch-sizes", type=positive, nargs="+", default=[256, 64] if on_gpu else [16])
+    add("--methods", nargs="+", choices=sorted(CONTRASTIVE_COST), default=["moco", "simsiam"])
+    add("--kinds", nargs="+", choices=["plain", "cocor"], default=["plain", "cocor"])
+    add("--options", nargs="+", default=["none"], metavar="KEY=VALUE",
+        help=f"rows of + CoCor with {', '.join(map(_word, OPTIONS))}; none: without")  # fmt: skip
+    add("--executions", nargs="+", choices=get_args(Execution)[1:], default=["eager", "fused"] if on_gpu else ["eager"])
+    add("--parallel", action=argparse.BooleanOptionalAction,
+        help="lengths side by side in a recorded step (default: for small batches)")  # fmt: skip
+    add("--lengths", type=positive, nargs="+", default=[1, 2, 3], help="of the composites")
+    add("--steps", type=positive, default=20 if on_gpu else 2, help="in each of three windows")
+    add("--seconds", type=above_zero, default=1e9, help="begin no further row after this time")
+    add("--json", type=writable, help="write the figures here (default on a GPU: results/step-CARD.json)")
     return parser.parse_all(argv)
 
 
 def _overrides(option: str) -> dict[str, int]:
-    """``composite-size=128,mmnn-every=4`` as values of the configuration."""
+    """Parse ``composite-size=128,mmnn-every=4`` into values of the configuration."""
     values = {}
     for word in option.split(",") if option != "none" else ():
         name, _, value = word.partition("=")
@@ -100,60 +119,54 @@ def _word(key: str) -> str:
     return flag(key).removeprefix("--")
 
 
-def _config(
-    arguments: argparse.Namespace, method: str, kind: str, option: str, batch_size: int, on_gpu: bool
-) -> Config:
+def _config(options: argparse.Namespace, method: str, kind: str, option: str, batch_size: int, on_gpu: bool) -> Config:
     splits = max(n for n in (8, 4, 2, 1) if batch_size // n >= 2 or n == 1)
     return resolve({
-        "method": method, "backbone": arguments.backbone, "image_size": arguments.size, "batch_size": batch_size,
-        "lengths": tuple(arguments.lengths), "consistency": "softplus" if kind == "cocor" else "none",
-        "constants": tuple(0.8 - 0.05 * n for n in range(max(arguments.lengths))),
+        "method": method, "backbone": options.backbone, "image_size": options.size, "batch_size": batch_size,
+        "lengths": tuple(options.lengths), "consistency": "softplus" if kind == "cocor" else "none",
+        "constants": tuple(0.8 - 0.05 * n for n in range(max(options.lengths))),
         "queue_size": 65536 if on_gpu else 1024, "key_bn_splits": splits, "mmnn_wait_epochs": 0,
         "precision": "bf16" if on_gpu else "fp32", "epochs": 100, **_overrides(option),
     })  # fmt: skip
 
 
-def _show(result: dict[str, Any]) -> str:
-    name = result["method"] + (" + cocor" if result["cocor"] else "")
-    keys = ("execution", "batch_size", "images_per_s", "spread", "forward_equivalents_per_s", "of_card", "other",
-            "memory_gib", "start_s", "option")  # fmt: skip
-    return row(COLUMNS, [name, *(result[key] for key in keys)])
-
-
-def run(argv: Sequence[str] | None = None) -> None:
-    arguments = _parse(argv)
+def main() -> None:
+    options = arguments()
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     torch.backends.cudnn.benchmark = on_gpu
     torch.set_float32_matmul_precision("high")
     machine = describe_machine()
-    print(f"{machine_line(machine)}\n{arguments.backbone}, {arguments.size} pixels\n\n{header(COLUMNS)}", flush=True)
-    path = arguments.json or (RESULTS / f"step-{device_slug(machine)}.json" if on_gpu else None)
+    path = options.json or (RESULTS / f"step-{device_slug(machine)}.json" if on_gpu else None)
     if path is not None:
         check_file("--json", path)
-    results: list[dict[str, Any]] = []
-    begin = time.perf_counter()
-    kinds = [(kind, word) for kind in arguments.kinds for word in (arguments.options if kind == "cocor" else ["none"])]
+    kinds = [(kind, word) for kind in options.kinds for word in (options.options if kind == "cocor" else ["none"])]
     configs = [
-        (execution, option, _config(arguments, method, kind, option, batch_size, on_gpu))
+        (execution, option, _config(options, method, kind, option, batch_size, on_gpu))
         for batch_size, method, (kind, option), execution in itertools.product(
-            arguments.batch_sizes, arguments.methods, kinds, arguments.executions
+            options.batch_sizes, options.methods, kinds, options.executions
         )
     ]
+    title = f"{options.backbone}, {options.size} pixels"
+    print(machine_line(machine), title, "", header(COLUMNS.values()), sep="\n", flush=True)
+    rows: list[dict[str, Any]] = []
+    given = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+    begin = time.perf_counter()
     for execution, option, config in configs:
-        if time.perf_counter() - begin > arguments.seconds:
-            print(f"{arguments.seconds:.0f} seconds are over; the rest is left out", flush=True)
+        if time.perf_counter() - begin > options.seconds:
+            print(f"{options.seconds:.0f} seconds are over; the rest is left out", flush=True)
             break
         try:
-            results.append(measure(config, execution, arguments.steps, device, arguments.parallel) | {"option": option})
-            print(_show(results[-1]), flush=True)
+            rows.append(measure_row(config, execution, options.steps, device, options.parallel) | {"option": option})
+            name = config.method + (" + cocor" if rows[-1]["cocor"] else "")
+            print(row(COLUMNS.values(), [({"name": name} | rows[-1])[key] for key in COLUMNS]), flush=True)
         except RuntimeError as error:
             if not any(isinstance(cause, torch.OutOfMemoryError) for cause in (error, error.__context__)):
                 raise
             what = f"{config.method}, consistency {config.consistency}, options {option}, {execution}"
             print(f"{what}, {config.batch_size} images: does not fit into the GPU's memory", flush=True)
         if path is not None:
-            write_json(path, {"machine": machine, "arguments": _plain(arguments), "rows": results})
+            write_json(path, {"machine": machine, "arguments": given, "rows": rows})
         gc.collect()
         torch._dynamo.reset()
         if on_gpu:
@@ -161,14 +174,138 @@ def run(argv: Sequence[str] | None = None) -> None:
             torch.cuda.reset_peak_memory_stats()
 
 
-def _plain(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
+CLASSES, WINDOWS, STEPS_PER_EPOCH = 1000, 3, 10_000
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; 2 for a user's mistake."""
-    return command("step.py", lambda: run(argv))
+def measure_row(
+    config: Config, execution: Execution, steps: int, device: torch.device, parallel: bool | None = None
+) -> dict[str, Any]:
+    """Measure one row, in windows of ``steps`` steps, rounded up to whole turns. ``parallel``: as of a recorded step.
+    UserError for an ``execution`` of which this machine is not capable."""
+    begin = time.perf_counter()
+    precision = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    world = World(0, 0, 1, device)
+    method, target = build_method(config, world), build_target(config, world)
+    step = TrainingStep(config, method, target, CLASSES, steps_per_epoch=STEPS_PER_EPOCH, precision=precision)
+    batch = noise(config, config.batch_size, device, precision)
+    labelled = noise(config, labelled_batch_size(config, 1), device, precision, plain=True)
+    run = executable(step, choose(replace(config, execution=execution), world, steps), parallel)
+    numbers = itertools.count()
+    for _ in range((WARM_UP + 2) * config.mmnn_every):
+        run(batch, labelled, next(numbers))
+    _wait(device)
+    start = time.perf_counter() - begin
+    window = -(-steps // step.turns.cycle) * step.turns.cycle
+    seconds, spread = timed(lambda: run(batch, labelled, next(numbers)), window, device)
+    allocated, reserved = None, None
+    if device.type == "cuda":
+        allocated, reserved = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30
+    recorded = execution in ("graph", "fused")
+    passes = seconds_of_passes(step, batch, labelled, recorded, steps)
+    card = timed(_warmed_up(lambda: forward_backward(step, batch.original), recorded, device), steps, device)[0]
+    units = len(batch.index) * sum(costs(config, 1).values()) / seconds
+    return {
+        "method": config.method, "cocor": target is not None, "execution": execution, "batch_size": config.batch_size,
+        "images_per_s": len(batch.index) / seconds, "spread": spread, "step_ms": 1000 * seconds,
+        "forward_equivalents_per_s": units, "card_images_per_s": len(batch.index) / card,
+        "of_card": units / (3 * len(batch.index) / card), "other": 1 - passes / seconds,
+        "memory_gib": allocated, "reserved_gib": reserved, "start_s": start,
+    }  # fmt: skip
+
+
+def noise(config: Config, count: int, device: torch.device, dtype: torch.dtype, plain: bool = False) -> Batch:
+    """Draw a batch of Gaussian noise; ``plain``: with the original alone, as labelled batches have it."""
+    generator = torch.Generator(device).manual_seed(count)
+    lengths = 0 if plain or config.consistency == "none" else len(config.lengths)
+
+    def images(*shape: int) -> Tensor:
+        size = (config.image_size, config.image_size, 3)
+        return torch.randn(*shape, *size, device=device, dtype=dtype, generator=generator).movedim(-1, -3)
+
+    composition = torch.zeros(lengths, count, 14, dtype=torch.uint8, device=device)
+    for at in range(lengths):
+        composition[at, :, at % 14] = config.lengths[at]
+    label = torch.arange(count, device=device) % CLASSES
+    return Batch(images(0 if plain else 2, count), images(count), images(lengths, count), composition, label, label)
+
+
+def seconds_of_passes(step: TrainingStep, batch: Batch, labelled: Batch, recorded: bool, steps: int) -> float:
+    """Time :func:`all_passes`: the mean over steps with a labelled batch and without."""
+    shared, every = step.share(batch, labelled, 0)[0], step.config.mmnn_every
+
+    def seconds(labelled: Batch | None) -> float:
+        work = _warmed_up(lambda: all_passes(step, shared, labelled), recorded, step.device)
+        return timed(work, steps, step.device)[0]
+
+    guided = seconds(labelled)
+    return guided if every == 1 else (guided + (every - 1) * seconds(None)) / every
+
+
+def all_passes(step: TrainingStep, batch: Batch, labelled: Batch | None) -> None:
+    """Run the encoder's forward and backward passes of one step, with the contrastive loss, and nothing else."""
+    method, parameters = step.method, step.parameters
+    backbone = [p for p in method.backbone.parameters() if p.requires_grad]
+    if step.target is not None:
+        with step.autocast():
+            method.embed_original(batch.original)
+        for at, images in enumerate(batch.composites):
+            with step.streams.beside(at):
+                with step.autocast():
+                    output = method.embed_composite(images).sum()
+                torch.autograd.grad(output, parameters, allow_unused=True)
+    with step.autocast():
+        loss = method.contrastive(batch.views, batch.label)
+    torch.autograd.grad(loss, parameters, allow_unused=True)
+    step.streams.join()
+    if step.guide is not None and labelled is not None:
+        with step.autocast(), batch_statistics_only(method.backbone):
+            output = method.backbone(labelled.original).sum()
+        torch.autograd.grad(output, backbone)
+
+
+def forward_backward(step: TrainingStep, images: Tensor) -> None:
+    """Run one pass of the backbone, forward and back."""
+    backbone = step.method.backbone
+    with step.autocast(), batch_statistics_only(backbone):
+        output = backbone(images).sum()
+    torch.autograd.grad(output, [p for p in backbone.parameters() if p.requires_grad])
+
+
+def _warmed_up(work: Callable[[], object], recorded: bool, device: torch.device) -> Callable[[], object]:
+    """Call ``work`` twice and return it; if ``recorded``, return its replay as a CUDA graph."""
+    if not recorded:
+        work()
+        work()
+        return work
+    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        work()
+        work()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        work()
+    return graph.replay
+
+
+def timed(work: Callable[[], object], steps: int, device: torch.device) -> tuple[float, float]:
+    """Time calls of ``work``: median seconds over windows of ``steps`` calls, and the range over the median."""
+    windows = []
+    for _ in range(WINDOWS):
+        _wait(device)
+        begin = time.perf_counter()
+        for _ in range(steps):
+            work()
+        _wait(device)
+        windows.append((time.perf_counter() - begin) / steps)
+    middle = statistics.median(windows)
+    return middle, (max(windows) - min(windows)) / middle
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script("step.py", main)

@@ -1,4 +1,4 @@
-"""How fast batches come: loaders x stages of the data path, in one table.
+"""Time how fast batches come: loaders x stages of the data path, in one table.
 
     python benchmarks/throughput.py                         # any machine; makes its own JPEG files
     python benchmarks/throughput.py --data imagenet/train --json out.json --plot out.png
@@ -9,37 +9,31 @@ Loaders (rows)
   torch, dali, ffcv  this project's: every image decoded once, six views by one program (numba on CPUs, CUDA on GPUs)
   synthetic          the same without files: noise crops, so the views' cost alone
   dali-auto-aug      DALI's own operators: colour twist, blur, and RandAugment from nvidia.dali.auto_aug for composites
-  torchvision        the common baseline: v2 transforms on Pillow images in a plain DataLoader (in batches of at most
-                     64 where it does not train: the rate is the same)
+  torchvision        v2 transforms on Pillow images in a plain DataLoader (in batches of at most 64 where it does not
+                     train: the rate is the same)
   libjpeg-turbo, pillow   decoding from memory alone, one process a core
-Stages (columns): decode; + crops (three, resized to --size, flipped); + contrastive views (jitter, grey, blur on two of
-them); + composites (1, 2 and 3 operations on the third: six views, normalised, as the trainer takes them); + training
-step (MoCo + CoCor: ResNet-50 in bfloat16 on a GPU; on a CPU, where it is left out unless asked, ResNet-18 in float32
-and one thread, next to the loader's).
+Stages (columns): decode; + crops (three, resized, flipped); + contrastive views (jitter, grey, blur on two of them);
++ composites (1, 2 and 3 operations on the third: six views, normalised); + training step (MoCo + CoCor: ResNet-50 in
+bfloat16 on a GPU; on a CPU, only if asked for, ResNet-18 in float32).
 
 How each figure is taken, and what would make it wrong
-- Every cell runs in new processes, one a GPU (one without). Images are read once before, so files come from the page
-  cache: a slow disk is not measured. At most --images different files are used, again and again; few files may stay in
-  the processor's caches, which flatters decoding a little. Warm-up is left out: at least two batches and one of every
-  worker, the steps that compile and record, and the batches that piled up meanwhile.
+- Every case runs in new processes, one a GPU. Images come from the page cache: a slow disk is not measured. At most
+  --images files are used, again and again. Warm-up is left out.
 - samples/s: finished batches over wall-clock time, in up to three windows of --seconds in all, one right after the
-  other; median, and ± the range over the median. A batch is finished when the GPU has finished it; the next ones may be
-  in flight. Wrong if other programs use the machine: compare rows of one run only, and distrust a wide range.
+  other; median, and ± the range over the median. A batch is finished when the GPU has finished it. Wrong if other
+  programs use the machine: compare rows of one run only, and distrust a wide range.
 - views/s: samples/s times the stage's views (3, 3, 6, 6). a core: samples/s over the cores busy.
-- cores: CPU time of the process and its descendants over wall-clock time, both between the same two readings
-  (``cpu_time.py``); without /proc, workers are not counted. The system counts worker processes in hundredths of a
-  second, so a short window may show a little more than there are.
+- cores: CPU time of the process and its descendants over wall-clock time, both between the same two readings. The
+  system counts worker processes in hundredths of a second, so a short window may show a little more than there are.
 - taken: the share of the training step that the loader costs: 1 - (step on batches made before) / (step on the
   loader's), both in one process, the former before and after. It includes kernels that compete for the GPU, Python that
-  delays launches, and waiting for data: where samples/s without training are lower than with, it is mostly waiting.
+  delays launches, and waiting for data.
 - p50, p99: milliseconds from one finished batch to the next; with fewer than 100 batches p99 is the longest. Worker
-  processes deliver in bursts, and so does DALI where it decodes several batches at once: a p50 near 0 and a long p99
-  are normal then.
-- reserved, card: GiB reserved by torch at the peak, and used on the card at the end by everything (CUDA's own context,
-  DALI's pools, other programs).
+  processes deliver in bursts, and so does DALI: a p50 near 0 and a long p99 are normal then.
+- reserved, card: GiB reserved by torch at the peak, and used on the card at the end by everything.
 - On several GPUs rates and cores add up, and the worst of the ranks' latencies and memory is shown.
-The generated JPEG files have ImageNet's sizes, bytes and decoding time (see ``photographs.py``); the line ``data`` says
-what was read. Baselines draw their own random numbers, so they do equal work on average, not the same.
+The generated JPEG files have ImageNet's sizes, bytes and decoding time (see ``images.py``). Baselines draw their own
+random numbers, so they do equal work on average, not the same.
 """
 
 import argparse
@@ -48,22 +42,23 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-import images
-from cells import Absent, Settings, measure
-from cocor import panels
-from cocor.distributed.launch import command
-from common import RESULTS, describe_machine, device_slug, header, machine_line, write_json
-from images import open_images
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])
+
+from benchmarks.common import RESULTS, describe_machine, device_slug, header, machine_line, script, write_json
+from benchmarks.images import describe, line, make_photographs, open_images
+from benchmarks.loading.cases import Absent, Settings, measure
+from benchmarks.loading.contenders import CONTENDERS, STAGES_OF, Contender
+from benchmarks.loading.report import COLUMNS, Case, Report, case_line, plot, ratio_lines, summary
+from benchmarks.loading.stages import STAGES, Stage
+from benchmarks.processes import alone
+from cocor.config.options import Execution
+from cocor.panels import check_picture
 from loaders.arguments import Parser, above_zero, not_negative, positive, share, writable
 from loaders.errors import UserError
 from loaders.writable import check_file
-from photographs import make_photographs
-from processes import alone
-from sources import CONTENDERS, STAGES_OF, Contender
-from stages import STAGES, Stage
-from throughput_report import COLUMNS, Cell, Report, cell_line, ratio_lines, summary
 
 Place = tuple[Contender, Stage]
 
@@ -73,7 +68,7 @@ def main() -> None:
     if options.data is not None and not options.data.exists():
         raise UserError(f"--data {options.data}: no such folder")
     if options.plot is not None:
-        panels.check_picture(options.plot)
+        check_picture(options.plot)
     machine = alone(describe_machine)
     settings = settings_of(options, machine)
     targets = [] if options.json is None else [options.json]
@@ -82,11 +77,10 @@ def main() -> None:
         check_file("--save", targets[-1])
     number = options.images or (64 if options.quick else 512)
     chosen = alone(open_images, options.data or make_photographs(number), number)
-    report = Report(machine, images.describe(chosen), settings)
-    print(machine_line(machine), images.line(report.data), describe_settings(settings), sep="\n")
-    print(header(COLUMNS), flush=True)
+    report = Report(machine, describe(chosen), settings)
+    print(machine_line(machine), line(report.data), settings, header(COLUMNS), sep="\n", flush=True)
 
-    def measured(place: Place) -> Cell:
+    def measured(place: Place) -> Case:
         late = options.budget is not None and time.monotonic() - started > options.budget
         return Absent(*place, "out of time") if late else measure(*place, chosen, settings)
 
@@ -94,51 +88,45 @@ def main() -> None:
         for target in targets:
             write_json(target, report.to_dict())
 
-    for cell in in_pairs(measured, cells_of(options, settings), together=options.quick):
-        report.cells.append(cell)
-        print(cell_line(cell), flush=True)
+    for case in in_pairs(measured, places_of(options, settings), together=options.quick):
+        report.cases.append(case)
+        print(case_line(case), flush=True)
         write()
     if not options.loader:
         report.executor = try_executor(options.quick)
-    print("", summary(report.cells), "", *ratio_lines(report), sep="\n", flush=True)
+    print("", summary(report.cases), "", *ratio_lines(report), sep="\n", flush=True)
     print(f"took {time.monotonic() - started:.0f} s")
     write()
     if options.plot:
-        from plot import plot_cells
-
-        plot_cells(report.cells, machine_line(machine), options.plot)
+        plot(report.cases, machine_line(machine), options.plot)
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line (default: this process's), parsed."""
+    """Parse the command line (default: this process's)."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="folder of images (default: JPEG files made for the purpose)")
-    parser.add_argument("--images", type=positive, help="most images to use (default: 512)")
-    parser.add_argument("--loader", action="append", choices=CONTENDERS, help="only this one; may be repeated")
-    parser.add_argument("--stage", action="append", choices=STAGES, help="only this one; may be repeated")
-    parser.add_argument("--gpus", type=not_negative, help="GPUs to use; 0 for none (default: 1 if there is one)")
-    parser.add_argument(
-        "--batch-size", type=positive, help="images a batch, over all GPUs (default: 256 a GPU, 64 on CPUs)"
-    )
-    parser.add_argument("--size", type=positive, help="side of the views in pixels (default: 224)")
-    parser.add_argument("--workers", type=positive, help="threads or processes of a loader (default: one a core)")
-    parser.add_argument("--seconds", type=above_zero, help="timed, of every cell (default: 6)")
-    parser.add_argument("--budget", type=above_zero, metavar="SECONDS", help="start no new row after so long")
-    parser.add_argument("--hw-decoder-load", type=share, default=0.65, help="share of JPEGs for the GPU's decoder")
-    parser.add_argument("--backbone", help="timm name of the trained encoder (default: resnet50; on CPUs resnet18)")
-    parser.add_argument(
-        "--execution", choices=["eager", "compiled", "graph", "fused"],
-        help="of the training step, see cocor/step/compile.py (default: graph; eager on CPUs)",
-    )  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="small and short, two cells at a time: no measurement")
-    parser.add_argument("--json", type=writable, metavar="FILE", help="write all figures to FILE, after every row")
-    parser.add_argument("--save", action="store_true", help="write them to benchmarks/results/throughput-<device>.json")
-    parser.add_argument("--plot", type=writable, metavar="FILE.png", help="draw samples/s (needs matplotlib)")
+    add = parser.add_argument
+    add("--data", type=Path, help="folder of images (default: JPEG files made for the purpose)")
+    add("--images", type=positive, help="most images to use (default: 512)")
+    add("--loader", action="append", choices=CONTENDERS, help="only this one; may be repeated")
+    add("--stage", action="append", choices=STAGES, help="only this one; may be repeated")
+    add("--gpus", type=not_negative, help="GPUs to use; 0 for none (default: 1 if there is one)")
+    add("--batch-size", type=positive, help="images a batch, over all GPUs (default: 256 a GPU, 64 on CPUs)")
+    add("--size", type=positive, help="side of the views in pixels (default: 224)")
+    add("--workers", type=positive, help="threads or processes of a loader (default: one a core)")
+    add("--seconds", type=above_zero, help="timed, of every case (default: 6)")
+    add("--budget", type=above_zero, metavar="SECONDS", help="start no new row after so long")
+    add("--hw-decoder-load", type=share, default=0.65, help="share of JPEGs for the GPU's decoder")
+    add("--backbone", help="timm name of the trained encoder (default: resnet50; on CPUs resnet18)")
+    add("--execution", choices=get_args(Execution)[1:], help="of the training step (default: graph; eager on CPUs)")
+    add("--quick", action="store_true", help="small and short, two cases at a time: no measurement")
+    add("--json", type=writable, metavar="FILE", help="write all figures to FILE, after every row")
+    add("--save", action="store_true", help="write them to benchmarks/results/throughput-<device>.json")
+    add("--plot", type=writable, metavar="FILE.png", help="draw samples/s (needs matplotlib)")
     return parser.parse_all(argv)
 
 
 def settings_of(options: argparse.Namespace, machine: dict[str, Any]) -> Settings:
-    """The options, with defaults that depend on the machine. UserError for GPUs that it does not have."""
+    """Fill in defaults that depend on the machine. UserError for GPUs that it does not have."""
     gpus = min(1, machine["gpus"]) if options.gpus is None else options.gpus
     if gpus > machine["gpus"]:
         raise UserError(f"--gpus {gpus}: there are {machine['gpus']} here")
@@ -147,37 +135,23 @@ def settings_of(options: argparse.Namespace, machine: dict[str, Any]) -> Setting
     if batch_size % ranks or batch_size // ranks < 2:
         raise UserError(f"--batch-size {batch_size}: take a multiple of {ranks} that leaves every GPU two or more")
     return Settings(
-        on_gpu=gpus > 0,
-        ranks=ranks,
-        batch_size=batch_size,
-        size=options.size or (32 if quick else 224),
+        on_gpu=gpus > 0, ranks=ranks, batch_size=batch_size, size=options.size or (32 if quick else 224),
         workers=options.workers or max(1, machine["cores"] // ranks),
-        seconds=options.seconds or (0.3 if quick else 6.0),
-        hw_decoder_load=options.hw_decoder_load,
+        seconds=options.seconds or (0.3 if quick else 6.0), hw_decoder_load=options.hw_decoder_load,
         backbone=options.backbone or ("test_resnet" if quick else "resnet50" if gpus else "resnet18"),
         execution=options.execution or ("graph" if gpus else "eager"),
-    )
+    )  # fmt: skip
 
 
-def describe_settings(settings: Settings) -> str:
-    place = f"{settings.ranks} GPU" if settings.on_gpu else "CPU"
-    return (
-        f"{place}, batches of {settings.batch_size}, {settings.size} px, {settings.workers} workers a rank, "
-        f"{settings.seconds:g} s a cell, {settings.backbone} trained ({settings.execution})"
-    )
-
-
-def cells_of(options: argparse.Namespace, settings: Settings) -> Iterator[Place]:
-    """The cells to measure. Training on a CPU takes minutes, so it must be asked for."""
+def places_of(options: argparse.Namespace, settings: Settings) -> Iterator[Place]:
+    """Yield the cases to measure. Training on a CPU takes minutes, so it must be asked for."""
     stages: Sequence[Stage] = options.stage or (STAGES if settings.on_gpu or options.quick else STAGES[:-1])
     for contender in options.loader or CONTENDERS:
-        for stage in STAGES_OF[contender]:
-            if stage in stages:
-                yield contender, stage
+        yield from ((contender, stage) for stage in STAGES_OF[contender] if stage in stages)
 
 
-def in_pairs(measured: Callable[[Place], Cell], places: Iterable[Place], together: bool) -> Iterator[Cell]:
-    """The cells in order; ``together`` two at a time, which is for tests and disturbs what is measured."""
+def in_pairs(measured: Callable[[Place], Case], places: Iterable[Place], together: bool) -> Iterator[Case]:
+    """Yield the cases in order; ``together`` two at a time, which is for tests and disturbs what is measured."""
     if not together:
         yield from map(measured, places)
         return
@@ -189,7 +163,7 @@ def in_pairs(measured: Callable[[Place], Cell], places: Iterable[Place], togethe
 
 
 def try_executor(quick: bool) -> dict[str, Any] | None:
-    """:func:`executor_against_pillow`, or a line that says why not."""
+    """Run :func:`executor_against_pillow`, or print why not."""
     try:
         return alone(executor_against_pillow, *((2, 32, 1) if quick else (16, 224, 3)))
     except UserError as error:
@@ -198,16 +172,16 @@ def try_executor(quick: bool) -> dict[str, Any] | None:
 
 
 def executor_against_pillow(samples: int, size: int, repeats: int) -> dict[str, Any]:
-    """The CPU executor against Pillow on one core, as ``executor.py`` measures them: all views of some photographs."""
+    """Compare the CPU executor with Pillow on one core, as ``executor.py`` does: all views of some photographs."""
     # Here, as torch.compile's cache key names the first module that holds ``torch``: if this file did, the processes
     # started from it would compile again what other programs have in the cache.
     import torch
 
-    from executor import make_work, measure
+    from benchmarks.executor import make_work, measure
 
     torch.set_num_threads(1)
     return measure(make_work(samples, size, seed=0), repeats)
 
 
 if __name__ == "__main__":
-    sys.exit(command("throughput.py", main))
+    script("throughput.py", main)

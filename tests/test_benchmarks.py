@@ -1,4 +1,4 @@
-"""benchmarks/throughput.py and its parts: that it runs anywhere, and that its figures are what it says they are."""
+"""Benchmarks: each command runs for real on tiny data, and figures are what they say they are."""
 
 import hashlib
 import importlib
@@ -23,39 +23,32 @@ from hand_clock import wound_by_hand
 from PIL import Image
 from torch.utils.data import DataLoader
 
+from benchmarks import images, scaling, throughput
+from benchmarks.common import command
+from benchmarks.images import IMAGENET, make_photographs, open_images, store
+from benchmarks.loading import cpu_time, decoders, timing
+from benchmarks.loading.cases import Absent, Measured, Settings, measure
+from benchmarks.loading.contenders import STAGES_OF, Contender, Request, open_source
+from benchmarks.loading.report import case_line
+from benchmarks.loading.stages import Stage
+from benchmarks.loading.timing import Window, milliseconds, time_together, time_windows
+from benchmarks.processes import alone, in_processes
+from loaders.datasets.stored import open_stored
+from loaders.errors import UserError
+from loaders.synthetic import SyntheticLoader
+from loaders.text import available_cores
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import cpu_time  # noqa: E402
-import probe  # noqa: E402
-import references  # noqa: E402
-import scaling  # noqa: E402
-import step  # noqa: E402
-import throughput  # noqa: E402
-import timing  # noqa: E402
-from cells import Absent, Measured, Settings, measure  # noqa: E402
-from cocor.distributed import launch  # noqa: E402
-from images import open_images, store  # noqa: E402
-from loaders.datasets.stored import open_stored  # noqa: E402
-from loaders.errors import UserError  # noqa: E402
-from loaders.synthetic import SyntheticLoader  # noqa: E402
-from loaders.text import available_cores  # noqa: E402
-from photographs import IMAGENET, make_photographs  # noqa: E402
-from processes import alone, in_processes  # noqa: E402
-from sources import STAGES_OF, Contender, Request, open_source  # noqa: E402
-from stages import Stage  # noqa: E402
-from throughput import arguments, settings_of  # noqa: E402
-from throughput_report import cell_line  # noqa: E402
-from timing import Window, milliseconds, time_together, time_windows  # noqa: E402
-
 LOADERS: tuple[Contender, ...] = ("dali", "torch", "torchvision")
 STAGES: tuple[Stage, ...] = ("decode", "composites", "step")
 
 
-def run(*words: object, benchmark: str = "throughput.py") -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(ROOT / "benchmarks" / benchmark), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+def run(*words: object) -> str:
+    """Run a benchmark as users do, from the repository's root; what it prints."""
+    call = [sys.executable, *map(str, words)]
+    done = subprocess.run(call, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -65,45 +58,35 @@ def result(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     choice = [word for name in LOADERS for word in ("--loader", name)]
     choice += [word for name in STAGES for word in ("--stage", name)]
     small = ("--quick", "--gpus", 0, "--seconds", 0.1, "--batch-size", 4, "--images", 16, "--data", photo_folder)
-    done = run(*small, *choice, "--json", folder / "out.json", "--plot", folder / "out.png")
-    assert done.returncode == 0, done.stderr
-    assert "samples/s" in done.stdout and "dali / torchvision" in done.stdout
+    words = (*small, *choice, "--json", folder / "out.json", "--plot", folder / "out.png")
+    printed = run("benchmarks/throughput.py", *words)
+    assert "samples/s" in printed and "dali / torchvision" in printed
     assert Image.open(folder / "out.png").width > 500
     return json.loads((folder / "out.json").read_text())
 
 
-def test_the_result_says_on_what_machine_and_data_it_was_taken(result: dict) -> None:
+def test_throughput_figures_agree(result: dict) -> None:
     assert result["machine"]["cores"] >= 1 and result["machine"]["torch"] == torch.__version__.partition("+")[0]
     assert result["data"]["images"] == 16 and result["data"]["mean_kilobytes"] > 1
     assert result["settings"]["batch_size"] == 4 and not result["settings"]["on_gpu"]
-
-
-def test_every_cell_has_figures(result: dict) -> None:
-    cells = {(cell["loader"], cell["stage"]): cell for cell in result["cells"]}
-    assert list(cells) == [(loader, stage) for loader in LOADERS for stage in STAGES if stage in STAGES_OF[loader]]
-    assert [cell["reason"] for cell in cells.values() if "reason" in cell] == []
-
-
-def test_figures_are_plausible_and_agree_with_each_other(result: dict) -> None:
-    for cell in result["cells"]:
-        if "reason" in cell:
-            continue
-        assert 0 < cell["cores_busy"] < 4 * result["machine"]["cores"]
-        assert cell["samples_per_s_per_core"] == pytest.approx(cell["samples_per_s"] / cell["cores_busy"])
-        views = 0 if cell["stage"] == "decode" else 6
-        assert cell["views_per_s"] == pytest.approx(views * cell["samples_per_s"])
-        assert 0 <= cell["batch_ms_p50"] <= cell["batch_ms_p99"]
-        assert cell["batches"] >= 3 * cell["windows"] >= 3
-        assert (cell["gpu_share"] is not None) == (cell["stage"] == "step")
-        assert cell["gpu_share"] is None or cell["gpu_share"] < 1
+    cases = {(case["loader"], case["stage"]): case for case in result["cells"]}
+    assert list(cases) == [(loader, stage) for loader in LOADERS for stage in STAGES if stage in STAGES_OF[loader]]
+    assert [case["reason"] for case in cases.values() if "reason" in case] == []
+    for case in cases.values():
+        assert 0 < case["cores_busy"] < 4 * result["machine"]["cores"]
+        assert case["samples_per_s_per_core"] == pytest.approx(case["samples_per_s"] / case["cores_busy"])
+        views = 0 if case["stage"] == "decode" else 6
+        assert case["views_per_s"] == pytest.approx(views * case["samples_per_s"])
+        assert 0 <= case["batch_ms_p50"] <= case["batch_ms_p99"]
+        assert case["batches"] >= 3 * case["windows"] >= 3
+        assert (case["gpu_share"] is not None) == (case["stage"] == "step")
+        assert case["gpu_share"] is None or case["gpu_share"] < 1
     ratios = {ratio["name"]: ratio["samples_per_s"] for ratio in result["ratios"]}
-    rates = {
-        c["loader"]: c["samples_per_s"] for c in result["cells"] if c["stage"] == "composites" and "reason" not in c
-    }
+    rates = {loader: cases[loader, "composites"]["samples_per_s"] for loader in LOADERS}
     assert ratios["dali / torchvision"] == pytest.approx(rates["dali"] / rates["torchvision"])
 
 
-def test_figures_are_written_to_every_place_that_is_asked_for(
+def test_figures_are_written_everywhere_asked(
     photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(throughput, "RESULTS", tmp_path / "results")
@@ -123,23 +106,26 @@ Refusal = Callable[..., str]
 def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refusal:
     """Runs a benchmark here that must end with exit code 2 before it prints a thing; its one line."""
 
-    def refused(benchmark: str, *words: object) -> str:
-        monkeypatch.setattr(sys, "argv", [benchmark, *map(str, words)])
-        main = importlib.import_module(benchmark.removesuffix(".py")).main
-        assert (main() if benchmark == "probe.py" else launch.command(benchmark, main)) == 2
+    def refused(name: str, *words: object) -> str:
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, words)])
+        assert command(f"{name}.py", importlib.import_module(f"benchmarks.{name}").main) == 2
         printed = capsys.readouterr()
         (line,) = printed.err.splitlines()
-        assert line.startswith(f"{benchmark}: error: ") and not printed.out
-        return line.removeprefix(f"{benchmark}: error: ")
+        assert line.startswith(f"{name}.py: error: ") and not printed.out
+        return line.removeprefix(f"{name}.py: error: ")
 
     return refused
 
 
 def test_a_mistake_is_one_line(tmp_path: Path, refused: Refusal) -> None:
     (tmp_path / "stored.beton").touch()
-    for data, told in (("no/such/folder", "no such folder"), (tmp_path / "stored.beton", "give their folder")):
-        line = refused("throughput.py", "--quick", "--data", data)
-        assert f"{data}: " in line and told in line
+    for data, words in (("no/such/folder", "no such folder"), (tmp_path / "stored.beton", "give their folder")):
+        line = refused("throughput", "--quick", "--data", data)
+        assert f"{data}: " in line and words in line
+    line = refused("throughput", "--quick", "--plot", tmp_path / "rates.bmp")
+    assert line.endswith("pictures are .png, .svg or .pdf")
+    if not torch.cuda.is_available():
+        assert refused("scaling").startswith("there is no GPU here") and refused("kernel").startswith("there is no GPU")
 
 
 @pytest.mark.parametrize(
@@ -154,141 +140,100 @@ def test_a_mistake_is_one_line(tmp_path: Path, refused: Refusal) -> None:
     ],
 )
 def test_settings_follow_the_machine(words: str, machine: dict, expected: dict | str) -> None:
-    options = arguments(words.split())
+    options = throughput.arguments(words.split())
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):
-            settings_of(options, machine)
+            throughput.settings_of(options, machine)
     else:
-        settings = vars(settings_of(options, machine))
+        settings = vars(throughput.settings_of(options, machine))
         assert {key: settings[key] for key in expected} == expected
 
 
-def test_two_ranks_share_the_batch_and_their_rates_add_up(photo_folder: Path) -> None:
-    images = open_images(photo_folder, 16)
+def test_two_ranks_share_the_batch(photo_folder: Path) -> None:
+    chosen = open_images(photo_folder, 16)
     settings = Settings(False, 2, 8, 16, 1, 0.2, 0.65, "test_resnet")
-    together = measure("synthetic", "step", images, settings)
+    together = measure("synthetic", "step", chosen, settings)
     assert isinstance(together, Measured), together
     assert together.samples_per_s > 0 and together.gpu_share is not None
 
 
-def test_the_probes_benchmark_compares_with_scikit_learn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_probe_compares_with_scikit_learn(tmp_path: Path) -> None:
     target = tmp_path / "probe.json"
-    assert probe.main(["--images", "300", "--dimensions", "8", "--classes", "3", "--json", str(target)]) == 0
+    small = ("--images", 300, "--dimensions", 8, "--classes", 3, "--json", target)
+    assert "scikit-learn; objectives differ by" in run("benchmarks/probe.py", *small)
     found = json.loads(target.read_text())
     assert found["converged"] == 45 and abs(found["one_fit"]["relative_difference"]) < 1e-4
-    assert probe.main(["--images", "300", "--dimensions", "8", "--classes", "1"]) == 2
-    assert capsys.readouterr().err == (
-        "probe.py: error: all training images are of 1 class; a probe needs two or more class folders\n"
-    )
+    script = "import sys; sys.modules['sklearn'] = None; from benchmarks import probe; probe.main()"
+    assert "not compared: scikit-learn is not installed" in run("-c", script, *small)
+    assert json.loads(target.read_text())["iterations"] > 0
 
 
 def test_a_single_window_has_no_spread() -> None:
     settings = Settings(True, 1, 64, 224, 16, 6.0, 0.65, "resnet50")
     single: dict[tuple[str, int], float] = {}
     for windows, spread in ((1, None), (3, 0.1)):
-        cell = Measured("torch", "step", 500.0, 0.1 * (windows > 1), 3000.0, 50.0, 10.0, 1.0, 2.0, 16, windows)
-        assert scaling._describe(cell, settings, single)["spread"] == spread
-        assert cell_line(cell).split()[5] == ("-" if spread is None else "10%")
-
-
-def test_the_scaling_benchmark_says_that_it_needs_a_gpu(refused: Refusal) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    assert refused("scaling.py").startswith("there is no GPU here")
-
-
-def test_the_step_benchmark_refuses_graphs_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    assert step.main(["--executions", "graph", "--size", "32", "--methods", "moco"]) == 2
-    assert (
-        capsys.readouterr().err == "step.py: error: --execution graph: CUDA graphs need a GPU; use --execution eager\n"
-    )
-
-
-@pytest.mark.parametrize("words", [("--batch-sizes", "0"), ("--steps", "0"), ("--size", "-1"), ("--lengths", "0")])
-def test_the_step_benchmark_refuses_sizes_that_are_none(
-    capsys: pytest.CaptureFixture[str], words: tuple[str, str]
-) -> None:
-    assert step.main(words) == 2
-    assert f"step.py: error: {words[0]}" in capsys.readouterr().err.splitlines()[-1]
-    assert step.main(["--batch-sizes", "1", "--size", "32", "--methods", "moco"]) == 2  # no BatchNorm of one image
-    assert "step.py: error: batch_size: 1" in capsys.readouterr().err
+        case = Measured("torch", "step", 500.0, 0.1 * (windows > 1), 3000.0, 50.0, 10.0, 1.0, 2.0, 16, windows)
+        assert scaling.row_of(case, settings, single)["spread"] == spread
+        assert case_line(case).split()[5] == ("-" if spread is None else "10%")
 
 
 @pytest.mark.parametrize("words", ["--batch-size 0", "--images 0", "--images -3", "--seconds 0", "--seconds nan",
                                    "--budget 0", "--workers 0", "--size 0", "--gpus -1",
                                    "--hw-decoder-load 2"])  # fmt: skip
-def test_nothing_does_not_mean_the_default(words: str) -> None:
+def test_zero_does_not_mean_the_default(words: str) -> None:
     flag, value = words.split()
     with pytest.raises(UserError, match=f"^{flag}: {value} must be "):
-        arguments(words.split())
+        throughput.arguments(words.split())
 
 
 @pytest.mark.parametrize(
-    ("benchmark", "words"),
+    ("benchmark", "words", "expected"),
     [
-        ("executor.py", "--samples 0"), ("executor.py", "--repeats 0"), ("executor.py", "--seed -1"),
-        ("kernel.py", "--batches 64,0"), ("kernel.py", "--repeats 0"), ("kernel.py", "--variants 512"),
-        ("faults.py", "--rounds 0"), ("prep_faults.py", "--images 0"), ("prep_agreement.py", "--batch-size 0"),
-        ("prep_rates.py", "--repeats 0"), ("probe.py", "--penalty 0"), ("scaling.py", "--seconds 0"),
-        ("resume_noise.py", "--execution fast"), ("throughput.py", "--json /dev/null/x.json"),
-        ("executor.py", "--json /"), ("kernel.py", "--json /proc/x.json"),
+        ("executor", "--samples 0", "--samples: "), ("executor", "--repeats 0", "--repeats: "),
+        ("executor", "--seed -1", "--seed: "), ("executor", "--json /", "--json: "),
+        ("kernel", "--batches 64,0", "--batches: "), ("kernel", "--json /proc/x.json", "--json: "),
+        ("prep", "rates --data . --repeats 0", "--repeats: "), ("prep", "agreement --batch-size 0", "--batch-size: "),
+        ("probe", "--penalty 0", "--penalty: "), ("probe", "--classes 2", "--classes: 2 must be at least 3"),
+        ("scaling", "--seconds 0", "--seconds: "), ("throughput", "--json /dev/null/x.json", "--json: "),
+        ("step", "--batch-sizes 0", "--batch-sizes: "), ("step", "--steps 0", "--steps: "),
+        ("step", "--size -1", "--size: "), ("step", "--lengths 0", "--lengths: "),
+        ("step", "--batch-sizes 1 --size 32 --methods moco", "batch_size: 1"),  # no BatchNorm of one image
+        ("step", "--options composit-size=16", "--options composit-size=16: no option of a step; did you mean compos"),
+        ("step", "--options foo=1", "--options foo=1: no option of a step; there are composite-size, lengths-per-step"),
+        ("step", "--options mmnn-every=often", "--options mmnn-every: 'often' is not a whole number"),
+        ("step", "--size 64 --options composite-size=65", "composite_size: 65 is no size between 4 and the 64 of"),
     ],
 )  # fmt: skip
-def test_every_benchmark_refuses_what_it_cannot_do_or_write_before_it_begins(
-    benchmark: str, words: str, refused: Refusal
-) -> None:
-    assert refused(benchmark, *words.split()).startswith(f"{words.split()[0]}: ")
+def test_impossible_wishes_are_refused_early(benchmark: str, words: str, expected: str, refused: Refusal) -> None:
+    assert refused(benchmark, *words.split()).startswith(expected)
 
 
-def test_loaders_agree_where_the_last_batch_has_fewer_images_than_there_are_ranks(
-    photo_folder: Path, tmp_path: Path
-) -> None:
+def test_prep_agrees_where_ranks_get_no_image(photo_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("ffcv")
     for number, path in enumerate(sorted(photo_folder.glob("*/*.jpg"))[:5]):
         (tmp_path / "one").mkdir(exist_ok=True)
         (tmp_path / "one" / f"{number}.jpg").write_bytes(path.read_bytes())
-    done = run("--data", tmp_path, "--batch-size", 4, "--image-size", 16, benchmark="prep_agreement.py")
-    assert done.returncode == 0, done.stderr
-    lines = [line.split()[:4] for line in done.stdout.splitlines()]
-    assert lines == [
+    printed = run("benchmarks/prep.py", "agreement", "--data", tmp_path, "--batch-size", 4, "--image-size", 16)
+    assert [line.split()[:4] for line in printed.splitlines()] == [
         [str(ranks), "ranks"[: 4 + (ranks > 1)], loader, "5"]
         for ranks in (1, 2, 4)
         for loader in ("torch", "dali", "ffcv")
     ]
 
 
-def test_a_picture_that_cannot_be_drawn_is_told_before_anything_is_measured(tmp_path: Path, refused: Refusal) -> None:
-    line = refused("throughput.py", "--quick", "--plot", tmp_path / "rates.bmp")
-    assert line.endswith("pictures are .png, .svg or .pdf")
+def test_prep_rates_and_executor_run(photo_folder: Path, tmp_path: Path) -> None:
+    words = ("--data", photo_folder, "--shorter-side", 32, "--repeats", 1, "--work", tmp_path)
+    lines = run("-m", "benchmarks.prep", "rates", *words).splitlines()
+    assert sum("x loop a CPU second" in line for line in lines) == 2 * (1 + 2 * len({1, available_cores()}))
+    printed = run("benchmarks/executor.py", "--samples", 2, "--size", 32, "--repeats", 1, "--json", tmp_path / "x.json")
+    assert "views a second and core: Pillow" in printed
+    assert json.loads((tmp_path / "x.json").read_text())["rows"][-1]["cocor_ms"] > 0
 
 
-@pytest.mark.parametrize(
-    ("option", "told"),
-    [
-        ("composit-size=16", "--options composit-size=16: no option of a step; did you mean composite-size?"),
-        ("foo=1", "--options foo=1: no option of a step; there are composite-size, lengths-per-step, mmnn-every"),
-        ("mmnn-every=often", "--options mmnn-every: 'often' is not a whole number"),
-        ("composite-size=65", "composite_size: 65 is no size between 4 and the 64 of --image-size"),
-    ],
-)
-def test_the_step_benchmark_names_options_that_it_cannot_measure(
-    capsys: pytest.CaptureFixture[str], option: str, told: str
-) -> None:
-    assert step.main(["--size", "64", "--options", "none", option]) == 2
-    assert capsys.readouterr().err.startswith(f"step.py: error: {told}")
-
-
-def test_the_step_benchmark_runs_anywhere(tmp_path: Path) -> None:
+def test_the_step_runs_anywhere(tmp_path: Path) -> None:
     options = ("--options", "none", "composite-size=16,lengths-per-step=1,mmnn-every=2")
-    words = ("--batch-sizes", 4, "--size", 32, "--steps", 1, "--methods", "moco", "--json", tmp_path / "step.json",
-             *options)  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "step.py", *map(str, words)], capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    words = ("--batch-sizes", 4, "--size", 32, "--steps", 1, "--methods", "moco", *options)
+    run("benchmarks/step.py", *words, "--json", tmp_path / "step.json")
     plain, cocor, cheaper = json.loads((tmp_path / "step.json").read_text())["rows"]
     assert cocor["cocor"] and not plain["cocor"] and min(plain["images_per_s"], cocor["images_per_s"]) > 0
     assert [row["option"] for row in (plain, cocor, cheaper)] == ["none", *options[1:]]
@@ -324,9 +269,9 @@ def test_no_epoch_ends_while_a_row_is_timed(
     assert sizes == [2048] * 6 and epochs == [1]
 
 
-def test_ffcv_reads_the_images_that_the_other_loaders_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ffcv_reads_the_same_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not those of another folder whose files have the same names and sizes in pixels."""
-    monkeypatch.setattr("images.cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(images, "cache_folder", lambda: tmp_path / "cache")
     brightest = []
     for colour in ("red", "blue"):
         file = tmp_path / colour / "0.png"
@@ -337,23 +282,21 @@ def test_ffcv_reads_the_images_that_the_other_loaders_read(tmp_path: Path, monke
     assert brightest == [0, 2]
 
 
-def test_two_processes_may_store_the_same_images_at_once(
-    photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("images.cache_folder", lambda: tmp_path)
-    images = open_images(photo_folder, 4)
+def test_two_processes_may_store_at_once(photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "cache_folder", lambda: tmp_path)
+    chosen = open_images(photo_folder, 4)
     monkeypatch.setattr(Path, "exists", lambda path: False)  # neither sees the other's file
-    assert store(images) == store(images)
+    assert store(chosen) == store(chosen)
 
 
-def test_a_loader_that_fails_costs_its_own_cell_only(photo_folder: Path) -> None:
-    images = open_images(photo_folder, 16)
+def test_a_failure_costs_its_own_case_only(photo_folder: Path) -> None:
+    chosen = open_images(photo_folder, 16)
     settings = Settings(False, 1, 4, 16, 1, 0.1, 0.65, "no_such_network")
-    cell = measure("synthetic", "step", images, settings)
-    assert isinstance(cell, Absent) and "no_such_network" in cell.reason
+    case = measure("synthetic", "step", chosen, settings)
+    assert isinstance(case, Absent) and "no_such_network" in case.reason
 
 
-def test_processes_report_results_exceptions_and_crashes() -> None:
+def test_processes_report_how_they_end() -> None:
     fine, raised, crashed = in_processes([(os.getppid, ()), (int, ("x",)), (os.abort, ())], 60)
     assert isinstance(fine, int)
     assert raised.startswith("ValueError: invalid literal")
@@ -364,14 +307,12 @@ def test_processes_report_results_exceptions_and_crashes() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_no_measuring_process_outlives_its_benchmark(number: signal.Signals, tmp_path: Path) -> None:
+def test_no_process_outlives_its_benchmark(number: signal.Signals, tmp_path: Path) -> None:
     """It would disturb what is measured next."""
-    told, folder = tmp_path / "process", str(ROOT / "benchmarks")
+    told = tmp_path / "process"
     work = f"import os, pathlib, time; pathlib.Path({str(told)!r}).write_text(str(os.getpid())); time.sleep(600)"
-    script = f"import sys; sys.path.insert(0, {folder!r}); import processes; processes.alone(exec, {work!r})"
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", script]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment, start_new_session=True) as benchmark:
+    call = [sys.executable, "-c", f"from benchmarks import processes; processes.alone(exec, {work!r})"]
+    with subprocess.Popen(call, stderr=subprocess.DEVNULL, cwd=ROOT, start_new_session=True) as benchmark:
         wait_until(lambda: told.exists() and told.read_text() != "")
         benchmark.send_signal(number)
         assert benchmark.wait(60) != 0
@@ -385,7 +326,7 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def test_windows_count_samples_time_and_whole_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_hold_whole_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = wound_by_hand(timing, monkeypatch)
 
     def bursts() -> Iterator[int]:
@@ -401,7 +342,7 @@ def test_windows_count_samples_time_and_whole_bursts(monkeypatch: pytest.MonkeyP
     assert (milliseconds(windows, 99), milliseconds(windows, 50)) == (pytest.approx(30), 0)
 
 
-def test_batches_that_finish_while_the_cpu_time_is_read_are_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_cpu_time_is_no_free_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loader goes on meanwhile: windows that did not count that time would be too fast."""
     clock, made = wound_by_hand(timing, monkeypatch), 1000.0
 
@@ -422,7 +363,7 @@ def test_batches_that_finish_while_the_cpu_time_is_read_are_paid_for(monkeypatch
     assert all(window.cores == pytest.approx(1) for window in windows)
 
 
-def test_batches_that_finish_while_ranks_agree_are_in_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agreeing_ranks_time_no_old_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU goes on with the two in flight: a window that counted them would be too fast."""
     clock, finished = wound_by_hand(timing, monkeypatch), 0
 
@@ -456,7 +397,7 @@ def test_a_slow_stream_gets_one_window(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(time_windows(slow(), 0.01)) == 1
 
 
-def test_cpu_time_is_that_of_all_descendants() -> None:
+def test_cpu_time_counts_descendants() -> None:
     before = cpu_time.read()
     burn = "import time\nwhile time.process_time() < 0.4: pass"
     subprocess.run(["sh", "-c", f"{sys.executable} -c '{burn}'; true"], check=True)
@@ -465,7 +406,7 @@ def test_cpu_time_is_that_of_all_descendants() -> None:
     assert 0.35 < used < passed * 2 + 0.2 and after.cores_since(before) == used / passed
 
 
-def test_cpu_time_is_that_of_children_at_work() -> None:
+def test_cpu_time_counts_children_at_work() -> None:
     burn = "import sys, time\nwhile time.process_time() < 0.4: pass\nprint('done', flush=True)\nsys.stdin.read()"
     before = cpu_time.read()
     child = subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -479,7 +420,7 @@ def test_cpu_time_is_that_of_children_at_work() -> None:
     assert ended.used - at_work.used < 0.3
 
 
-def test_no_more_cores_are_busy_than_there_are() -> None:
+def test_busy_cores_do_not_exceed_cores() -> None:
     """Where threads compete for the interpreter's lock, so that looking after CPU time takes long itself."""
     over, data = threading.Event(), bytes(1 << 22)
 
@@ -510,7 +451,7 @@ def test_percentiles_of_batches() -> None:
     assert milliseconds([window], 99) == pytest.approx(400)
 
 
-def test_made_up_photographs_have_the_sizes_and_bytes_of_imagenet(tmp_path: Path) -> None:
+def test_photographs_are_like_imagenet(tmp_path: Path) -> None:
     pytest.importorskip("skimage")
     folder = make_photographs(24, tmp_path / "a")
     files = sorted(folder.glob("*/*.jpg"), key=lambda path: path.name)
@@ -528,24 +469,21 @@ def test_reference_decoders_decode_the_pixels() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(noise).resize((120, 80), Image.Resampling.BILINEAR).save(buffer, "JPEG", quality=95)
-    expected = np.asarray(references.pillow_decoder()[0](buffer.getvalue())).astype(int)
-    decode, name = references.turbo_decoder()
+    expected = np.asarray(decoders.pillow_decode(buffer.getvalue())).astype(int)
+    decode, name = decoders.turbo_decoder()
     found: Any = decode(buffer.getvalue())
     pixels = found.permute(1, 2, 0).numpy() if isinstance(found, torch.Tensor) else found
     assert pixels.shape == expected.shape == (80, 120, 3) and np.abs(pixels - expected).mean() < 10
     assert "libjpeg-turbo" in name
 
 
-def test_images_that_libjpeg_turbo_cannot_decode_do_not_count_as_decoded(photo_folder: Path, tmp_path: Path) -> None:
+def test_undecodable_images_do_not_count(photo_folder: Path, tmp_path: Path) -> None:
     jpeg = next(photo_folder.glob("*/*.jpg"))
     Image.open(jpeg).save(tmp_path / "0.png")
     (tmp_path / "1.jpg").write_bytes(jpeg.read_bytes())
     paths = [str(tmp_path / name) for name in ("0.png", "1.jpg")]
-    _, name = references.turbo_decoder()
-    with references.decoding(references.turbo_decoder, paths, 1) as (counts, note):
-        assert next(counts) > 0 and note == f"{name}, 1 of 2 images"
-    with (
-        pytest.raises(UserError, match="can decode none of the images"),
-        references.decoding(references.turbo_decoder, paths[:1], 1),
-    ):
-        pass
+    decode, name = decoders.turbo_decoder()
+    files, note = decoders.decodable(decode, name, paths)
+    assert len(files) == 1 and note == f"{name}, 1 of 2 images"
+    with pytest.raises(UserError, match="can decode none of the images"):
+        decoders.decodable(decode, name, paths[:1])

@@ -57,10 +57,9 @@ def test_linear_knn_fewshot_and_retrieval(
     data: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here = ("--data", str(data / "pets"))
-    assert call("linear", cache, tmp_path, *here, "--against-sklearn") == 0
+    assert call("linear", cache, tmp_path, *here) == 0
     found = kept(tmp_path, "linear")
     assert found["result"]["classes"] == 4 and len(found["result"]["trials"]) == 45
-    assert abs(found["against_sklearn"]["difference_per_image"]) < 1e-4
     assert call("linear", cache, tmp_path, *here, "--probe", "moco", "--learn-from", "features", "--crop", "ten") == 0
     assert json.loads((tmp_path / "linear_moco.json").read_text())["result"]["train"] == 12 * 10 + 4
     assert call("knn", cache, tmp_path, *here, "--k", "1", "3") == 0
@@ -132,7 +131,6 @@ def test_datasets_are_chosen_by_name() -> None:
         ("fewshot", ["--data", "DATA/pets", "--ways", "1"], "--ways: 1 must be at least 2"),
         ("consistency", ["--data", "DATA/pets", "--filter", "bicubic"], "as training does"),
         ("linear", ["--data", "DATA/pets", "--epochs", "3"], "--epochs: not for --probe lbfgs"),
-        ("linear", ["--data", "DATA/pets", "--probe", "moco", "--against-sklearn"], "--against-sklearn: not for"),
         ("knn", ["--data", "DATA/pets", "--workers", "-1"], "--workers: -1 must be 0 to 1,024"),
         ("linear", ["--data", "DATA/pets", "--gpu", "maybe"], "--gpu: maybe is not one of"),
         ("retrieval", ["--data", "DATA/pets", "--seed", str(2**63)], "--seed: 9223372036854775808 must be 0 to"),

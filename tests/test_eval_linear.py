@@ -1,10 +1,5 @@
 """The probe solves its objective as scikit-learn does, ignores the scale of features, and tests once."""
 
-import importlib
-import json
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +8,6 @@ from torch import Tensor
 
 from cocor.eval.datasets.protocols import RECIPES, SgdSettings
 from cocor.eval.features import Features
-from cocor.eval.peer import check_peer
 from cocor.eval.probes.batched_lbfgs import Memory
 from cocor.eval.probes.linear import PENALTIES, class_mean, linear_probe, top1
 from cocor.eval.probes.sgd import sgd_probe, shortened
@@ -110,20 +104,6 @@ def test_float32_comes_close_to_float64() -> None:
     data = clusters(400, 2)
     fits = [SoftmaxRegression(data.values.to(kind), data.labels, 6).fit(0.1) for kind in (torch.float32, torch.float64)]
     assert fits[0].converged and abs(fits[0].loss - fits[1].loss) < 1e-4 * fits[1].loss
-
-
-def test_without_scikit_learn_the_benchmark_goes_on_and_the_command_says_so_first(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    kept = tmp_path / "probe.json"
-    size = ["--images", "300", "--dimensions", "8", "--classes", "3", "--json", str(kept)]
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
-    assert importlib.import_module("probe").main(size) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("not compared: --against-sklearn needs scikit-learn")
-    assert json.loads(kept.read_text())["iterations"] > 0
-    with pytest.raises(UserError, match="pip install scikit-learn"):
-        check_peer(10)
 
 
 def test_a_fit_that_runs_out_of_iterations_says_so() -> None:

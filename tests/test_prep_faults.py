@@ -12,13 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
+from soak import conversions
+from soak.runs import living
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
-import prep_faults
 from loaders.datasets.beton import open_beton
 from loaders.errors import UserError
 from loaders.prep import output
@@ -29,14 +26,7 @@ SECONDS = 20.0
 
 @pytest.fixture(scope="module")
 def many_photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """200 images of 300 pixels: enough for a conversion to be in full swing for a while."""
-    root = tmp_path_factory.mktemp("many")
-    noise = np.random.default_rng(0).integers(0, 256, (300, 400, 3), np.uint8)
-    for number in range(200):
-        place = root / f"class{number % 4}"
-        place.mkdir(exist_ok=True)
-        Image.fromarray(np.roll(noise, number, 1)).save(place / f"{number}.jpg", quality=95)
-    return root
+    return conversions.make_images(tmp_path_factory.mktemp("many"))
 
 
 def command(source: Path, output: Path, *more: str) -> list[str]:
@@ -55,12 +45,8 @@ def wait_until_gone(group: int) -> None:
         time.sleep(0.02)
 
 
-def test_kill_9_leaves_nothing_accepted_and_nothing_running() -> None:
-    root = Path(__file__).parents[1]
-    call = [sys.executable, str(root / "benchmarks" / "prep_faults.py"), "--rounds", "6", "--images", "100"]
-    environment = os.environ | {"PYTHONPATH": str(root)}
-    done = subprocess.run(call, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0 and "6 rounds" in done.stdout, done.stderr
+def test_kill_9_leaves_nothing_accepted_or_running(many_photos: Path, tmp_path: Path) -> None:
+    conversions.rounds(many_photos, tmp_path, 6)
 
 
 @pytest.mark.parametrize("stream", ["stderr", "/dev/null"])
@@ -71,12 +57,12 @@ def test_a_conversion_that_outlives_its_parent_is_one_line_and_is_ended(
     told = tmp_path / "process"
     redirection = "" if stream == "stderr" else f"2> {stream}"
     script = f"sleep 600 {redirection} & echo $! > {told}; wait"
-    monkeypatch.setattr(prep_faults, "conversion", lambda *_: ["sh", "-c", script])
-    monkeypatch.setattr(prep_faults, "_PATIENCE", 0.5)
-    with pytest.raises(SystemExit, match=r"killed the parent after .* a process still runs"):
-        prep_faults.kill_one(random.Random(0), tmp_path, tmp_path, "parent", 2.0)
+    monkeypatch.setattr(conversions, "conversion", lambda *_: ["sh", "-c", script])
+    monkeypatch.setattr(conversions, "_PATIENCE", 0.5)
+    with pytest.raises(AssertionError, match=r"killed the parent after .* a process still runs"):
+        conversions.kill_one(random.Random(0), tmp_path, tmp_path, "parent", 2.0)
     end = time.monotonic() + SECONDS
-    while int(told.read_text()) in {process for process, *_ in prep_faults.processes()}:
+    while int(told.read_text()) in {process for process, *_ in living()}:
         assert time.monotonic() < end
         time.sleep(0.02)
 

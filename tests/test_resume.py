@@ -153,7 +153,7 @@ class TestCheckpoints:
     def test_a_full_disk_costs_none_that_was_there_and_does_not_stop_training(
         self, plain: Path, photo_folder: Path, tmp_path: Path
     ) -> None:
-        """Here a limit on the size of files; benchmarks/faults.py fills a real disk."""
+        """Here a limit on the size of files; tests/soak fills a real disk."""
         folder = tmp_path / "run"
         interrupted(plain, folder, step=2)
         before = {path: path.read_bytes() for path in (folder / "checkpoints").iterdir()}
@@ -467,7 +467,7 @@ def test_on_a_gpu_it_goes_on_within_the_noise_between_two_runs(photo_folder: Pat
     names = [name for name, value in states[0].items() if isinstance(value, Tensor) and value.is_floating_point()]
     whole, again, resumed = (torch.cat([state[name].flatten().double() for name in names]) for state in states)
     # Within one process two runs may well be equal to the bit. A resumed one asks DALI for other batches, which it
-    # shares out among its decoders in another way, a quarter of a grey level apart. `benchmarks/resume_noise.py`
+    # shares out among its decoders in another way, a quarter of a grey level apart. `tests/soak`
     # compares runs in processes of their own.
     assert (resumed - whole).norm() <= 3 * (again - whole).norm() + 0.05 * whole.norm()
     one, three = (metrics(tmp_path / name, "samples") for name in ("one", "three"))

@@ -66,7 +66,6 @@ def _parser() -> Parser:
         help="SGD: random crops, encoded anew in every epoch as in the sources, or cached features (default crops)",
     )
     linear.add_argument("--epochs", type=positive, help="SGD: fewer or more than the recipe's 100 or 90")
-    linear.add_argument("--against-sklearn", action="store_true", help="solve the last fit with scikit-learn as well")
 
     knn = _command(add, "knn", "weighted k-nearest neighbours")
     _data(knn)

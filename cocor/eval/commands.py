@@ -12,7 +12,6 @@ from cocor.eval import figures, options, reports
 from cocor.eval.datasets.protocols import KNN_K, RECIPES, WAY_SHOTS
 from cocor.eval.datasets.splits import Splits
 from cocor.eval.features import Features, features_of, joined, summary
-from cocor.eval.peer import against_sklearn, check_peer
 from cocor.eval.probes import consistency as consistency_probe
 from cocor.eval.probes import fewshot as few
 from cocor.eval.probes import spectrum as spectra
@@ -63,15 +62,13 @@ def _out_of_memory(error: Exception, args: argparse.Namespace) -> UserError | No
 
 def linear(args: argparse.Namespace) -> None:
     """Run the linear probe, by full-batch L-BFGS or by SGD."""
-    unused = ("epochs", "learn_from") if args.probe == "lbfgs" else ("metric", "iterations", "against_sklearn")
+    unused = ("epochs", "learn_from") if args.probe == "lbfgs" else ("metric", "iterations")
     for name in unused:
         if getattr(args, name):
             raise UserError(f"--{name.replace('_', '-')}: not for --probe {args.probe}; leave it out")
     splits = options.chosen_splits(args)
     options.check_probe(splits, validates=args.probe == "lbfgs")
     encoder = options.chosen_encoder(args, args.weights[0])
-    if args.against_sklearn:
-        check_peer(len(splits.train.classes))
     if args.probe != "lbfgs":
         return _linear_by_sgd(args, encoder, splits)
     train, val, test = options.features_of_splits(args, encoder, splits)
@@ -83,14 +80,7 @@ def linear(args: argparse.Namespace) -> None:
     report["result"] = found.plain()
     picture, title = reports.folder(args, encoder) / "linear.png", reports.title(encoder, splits)
     line = figures.drawn(picture, figures.draw_grid, title, found.trials, found.penalty)
-    path = reports.finish(args, encoder, "linear", [*found.lines(), line], report)
-    if args.against_sklearn:  # may take minutes, so only after the result is saved and printed
-        peer = against_sklearn(joined(train.flat(), val), found.penalty, device)
-        reports.save(path, report | {"against_sklearn": peer})
-        print(
-            f"the same fit from zero: {peer['seconds']:.2f} s here, {peer['seconds_sklearn']:.2f} s scikit-learn; "
-            f"objective {peer['objective']:.6f} here, {peer['objective_sklearn']:.6f} there"
-        )
+    reports.finish(args, encoder, "linear", [*found.lines(), line], report)
     return None
 
 

@@ -1,9 +1,8 @@
-"""The CPU time of this process and all its descendants, each reading with the moment at which it was taken.
+"""CPU time of this process and its descendants, each reading with the moment at which it was taken.
 
-A reading takes time, tens of milliseconds where Python threads compete for the interpreter's lock, and the CPU works on
-meanwhile: divided by wall-clock time taken elsewhere, CPU time could add up to more cores than there are. So processes
-are listed first, then read in one go, which is repeated if it took long; and busy cores are the CPU time between two
-readings over the time between the same two.
+A reading takes tens of milliseconds where threads compete for the interpreter's lock, and the CPU works on meanwhile:
+over a wall-clock time taken elsewhere, CPU time could add up to more cores than there are. So processes are listed
+first, then read in one go, which is repeated if it took long.
 """
 
 import os
@@ -23,12 +22,12 @@ class Reading:
     used: float
 
     def cores_since(self, earlier: "Reading") -> float:
-        """Cores that were busy since, on average."""
+        """Average number of busy cores since ``earlier``."""
         return (self.used - earlier.used) / (self.moment - earlier.moment)
 
 
 def read() -> Reading:
-    """A reading taken now. On a system without /proc, children count only once they have ended."""
+    """Take a reading. Without /proc, children count only once they have ended."""
     family = _descendants()
     shortest, reading = float("inf"), Reading(0.0, 0.0)
     for _ in range(_TRIES):
@@ -43,14 +42,13 @@ def read() -> Reading:
 
 
 def _own() -> float:
-    """CPU seconds of this process, and of the children that it has waited for."""
+    """CPU seconds of this process and of the children that it has waited for."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + ended.ru_utime + ended.ru_stime
 
 
 def _used(process: int) -> float:
-    """CPU seconds of a process and of the children that it has waited for; 0 once it has ended, as it then counts among
-    its parent's children."""
+    """CPU seconds of a process and its awaited children; 0 once it has ended, as it then counts at its parent."""
     return sum(map(int, _fields(process)[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -66,7 +64,7 @@ def _descendants() -> list[int]:
 
 
 def _fields(process: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; none if the process has ended."""
+    """Fields of /proc/PID/stat from the state on; none if the process has ended."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,10 +1,8 @@
-"""How a stream of batches is timed: windows of completed batches, and the CPU time of all processes behind them.
+"""Timing of a stream of batches: consecutive windows of completed batches, and the CPU time behind them.
 
-A batch counts when the device has finished it, not when the host has queued it; two batches may be in flight, as in
-training, where the host runs ahead. Warm-up (buffers filling, kernels compiling, cuDNN choosing algorithms) lies before
-the first window. Windows follow one another without a gap: batches that become ready while the CPU time is read between
-two of them must not come for free. Where several workers each finish a batch at about the same time, windows span whole
-bursts of that many batches.
+A batch counts when the device has finished it; two may be in flight, as in training. Warm-up lies before the first
+window. Windows follow one another without a gap: batches that become ready while the CPU time is read must not come for
+free. Where several workers each finish a batch at about the same time, windows span whole bursts of that many batches.
 """
 
 import time
@@ -15,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-import cpu_time
+from benchmarks.loading import cpu_time
 
 WINDOWS = 3
 _FEWEST_BATCHES = 3  # in a window
@@ -26,8 +24,7 @@ _SECONDS_TO_SETTLE = 1.0
 
 @dataclass(frozen=True)
 class Window:
-    """Consecutive batches: their samples, the wall-clock seconds that they took together (``seconds``) and one by one
-    (``intervals``), and the CPU cores that were busy meanwhile."""
+    """Consecutive batches: samples, wall-clock seconds together and one by one (``intervals``), and busy cores."""
 
     samples: int
     seconds: float
@@ -41,7 +38,7 @@ class Window:
 
 
 def completed(counts: Iterable[int], device: torch.device) -> Iterator[int]:
-    """Pass on the sizes of batches, each once ``device`` has completed what was queued for it on the current stream."""
+    """Yield sizes of batches, each once ``device`` has completed what the current stream holds for it."""
     if device.type != "cuda":
         yield from counts
         return
@@ -57,10 +54,7 @@ def completed(counts: Iterable[int], device: torch.device) -> Iterator[int]:
 
 
 def time_windows(counts: Iterable[int], seconds: float, burst: int = 1, warm_up: int = 2) -> list[Window]:
-    """Time batches for ``seconds`` in all, in up to ``WINDOWS`` windows, after at least ``warm_up`` batches.
-
-    ``counts`` gives the size of each completed batch and does not end. A slow stream gets fewer windows, at least one.
-    """
+    """Time the endless ``counts`` for ``seconds``, in one (of a slow stream) to ``WINDOWS`` windows, after warm-up."""
     stream = iter(counts)
     _warm_up(stream, min(_SECONDS_TO_SETTLE, seconds / 4), max(warm_up, burst), burst)
     watch = _Stopwatch(stream, burst)
@@ -71,9 +65,7 @@ def time_windows(counts: Iterable[int], seconds: float, burst: int = 1, warm_up:
 
 
 def time_together(counts: Iterable[int], seconds: float, agree: Callable[[int], int], burst: int = 1) -> list[Window]:
-    """As :func:`time_windows`, for ranks that wait for each other in every batch and so must all take the same number
-    of batches. ``agree`` returns the main rank's number on all ranks.
-    """
+    """Time equally many batches on all ranks, which wait for each other; ``agree`` returns the main rank's number."""
     stream = iter(counts)
     for _ in range(_WARM_UP * burst):
         next(stream)
@@ -104,7 +96,7 @@ class _Stopwatch:
         self._cpu = cpu_time.read()
 
     def window(self, seconds: float, fewest: int = _FEWEST_BATCHES) -> Window:
-        """The next ``seconds``, rounded up to whole bursts and to the ``fewest`` batches."""
+        """Time the next ``seconds``, rounded up to whole bursts and to the ``fewest`` batches."""
         start, samples = self._last, 0
         intervals: list[float] = []
         while self._last - start < seconds or len(intervals) < fewest or len(intervals) % self._burst:
@@ -117,6 +109,6 @@ class _Stopwatch:
 
 
 def milliseconds(windows: Iterable[Window], percentile: float) -> float:
-    """A percentile of the time from one batch to the next; with fewer than 100 batches the 99th is the longest."""
+    """Percentile of the time from one batch to the next; of fewer than 100 batches the 99th is the longest."""
     intervals = [interval for window in windows for interval in window.intervals]
     return 1000 * float(np.percentile(intervals, percentile, method="higher"))

@@ -1,8 +1,7 @@
-"""What DALI does without cocor: decoding alone, and all views with DALI's own operators and auto_aug's RandAugment.
+"""DALI baseline: decoding alone, and all views with DALI's own operators and auto_aug's RandAugment.
 
-The graph is written for speed, as one would write it for training: DALI reads the files, decodes each once, takes the
-three crops, and makes a contrastive view with one colour operator and a blur for the half that gets one; flip and
-normalisation are one operator. Only RandAugment's structure, a branch for every operation, is DALI's own.
+Written for speed: each file is decoded once, a contrastive view takes one colour operator and a blur for the half that
+gets one, flip and normalisation are one operator. Only RandAugment's structure, a branch per operation, is DALI's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,40 +12,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baseline_torchvision import to_batch
+from benchmarks.loading.baseline_torchvision import to_batch
+from benchmarks.loading.stages import Stage
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
 from loaders.dali.pipeline import load_dali
-from stages import Stage
 
 _AHEAD = 2
 _MAGNITUDE = 10  # of DALI's 31 levels
 
 
 def pipeline(
-    paths: Sequence[str],
-    stage: Stage,
-    *,
-    batch_size: int,
-    size: int,
-    threads: int,
-    device: torch.device,
+    paths: Sequence[str], stage: Stage, *, batch_size: int, size: int, threads: int, device: torch.device,
     hw_decoder_load: float,
-) -> Any:
-    """A built pipeline over ``paths``, again and again in random order. Its outputs: decoded images, or for every view
-    normalised (S, S, 3), float16 on the GPU and float32 on the CPU."""
+) -> Any:  # fmt: skip
+    """Build a pipeline over ``paths``, endlessly shuffled. Outputs: decoded images, or for every view normalised
+    (S, S, 3), float16 on the GPU and float32 on the CPU."""
     dali = load_dali()
     fn, types = dali.fn, dali.types
     on_gpu = device.type == "cuda"
 
     @dali.pipeline_def(
-        batch_size=batch_size,
-        num_threads=threads,
-        device_id=device.index if on_gpu else None,
-        prefetch_queue_depth=_AHEAD,
-        exec_dynamic=True,
-        enable_conditionals=True,
-        seed=1,
-    )
+        batch_size=batch_size, num_threads=threads, device_id=device.index if on_gpu else None,
+        prefetch_queue_depth=_AHEAD, exec_dynamic=True, enable_conditionals=True, seed=1,
+    )  # fmt: skip
     def graph() -> Any:
         files, _ = fn.readers.file(files=list(paths), random_shuffle=True, name="files")
         gpu_options = {"hw_decoder_load": hw_decoder_load} if on_gpu else {}
@@ -62,20 +50,20 @@ def pipeline(
 
 
 def batches(built: Any, device: torch.device) -> Iterator[list[Tensor]]:
-    """The views of one batch after another, as tensors on ``device``; none of decoded images, which differ in size."""
+    """Yield the views of each batch as tensors on ``device``; none of decoded images, which differ in size."""
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     while True:
         yield [torch.from_dlpack(output.as_tensor()) for output in built.run(stream) if output.is_dense_tensor()]
 
 
 def training_batch(views: list[Tensor], device: torch.device, dtype: torch.dtype) -> Batch:
-    """Views (B, S, S, 3) as the trainer takes them."""
+    """Convert views (B, S, S, 3) to a batch for the trainer."""
     return to_batch([view.permute(0, 3, 1, 2) for view in views], device, dtype)
 
 
 def _views(fn: Any, types: Any, images: Any, stage: Stage, size: int, on_gpu: bool) -> tuple[Any, ...]:
-    """Two contrastive views, the original, and perhaps its composites. (DALI rewrites this code to find the branches
-    of the graph, and understands only plain Python.)"""
+    """Make two contrastive views, the original, and perhaps its composites."""
+    # DALI rewrites this code to find the branches of the graph, and understands only plain Python.
     crops = [
         fn.random_resized_crop(
             images, size=(size, size), random_area=(0.2, 1.0), antialias=True, interp_type=types.INTERP_LINEAR
@@ -112,10 +100,6 @@ def _contrastive(fn: Any, types: Any, crop: Any) -> Any:
 
 def _normalised(fn: Any, types: Any, view: Any, mirror: Any, on_gpu: bool) -> Any:
     return fn.crop_mirror_normalize(
-        view,
-        mirror=mirror,
-        dtype=types.FLOAT16 if on_gpu else types.FLOAT,
-        output_layout="HWC",
-        mean=[255 * value for value in IMAGENET_MEAN],
-        std=[255 * value for value in IMAGENET_STD],
-    )
+        view, mirror=mirror, dtype=types.FLOAT16 if on_gpu else types.FLOAT, output_layout="HWC",
+        mean=[255 * value for value in IMAGENET_MEAN], std=[255 * value for value in IMAGENET_STD],
+    )  # fmt: skip

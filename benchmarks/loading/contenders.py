@@ -1,26 +1,25 @@
-"""The loaders under test and the baselines, each opened for a stage as an endless stream of batches on the device.
+"""Contenders: our loaders and the baselines, each opened for a stage as an endless stream of batches on the device.
 
-All of them go round and round the images in one long epoch: at its end a loader starts anew, torch's with new worker
-processes, which no window should contain. A loader whose library is not installed raises a UserError that says so; the
-table shows it.
+All go round and round the images in one long epoch: at the end of one, loaders start anew, torch's with new worker
+processes, which no window should contain. A missing library is a UserError, which the table shows.
 """
 
 import itertools
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
-from typing import Literal, cast, get_args
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
 
 import torch
-from PIL.Image import Image
 
+from benchmarks.loading.stages import STAGES, Stage, plan_of, views_of
 from loaders.batch import Batch, Loader
 from loaders.datasets.dataset import ImageDataset
 from loaders.datasets.decode import decode
 from loaders.open import LoaderName, open_loader
+from loaders.synthetic import SyntheticLoader
 from loaders.views.order import BatchOrder, CyclicOrder
 from loaders.views.plan import ViewPlan
-from stages import STAGES, Stage, plan_of, views_of
 
 Contender = Literal["dali", "ffcv", "synthetic", "torch", "dali-auto-aug", "torchvision", "libjpeg-turbo", "pillow"]
 CONTENDERS: tuple[Contender, ...] = get_args(Contender)
@@ -37,7 +36,7 @@ STAGES_OF: dict[Contender, tuple[Stage, ...]] = {
     "pillow": STAGES[:1],
 }
 
-STEPS = 20_000  # of an epoch, more than any row takes
+STEPS = 20_000  # of an epoch, more than any case takes
 _BASELINE_BATCH = 64
 
 Sized = tuple[int, Batch | None]  # the size of a batch, and the batch where it can be trained on
@@ -62,62 +61,56 @@ class Request:
 
 @dataclass
 class Source:
-    """A stream of batches. ``burst``: how many of them are finished at about the same time. ``note`` is shown in the
-    table. ``stack`` holds what is to be closed after the stream."""
+    """Stream of batches, of which ``burst`` are finished at about the same time, and the loader to close after it."""
 
     batches: Generator[Sized]
     burst: int = 1
     note: str = ""
-    stack: ExitStack = field(default_factory=ExitStack)
+    loader: Loader | None = None
 
     def close(self) -> None:
         """End its threads and processes."""
         self.batches.close()
-        self.stack.close()
+        if self.loader is not None:
+            self.loader.close()
 
 
 def open_source(request: Request) -> Source:
-    """The stream that ``request`` asks for. UserError if there is no such thing, or its library is missing."""
+    """Open the stream that ``request`` asks for. UserError if its library is missing."""
     if request.contender in OURS:
         return _ours(request)
     openers: dict[Contender, Callable[[Request], Source]] = {
-        "dali-auto-aug": _dali,
-        "torchvision": _torchvision,
-        "libjpeg-turbo": _reference,
-        "pillow": _reference,
-    }
+        "dali-auto-aug": _dali, "torchvision": _torchvision, "libjpeg-turbo": _decoder, "pillow": _decoder,
+    }  # fmt: skip
     return openers[request.contender](request)
 
 
 def premade(request: Request) -> Source:
-    """One finished batch, handed out again and again: a loader that costs nothing."""
-    from loaders.synthetic import SyntheticLoader
-
-    loader = SyntheticLoader(
-        request.dataset, plan_of(request.stage, request.size), order=_order(request),
-        device=request.device, dtype=request.dtype, workers=request.workers, execute=False,
-    )  # fmt: skip
-    with closing(loader):
-        batch = next(iter(loader.epoch(0)))
+    """Hand out one finished batch again and again: a loader that costs nothing."""
+    batch = synthetic_batch(request, plan_of(request.stage, request.size), _order(request), request.workers)
     return Source((len(batch.index), batch) for _ in itertools.count())
 
 
-def labelled(request: Request, order: BatchOrder) -> Loader | None:
-    """The second loader of training, of the labelled images that steer the MMNN, as ``cocor-train`` opens it. None for
-    baselines: they have none of their own."""
-    from cocor.config.options import Config
-    from cocor.data import labelled_plan
+def synthetic_batch(request: Request, plan: ViewPlan, order: BatchOrder, workers: int = 1) -> Batch:
+    """Make one batch of noise."""
+    loader = SyntheticLoader(
+        request.dataset, plan, order=order, device=request.device, dtype=request.dtype, workers=workers, execute=False
+    )
+    with closing(loader):
+        return next(iter(loader.epoch(0)))
 
-    if request.contender not in OURS:
-        return None
-    return _open(request, labelled_plan(Config(image_size=request.size)), order, max(1, request.workers // 4))
+
+def labelled(request: Request, plan: ViewPlan, order: BatchOrder) -> Loader | None:
+    """Open the loader of labelled images as ``cocor-train`` does. None for baselines: they have none of their own."""
+    return _open(request, plan, order, max(1, request.workers // 4)) if request.contender in OURS else None
 
 
 def _ours(request: Request) -> Source:
     if request.stage == "decode":
         return _dali(request) if request.contender == "dali" else _data_loader_decode(request, decode)
     loader = _open(request, plan_of(request.stage, request.size), _order(request), request.workers)
-    return _endless(loader, burst=request.workers if request.contender == "torch" else 1)
+    batches = ((len(batch.index), batch) for epoch in itertools.count() for batch in loader.epoch(epoch))
+    return Source(batches, burst=request.workers if request.contender == "torch" else 1, loader=loader)
 
 
 def _open(request: Request, plan: ViewPlan, order: BatchOrder, workers: int) -> Loader:
@@ -128,33 +121,23 @@ def _open(request: Request, plan: ViewPlan, order: BatchOrder, workers: int) -> 
 
 
 def _order(request: Request) -> CyclicOrder:
-    ranks = request.ranks
-    return CyclicOrder(
-        len(request.dataset), request.batch_size * ranks, steps=STEPS, rank=request.rank, world_size=ranks, seed=1
-    )
+    total, ranks = request.batch_size * request.ranks, request.ranks
+    return CyclicOrder(len(request.dataset), total, steps=STEPS, rank=request.rank, world_size=ranks, seed=1)
 
 
-def _endless(loader: Loader, burst: int = 1) -> Source:
-    def batches() -> Generator[Sized]:
-        for epoch in itertools.count():
-            for batch in loader.epoch(epoch):
-                yield len(batch.index), batch
+def _data_loader_decode(
+    request: Request, decoder: Callable[[Any], object], files: Sequence[Any] = (), note: str = ""
+) -> Source:
+    """Decode ``files`` (default: the data set's paths) in one process a core; the pixels are thrown away."""
+    from benchmarks.loading.baseline_torchvision import Decoded, data_loader
 
-    source = Source(batches(), burst)
-    source.stack.enter_context(closing(loader))
-    return source
-
-
-def _data_loader_decode(request: Request, decoder: Callable[[str], Image]) -> Source:
-    from baseline_torchvision import Decoded, data_loader
-
-    dataset = Decoded(request.dataset.paths, decoder)
+    dataset = Decoded(files or request.dataset.paths, decoder)
     loader = data_loader(dataset, request.batch_size, request.workers, STEPS, on_gpu=False, sample_bytes=8)
-    return Source(((len(heights), None) for _ in itertools.count() for heights in loader), request.workers)
+    return Source(((len(batch), None) for _ in itertools.count() for batch in loader), request.workers, note)
 
 
 def _torchvision(request: Request) -> Source:
-    from baseline_torchvision import Views, data_loader, open_file, to_batch
+    from benchmarks.loading.baseline_torchvision import Views, data_loader, open_file, to_batch
 
     if request.stage == "decode":
         return _data_loader_decode(request, open_file)
@@ -164,17 +147,14 @@ def _torchvision(request: Request) -> Source:
     # The batch size does not change its rate, but how long it takes all workers to make a batch: half a minute at 256.
     batch_size = request.batch_size if request.stage == "step" else min(request.batch_size, _BASELINE_BATCH)
     loader = data_loader(dataset, batch_size, request.workers, STEPS, on_gpu=on_gpu, sample_bytes=sample_bytes)
-
-    def batches() -> Generator[Sized]:
-        for _ in itertools.count():
-            for views in loader:
-                yield len(views[0]), to_batch(views, request.device, request.dtype)
-
-    return Source(batches(), request.workers)
+    batches = (
+        (len(views[0]), to_batch(views, request.device, request.dtype)) for _ in itertools.count() for views in loader
+    )
+    return Source(batches, request.workers)
 
 
 def _dali(request: Request) -> Source:
-    from baseline_dali import batches, pipeline, training_batch
+    from benchmarks.loading.baseline_dali import batches, pipeline, training_batch
 
     built = pipeline(
         request.dataset.paths, request.stage, batch_size=request.batch_size, size=request.size,
@@ -189,10 +169,9 @@ def _dali(request: Request) -> Source:
     return Source(sized())
 
 
-def _reference(request: Request) -> Source:
-    from references import decoding, pillow_decoder, turbo_decoder
+def _decoder(request: Request) -> Source:
+    from benchmarks.loading.decoders import decodable, pillow_decode, turbo_decoder
 
-    make = pillow_decoder if request.contender == "pillow" else turbo_decoder
-    stack = ExitStack()
-    counts, note = stack.enter_context(decoding(make, request.dataset.paths, request.workers))
-    return Source(((count, None) for count in counts), note=note, stack=stack)
+    decoder, name = (pillow_decode, "Pillow") if request.contender == "pillow" else turbo_decoder()
+    files, note = decodable(decoder, name, request.dataset.paths)
+    return _data_loader_decode(request, decoder, files, note)

@@ -1,12 +1,12 @@
-"""The common baseline: torchvision's v2 transforms on Pillow images in a plain DataLoader, the same six views.
+"""torchvision baseline: v2 transforms on Pillow images in a plain DataLoader, the same six views.
 
-Written as tutorials and published code have it: a worker opens a file, makes all its views one after the other, and
-sends float32 tensors to the training process.
+As in tutorials and published code, a worker opens a file, makes its views one by one and sends float32 tensors.
 """
 
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 from torchvision.transforms import v2
 
+from benchmarks.loading.stages import FULL, PLAIN, Stage
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
 from loaders.errors import UserError
 from loaders.views.ops import BASIC, Op
-from stages import FULL, PLAIN, Stage
 
 _AHEAD = 2  # DataLoader's own default
 
@@ -29,33 +29,32 @@ def open_file(path: str) -> Image.Image:
 
 
 class Decoded(Dataset):
-    """Heights of decoded images; the pixels are thrown away."""
+    """Decoded images, thrown away."""
 
-    def __init__(self, paths: Sequence[str], decode: Callable[[str], Image.Image]) -> None:
-        self._paths, self._decode = paths, decode
+    def __init__(self, files: Sequence[Any], decode: Callable[[Any], object]) -> None:
+        self._files, self._decode = files, decode
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self._files)
 
     def __getitem__(self, place: int) -> int:
-        return self._decode(self._paths[place]).height
+        self._decode(self._files[place])
+        return 1
 
 
 class Views(Dataset):
-    """The views of a stage, float32 (3, S, S) each: two contrastive ones, the original, perhaps three composites."""
+    """Views of a stage, float32 (3, S, S) each: two contrastive ones, the original, perhaps three composites."""
 
     def __init__(self, paths: Sequence[str], stage: Stage, size: int) -> None:
         self._paths = paths
-        augmentation = PLAIN if stage == "crops" else FULL
-        jitter = v2.ColorJitter(
-            augmentation.brightness, augmentation.contrast, augmentation.saturation, augmentation.hue
-        )
+        chosen = PLAIN if stage == "crops" else FULL
+        jitter = v2.ColorJitter(chosen.brightness, chosen.contrast, chosen.saturation, chosen.hue)
         self._crop = v2.Compose([v2.RandomResizedCrop(size, (0.2, 1.0), antialias=True), v2.RandomHorizontalFlip()])
         self._colour = v2.Compose(
             [
-                v2.RandomApply([jitter], augmentation.jitter_prob),
-                v2.RandomGrayscale(augmentation.grayscale_prob),
-                v2.RandomApply([v2.GaussianBlur(23, augmentation.blur_sigma)], augmentation.blur_prob),
+                v2.RandomApply([jitter], chosen.jitter_prob),
+                v2.RandomGrayscale(chosen.grayscale_prob),
+                v2.RandomApply([v2.GaussianBlur(23, chosen.blur_sigma)], chosen.blur_prob),
             ]
         )
         self._composites = [v2.RandAugment(num_ops=n) for n in (1, 2, 3)] if stage in ("composites", "step") else []
@@ -76,25 +75,19 @@ class Views(Dataset):
 def data_loader(
     dataset: Decoded | Views, batch_size: int, workers: int, steps: int, *, on_gpu: bool, sample_bytes: int
 ) -> DataLoader:
-    """A DataLoader as tutorials have it, but for epochs of ``steps`` batches, in which it goes round and round the
-    shuffled images. UserError if its batches do not fit into shared memory."""
+    """Open a DataLoader with one epoch of ``steps`` batches. UserError if they do not fit into shared memory."""
     needed = batch_size * sample_bytes * (_AHEAD * workers + 2)
     if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free < needed:
         raise UserError(f"its batches need {needed / 2**30:.1f} GiB of shared memory (/dev/shm); lower --batch-size")
     return DataLoader(
-        dataset,
-        batch_size,
-        sampler=RandomSampler(dataset, num_samples=steps * batch_size),
-        num_workers=workers,
-        pin_memory=on_gpu,
-        drop_last=True,
-        prefetch_factor=_AHEAD,
-    )
+        dataset, batch_size, sampler=RandomSampler(dataset, num_samples=steps * batch_size), num_workers=workers,
+        pin_memory=on_gpu, drop_last=True, prefetch_factor=_AHEAD, multiprocessing_context="fork",
+    )  # fmt: skip
 
 
 def to_batch(views: list[Tensor], device: torch.device, dtype: torch.dtype) -> Batch:
-    """Collated views (B, 3, S, S) on the training device. Composition vectors are made up: v2 does not tell what it has
-    drawn, and the time of a step does not depend on it."""
+    """Move collated views (B, 3, S, S) to the training device. Composition vectors are made up: v2 does not return
+    what it drew, and the time of a step does not depend on it."""
     here = [view.to(device, non_blocking=True).to(dtype, memory_format=torch.channels_last) for view in views]
     count, composites = len(here[0]), here[3:]
     composition = torch.zeros(len(composites), count, len(BASIC), dtype=torch.uint8, device=device)

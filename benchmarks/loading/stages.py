@@ -1,4 +1,4 @@
-"""The stages of the data path that are timed, each with what it adds to the one before."""
+"""Stages of the data path, each with what it adds to the one before."""
 
 from typing import Literal, get_args
 
@@ -20,7 +20,7 @@ FULL = Augmentation()
 
 
 def plan_of(stage: Stage, size: int) -> ViewPlan:
-    """The views of a stage (``decode`` has none, and takes those of ``crops``)."""
+    """Plan the views of a stage (``decode`` has none, and takes those of ``crops``)."""
     if stage in ("decode", "crops"):
         return ViewPlan(size, contrastive=(PLAIN, PLAIN), lengths=())
     if stage == "contrastive":
@@ -29,5 +29,5 @@ def plan_of(stage: Stage, size: int) -> ViewPlan:
 
 
 def views_of(stage: Stage) -> int:
-    """Views that a sample has in this stage; a decoded image is none."""
+    """Count the views of a sample in this stage; a decoded image is none."""
     return 0 if stage == "decode" else plan_of(stage, 1).layout.views

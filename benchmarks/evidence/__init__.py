@@ -1,0 +1,1 @@
+"""Studies of CoCor over several seeds: ``python -m benchmarks.evidence``."""

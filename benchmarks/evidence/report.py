@@ -1,0 +1,148 @@
+"""Report of a study: figures of each run, means and deviations over seeds, a table and a picture."""
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import markdown
+from benchmarks.evidence.runner import Training
+from cocor.monitor.metrics_file import epochs_of, lengths_of, read_run
+from cocor.panels import legend, panels
+from loaders.errors import UserError
+
+NAMES = {"moco": "MoCo v2", "simsiam": "SimSiam", "supcon": "SupCon", "byol": "BYOL", "intl": "INTL"}
+_KINDS = ("similarity", "target")
+_MOST_SIMILARITIES, _MOST_INSIDE = 6, 6  # panels of single variants; names in a legend that fits beside the curves
+_COLOURS, _STYLES = 10, ("-", "--", ":")  # of curves in one panel
+Run = dict[str, Any]  # figures of a run, as the JSON file has them; curves are points over epochs
+Curve = Sequence[tuple[float, float]]
+
+
+def measured(training: Training) -> Run:
+    """Read the figures of a finished run."""
+    records, record = read_run(training.folder), training.record()
+    knn = [(float(r["epoch"]), float(r["accuracy"])) for r in records if r["kind"] == "knn"]
+    if not knn:
+        raise UserError(f"{training.folder}: no k-NN was measured; pass held-out images with labels as --val-data")
+    steps = [r for r in records if r["kind"] == "train"]
+    timed = [(r["step"] - before["step"], r["images_per_s"]) for before, r in pairwise([{"step": 0}, *steps])]
+    rates = [rate for _, rate in timed if rate]
+    seconds = sum(count * int(record["flags"]["batch_size"]) / rate for count, rate in timed if rate)
+
+    def curves(kind: str) -> dict[int, Curve]:
+        names, points = (
+            {n: f"{kind}_{n}" for n in lengths_of(records)},
+            list(zip(epochs_of(records), steps, strict=True)),
+        )
+        return {n: [(at, r[key]) for at, r in points if r.get(key) is not None] for n, key in names.items()}
+
+    run = {
+        "method": training.method, "variant": training.variant.key, "title": training.variant.title,
+        "seed": training.seed, "settings": record["settings"], "machine": record["machine"],
+        "flags": {key: value for key, value in record["flags"].items() if key not in ("data", "val_data")}, "knn": knn,
+        "similarity": curves("similarity"), "target": curves("target"), "minutes": round(seconds / 60, 2),
+        "images_per_s": round(statistics.median(rates), 1) if rates else math.nan,
+        "last": {key: value for key, value in (steps[-1] if steps else {}).items() if isinstance(value, float)},
+    }  # fmt: skip
+    if training.linear and record["linear"]:
+        run["linear"] = json.loads((training.folder / "linear" / "linear.json").read_text())["result"]["top1"]
+    return run
+
+
+def by_knn(run: Run) -> float:
+    return run["knn"][-1][1]
+
+
+def by_linear(run: Run) -> float:
+    return run.get("linear", math.nan)
+
+
+def spread(values: Sequence[float], scale: float = 100.0, sign: str = "") -> str:
+    """Format mean and deviation, ``76.3 ± 0.4``, of what was measured (not NaN), and how many those are."""
+    known = [value * scale for value in values if not math.isnan(value)]
+    if not known:
+        return "-"
+    deviation = f" ± {statistics.stdev(known):.1f}" if len(known) > 1 else ""
+    missing = f" ({len(known)} of {len(values)})" if len(known) < len(values) else ""
+    return f"{statistics.fmean(known):{sign}.1f}{deviation}{missing}"
+
+
+def grouped(runs: Sequence[Run]) -> dict[tuple[str, str], list[Run]]:
+    """Group runs by method and variant, over their seeds."""
+    groups: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run["method"], run["variant"]), []).append(run)
+    return groups
+
+
+def table(runs: Sequence[Run]) -> str:
+    """Format accuracies, gains over the plain run of the same seed, similarities against targets, and the consistency
+    loss' share of the sum of both gradients' norms, all at the end of training."""
+    accuracies = {"k-NN accuracy, %": by_knn}
+    if any("linear" in run for run in runs):
+        accuracies["linear accuracy, %"] = by_linear
+    titles = ["method", *(title for name in accuracies for title in (name, "gain over plain")), "seeds", "epochs",
+              "minutes", "images/s", "similarity / target", "gradient share"]  # fmt: skip
+    lines, groups = [], grouped(runs)
+    for (method, variant), group in groups.items():
+        line = [f"{NAMES[method]} {group[0]['title']}"]
+        plain = {run["seed"]: run for run in groups.get((method, "plain"), []) if variant != "plain"}
+        for value in accuracies.values():
+            gains = [value(run) - value(plain[run["seed"]]) for run in group if run["seed"] in plain]
+            line += [spread([value(run) for run in group]), spread(gains, sign="+")]
+        ends = [
+            "/".join(
+                f"{statistics.fmean(run[kind][n][-1][1] for run in group):.2f}" for kind in ("similarity", "target")
+            )
+            for n in sorted(group[0]["similarity"])
+        ]
+        norms = [[run["last"].get(f"gradient_{kind}") for kind in ("consistency", "contrastive")] for run in group]
+        line += [str(len(group)), "/".join(dict.fromkeys(f"{run['knn'][-1][0]:.0f}" for run in group)),
+                 spread([run["minutes"] for run in group], 1.0),
+                 f"{statistics.fmean(run['images_per_s'] for run in group):,.0f}", " ".join(ends) or "-",
+                 spread([one / (one + other) for one, other in norms if None not in (one, other)])]  # fmt: skip
+        lines.append(line)
+    return markdown(titles, lines)
+
+
+def draw(runs: Sequence[Run], path: Path, clock: bool) -> None:
+    """Draw k-NN over epochs (with ``clock`` also over minutes) of each method, with a band of one standard deviation
+    over seeds; then similarity (solid) and target (dashed) of each length, for the first variants that have them."""
+    groups, methods = grouped(runs), dict.fromkeys(run["method"] for run in runs)
+    charts = [(method, minutes) for method in methods for minutes in (False, True)[: 1 + clock]]
+    consistent = [group for group in groups.values() if group[0]["similarity"]][:_MOST_SIMILARITIES]
+    with panels(path, len(charts) + len(consistent), columns=3) as axes:
+        for place, (method, minutes) in zip(axes, charts, strict=False):
+            chosen = [group for (other, _), group in groups.items() if other == method]
+            for number, group in enumerate(chosen):
+                style = _STYLES[number // _COLOURS % len(_STYLES)]
+                rate = statistics.fmean(run["minutes"] / max(run["knn"][-1][0], 1) for run in group) if minutes else 1.0
+                percent = [[(at * rate, 100 * value) for at, value in run["knn"]] for run in group]
+                _band(place, percent, f"C{number % _COLOURS}", style, group[0]["title"])
+            unit = "minutes of training" if minutes else "epoch"
+            place.set(title=f"{NAMES[method]}: k-NN accuracy", xlabel=unit, ylabel="accuracy (%)")
+            below = {"ncols": 2, "loc": "upper center", "bbox_to_anchor": (0.5, -0.15)}
+            legend(place, **({} if len(chosen) <= _MOST_INSIDE else below))
+        for place, group in zip(axes[len(charts) :], consistent, strict=True):
+            for number, length in enumerate(sorted(group[0]["similarity"])):
+                for kind, style, label in (("similarity", "-", f"length {length}"), ("target", "--", None)):
+                    _band(place, [run[kind][length] for run in group], f"C{number}", style, label)
+            title = f"{NAMES[group[0]['method']]} {group[0]['title']}: similarity, target (dashed)"
+            place.set_title(title, fontsize=9)
+            place.set(xlabel="epoch", ylabel="cosine similarity")
+            legend(place)
+
+
+def _band(axes: Any, curves: Sequence[Curve], colour: str, style: str, label: str | None) -> None:
+    """Draw the mean and the standard deviation of curves, at the points that all of them have in common."""
+    values_at = [dict(curve) for curve in curves]
+    at = sorted(set(values_at[0]).intersection(*values_at[1:]))
+    columns = [[values[point] for values in values_at] for point in at]
+    bands = [(statistics.fmean(c), statistics.stdev(c) if len(c) > 1 else 0.0) for c in columns]
+    axes.plot(at, [mean for mean, _ in bands], style, color=colour, label=label)
+    low, high = ([mean + sign * deviation for mean, deviation in bands] for sign in (-1, 1))
+    axes.fill_between(at, low, high, color=colour, alpha=0.2, linewidth=0)

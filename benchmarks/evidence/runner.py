@@ -1,0 +1,149 @@
+"""Runner of a study: trainings as processes, several at a time, resumed if they were stopped, skipped if done.
+
+Beside the folder of run NAME, ``NAME.txt`` and ``NAME.linear.txt`` hold what is printed, and ``NAME.done.json`` flags,
+settings, machine and the probe's images, so that other flags, configurations or defaults are noticed, not mixed in.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from benchmarks.common import describe_machine, write_json
+from benchmarks.evidence.studies import Variant
+from cocor.config.arguments import flag
+from cocor.config.options import Config
+from cocor.distributed import signals
+from loaders.errors import UserError
+
+STOPPED = "stopped"
+_PATIENCE = 120.0  # seconds for a run to write its checkpoint and stop
+# Exit codes after a signal: of cocor-train and cocor-eval, and of both before their handlers are in place.
+_STOPPED = {signals.STOPPED, signals.INTERRUPTED, 128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGINT}
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run: its folder, its flags except ``output`` and ``resume``, all ``settings`` that affect its steps, and the
+    images of its linear probe."""
+
+    method: str
+    variant: Variant
+    seed: int
+    folder: Path
+    flags: dict[str, Any]
+    settings: dict[str, Any]
+    linear: Path | None = None
+
+    def beside(self, ending: str) -> Path:
+        return self.folder.with_name(f"{self.folder.name}.{ending}")
+
+    def record(self) -> dict[str, Any]:
+        """Read what was recorded after training and evaluation; empty if it is not trained."""
+        marker = self.beside("done.json")
+        return json.loads(marker.read_text()) if marker.is_file() else {}
+
+    def is_done(self) -> bool:
+        """Whether it is trained, and evaluated if asked for. UserError if it was trained with other settings."""
+        record, default = self.record(), Config().to_dict()  # the latter of keys that came later
+        if not record:
+            return False
+        changed = [key for key, value in self.settings.items() if record["settings"].get(key, default[key]) != value]
+        if changed:
+            words = ", ".join(sorted(changed))
+            raise UserError(f"{self.folder}: a finished run with other {words}; choose another --output")
+        return self.linear is None or record["linear"] == str(self.linear)
+
+    def mark(self) -> None:
+        """Record that the run is trained or, if that was recorded before, evaluated."""
+        flags = {key: str(value) for key, value in self.flags.items()}
+        new = {"flags": flags, "settings": self.settings, "machine": describe_machine(), "linear": None}
+        record = self.record()
+        write_json(self.beside("done.json"), record | {"linear": str(self.linear)} if record else new)
+
+    def command(self) -> list[str]:
+        """Command of the training, or of the evaluation if the run is trained."""
+        words, values = ["cocor.train"], self.flags | {"output": self.folder, "resume": "auto"}
+        if self.record():  # architecture, stem and image size are stored with the weights
+            words, gpu = ["cocor.eval.cli", "linear", str(self.folder)], "yes" if int(self.flags["gpus"]) else "no"
+            values = {"data": self.linear, "output": self.folder / "linear", "gpu": gpu}
+        return [sys.executable, "-P", "-m", *words, *(f"{flag(key)}={value}" for key, value in values.items())]
+
+
+def run_all(
+    trainings: Sequence[Training], jobs: int, gpus: int, deadline: float, say: Callable[[str], None] = print
+) -> dict[str, str]:
+    """Do all that is not done, ``jobs`` at a time, spread over ``gpus`` (0: the CPU). Returns which runs are not
+    finished, and why: at ``deadline`` (of ``time.monotonic``) or a signal, which then ends this process, they stop."""
+    waiting, slots = [training for training in trainings if not training.is_done()], SimpleQueue[int]()
+    running, unfinished = set[subprocess.Popen[bytes]](), dict[str, str]()
+    ending, lock = threading.Event(), threading.Lock()
+    say(f"{len(trainings)} runs, {len(trainings) - len(waiting)} of them done, {jobs} at a time")
+
+    def execute(training: Training, slot: int, name: str) -> int:
+        probe = ": linear probe" if training.record() else ""
+        output = training.beside("linear.txt" if probe else "txt")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "start_new_session": True}
+        with lock, output.open("wb") as file:
+            if ending.is_set():
+                return signals.STOPPED
+            process = subprocess.Popen(training.command(), env=_environment(slot, jobs, gpus), stdout=file, **streams)
+            running.add(process)
+        say(f"started {name}{probe}")
+        code = process.wait()
+        running.remove(process)
+        if code and code not in _STOPPED:
+            unfinished[name] = output.read_text(errors="replace").strip().rpartition("\n")[2] or f"exit code {code}"
+        return code
+
+    def complete(training: Training) -> None:
+        slot, code, name = slots.get(), 0, training.folder.name
+        try:
+            while not code and not training.is_done():
+                code = execute(training, slot, name)
+                if not code:
+                    training.mark()
+        finally:
+            slots.put(slot)
+        why = unfinished.setdefault(name, STOPPED) if code else ""
+        say(f"{why and 'not '}finished {name}{why and f': {why}'}")
+
+    heeded = [number for number in signals.SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # not nohup's
+    before = {number: signal.signal(number, signal.default_int_handler) for number in heeded}
+    for slot in range(jobs):
+        slots.put(slot)
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(complete, training) for training in waiting]
+        try:
+            wait(futures, min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
+        finally:
+            with lock:
+                ending.set()
+            for process in list(running):
+                process.terminate()
+            wait(futures, _PATIENCE)
+            for process in list(running):
+                process.kill()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    for future in futures:
+        future.result()  # raises what went wrong here
+    return unfinished
+
+
+def _environment(slot: int, jobs: int, gpus: int) -> dict[str, str]:
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}  # else the reason of a failure may not be the last line
+    if gpus:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+        return environment | {"CUDA_VISIBLE_DEVICES": visible[slot % gpus]}
+    return {"OMP_NUM_THREADS": "1"} | environment if jobs > 1 else environment

@@ -1,0 +1,81 @@
+"""Studies: which variants of a method are compared. A variant is a set of flags of ``cocor-train``.
+
+``plain`` is the method without CoCor, ``cocor`` CoCor as configured, and the others change one thing of it.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+Flags = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Flags that change the configuration. ``like``: train as long as this variant, in time instead of epochs."""
+
+    key: str
+    title: str
+    flags: Flags = field(default_factory=dict)
+    like: str | None = None
+
+
+PLAIN = Variant("plain", "plain", {"consistency": "none"})
+COCOR = Variant("cocor", "+ CoCor")
+CONSTANTS = Variant("constants", "+ CoCor, constants", {"mmnn": "constants"})
+CENTRE: Flags = {"consistency_beta": 8.0, "consistency_weight": 10.0, "mmnn_lr": 0.5}
+
+
+def _each(flag: str, *values: str) -> list[Variant]:
+    """Make a variant for every value of one flag."""
+    return [Variant(_key(f"{flag}-{it}"), f"+ CoCor, {flag.replace('_', ' ')} {it}", {flag: it}) for it in values]
+
+
+def _key(text: str) -> str:
+    """Turn ``text`` into the name of a folder."""
+    return re.sub(r"[^\w.]+", "-", text).strip("-")
+
+
+def _loss(beta: int, weight: int) -> Variant:
+    flags = {"consistency_beta": float(beta), "consistency_weight": float(weight)}
+    return Variant(f"beta-{beta}-weight-{weight}", f"+ CoCor, beta {beta}, weight {weight}", flags)
+
+
+def _tune(words: str, **flags: Any) -> Variant:
+    """Change one setting of the centre."""
+    return Variant(_key(f"tune-{words.lower()}"), f"centre, {words}", CENTRE | flags)
+
+
+# Paper: tables "linear evaluation", "Linear evaluation of CoCor models trained with and without MMNN" (core); "Training
+# Time Comparison" (clock); "Different amounts of labeled data"; figure on single lengths and table "one length l";
+# table "LooC, AugSelf" (pool); table "fixed DA orderings". The others ask what the paper leaves open.
+STUDIES: dict[str, list[Variant]] = {
+    "core": [PLAIN, COCOR, CONSTANTS],
+    "cocor": [PLAIN, COCOR],
+    "clock": [PLAIN, COCOR, Variant("plain-as-long", "plain, as long as + CoCor", PLAIN.flags, like="cocor")],
+    "mmnn": [COCOR, CONSTANTS],
+    "hypergradient": _each("hypergradient", "exact", "taylor", "released"),
+    "lengths": [PLAIN, *_each("lengths", "1", "2", "3", "5", "10", "1,2,3")],
+    "pool": _each("pool", "all", "color", "affine"),
+    "labels": [PLAIN, *_each("label_fraction", "1.0", "0.1", "0.01", "0.001")],
+    "recipe": _each("recipe", "paper", "released"),
+    "order": [PLAIN, *_each("composite_order", "random", "fixed1", "fixed2")],
+    "loss": [
+        PLAIN,
+        Variant("printed", "+ CoCor, the loss as printed", {"consistency_beta": 1.0, "consistency_weight": 1.0}),
+        *(_loss(*pair) for pair in ((1, 10), (8, 1), (8, 3), (8, 10))),
+        *_each("consistency", "abs"),
+        *_each("constants", "0.95,0.9,0.85", "0.6,0.5,0.4"),
+    ],
+    "tune": [  # what the paper leaves open, one setting at a time
+        PLAIN,
+        Variant("centre", "+ CoCor, beta 8, weight 10", CENTRE),
+        *(_tune(f"beta {beta:g}", consistency_beta=beta) for beta in (1.0, 4.0, 16.0)),
+        *(_tune(f"weight {weight:g}", consistency_weight=weight) for weight in (1.0, 3.0, 30.0)),
+        _tune("magnitudes released", magnitudes="released"),
+        _tune("recipe released", recipe="released"),
+        _tune("constants", mmnn="constants"),
+        *(_tune(f"MMNN lr {rate:g}", mmnn_lr=rate) for rate in (0.05, 5.0)),
+        _tune("MMNN wait 0", mmnn_wait_epochs=0),
+    ],
+}

@@ -1,0 +1,189 @@
+"""Rounds that break training runs at random moments, resume them, and compare them with an undisturbed run.
+
+A run that reaches its end must have seen every image once in every epoch and must have the weights of the undisturbed
+run, to the bit; then a new one begins.
+"""
+
+import importlib.util
+import os
+import random
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from soak import runs
+from soak.runs import Lane, Start, wait_until
+
+_EARLY = 0.15  # share of the rounds that kill a run early, mostly before its first step
+_STOPPED, _INTERRUPTED, _KILLED = 75, 130, -signal.SIGKILL
+Fault = Callable[[Start, Lane, random.Random], None]
+
+
+def kill(run: Start, lane: Lane, rng: random.Random) -> None:
+    """Kill the process, which is the launcher where there are ranks."""
+    runs.send(run.pid, signal.SIGKILL)
+    run.expect({_KILLED})
+
+
+def kill_everything(run: Start, lane: Lane, rng: random.Random) -> None:
+    runs.end(run, lane)
+    run.expect({_KILLED})
+
+
+def kill_rank(run: Start, lane: Lane, rng: random.Random) -> None:
+    """Kill one of two ranks; where ranks are started again, this run goes on by itself."""
+    restarts = lane.torchrun or "max_restarts" in lane.flags
+    for victim in [one for one, kind in runs.processes_of(run, lane).items() if kind == "rank"][rng.randrange(2) :][:1]:
+        runs.send(victim, signal.SIGKILL)
+    run.expect({0} if restarts else {137}, "" if restarts else "ended by SIGKILL")
+
+
+def kill_worker(run: Start, lane: Lane, rng: random.Random) -> None:
+    """Kill a data worker: the run says so and ends, unless the worker had just done its last work."""
+    for victim in [one for one, kind in runs.processes_of(run, lane).items() if kind == "worker"][:1]:
+        runs.send(victim, signal.SIGKILL)
+    run.expect({2, 0}, "data worker was killed")
+
+
+def ask_to_stop(run: Start, lane: Lane, rng: random.Random) -> None:
+    """Send any signal, to the launcher or a rank."""
+    number = rng.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+    ranks = [one for one, kind in runs.processes_of(run, lane).items() if kind == "rank"]
+    runs.send(rng.choice([run.pid, *ranks]), number)
+    run.expect({_INTERRUPTED if number == signal.SIGINT else _STOPPED}, "--resume goes on from there")
+
+
+def ask_twice(run: Start, lane: Lane, rng: random.Random) -> None:
+    """Send two signals: the second is obeyed at once, if the first was not yet."""
+    runs.send(run.pid, signal.SIGTERM)
+    time.sleep(0.6)
+    if not run.ended():
+        runs.send(run.pid, signal.SIGTERM)
+    run.expect({_STOPPED, 128 + signal.SIGTERM})
+
+
+def truncate(run: Start, lane: Lane, rng: random.Random) -> None:
+    """Kill, then cut the newest of several checkpoints short."""
+    kill(run, lane, rng)
+    for newest in runs.checkpoints(lane.folder)[1:][-1:]:
+        os.truncate(newest, rng.randrange(newest.stat().st_size))
+
+
+def flip(run: Start, lane: Lane, rng: random.Random) -> None:
+    """Kill, then change a bit in the middle of the newest of several checkpoints."""
+    kill(run, lane, rng)
+    for newest in runs.checkpoints(lane.folder)[1:][-1:]:
+        data = bytearray(newest.read_bytes())
+        data[len(data) // 2] ^= 1 << rng.randrange(8)
+        newest.write_bytes(data)
+
+
+def fill_disk(run: Start, lane: Lane, rng: random.Random) -> None:
+    """Fill the disk: the run goes on, and says so; it must not pretend to be done. Then there is room again."""
+    filler = lane.folder.parent / "filler"
+    try:
+        with filler.open("wb", buffering=0) as file:
+            while file.write(bytes(2**16)):
+                pass
+    except OSError:
+        pass
+    try:
+        run.expect({2}, "No space left on device")
+    finally:
+        filler.unlink()
+
+
+FAULTS: dict[str, tuple[int, list[Fault]]] = {  # by lane: its share of the rounds; faults in the order of their turns
+    "torch": (13, [kill, ask_to_stop, truncate, kill_worker, ask_twice, flip]),
+    "dali": (12, [ask_to_stop, kill, flip, ask_twice, truncate]),
+    "ffcv": (4, [truncate, ask_to_stop, kill]),
+    "disk": (3, [fill_disk, kill, fill_disk, ask_to_stop]),
+    "2 ranks": (5, [kill_rank, ask_to_stop, kill, kill_everything, ask_twice]),
+    "2 ranks with restarts": (2, [kill_rank, kill]),
+    "torchrun": (1, [kill_rank, kill]),
+}
+
+
+def make_lanes(place: Path, disk: Path | None, wanted: Sequence[str]) -> list[Lane]:
+    """Set up the ``wanted`` kinds of runs that are possible here."""
+    images = runs.make_images(place / "images")
+    data = {"data": images, "val_data": images}
+    plain = data | {"consistency": "none", "loader": "torch"}
+    flags: dict[str, dict[str, Any]] = {
+        "torch": data | {"loader": "torch"},
+        "dali": data | {"loader": "dali", "method": "simsiam"},
+        "2 ranks": data | {"loader": "dali", "cpu_ranks": 2},
+        "2 ranks with restarts": plain | {"cpu_ranks": 2, "max_restarts": 2},
+        "torchrun": plain,
+        "disk": data | {"loader": "torch", "keep_checkpoints": 2},
+    }
+    if "ffcv" in wanted and importlib.util.find_spec("ffcv") is not None:
+        flags["ffcv"] = {"data": runs.stored(images), "loader": "ffcv", "recipe": "released"}
+    return [
+        Lane(name, flags[name], (disk if name == "disk" else place) / name, place, torchrun=name == "torchrun")
+        for name in wanted
+        if name in flags and (disk or name != "disk")
+    ]
+
+
+class Rounds:
+    """Rounds over some lanes. ``recovered``: seconds from starts to their first steps."""
+
+    def __init__(self) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self.recovered: list[float] = []
+        self.compared = self.differing = 0
+
+    def make(self, lanes: list[Lane], count: int, seed: int) -> "Rounds":
+        """Make ``count`` rounds, and let unfinished runs come to their ends."""
+        rng, turns = random.Random(seed), Counter[str]()
+        last = {lane.name: runs.start(lane) for lane in lanes}
+        try:
+            for lane in lanes:
+                last[lane.name].expect({0}, patience=runs.MORE_PATIENCE)
+                lane.reference = runs.outcome(lane.folder)
+                shutil.rmtree(lane.folder)
+            order = [lane for lane in lanes for _ in range(FAULTS[lane.name][0])]
+            rng.shuffle(order)
+            for lane in [*(order[number % len(order)] for number in range(count)), *lanes]:
+                faults = FAULTS[lane.name][1]
+                fault = faults[turns[lane.name] % len(faults)] if turns.total() < count else None
+                turns[lane.name] += 1
+                if fault is None and not lane.folder.exists():
+                    continue
+                before = last[lane.name]  # whose processes must end by themselves
+                wait_until(lambda run=before, it=lane: not runs.processes_of(run, it), "a process remains")
+                last[lane.name] = runs.start(lane, "--resume")
+                self._break(last[lane.name], lane, fault, rng)
+        finally:  # leave nothing running
+            for lane in lanes:
+                runs.end(last[lane.name], lane)
+        return self
+
+    def _break(self, run: Start, lane: Lane, fault: Fault | None, rng: random.Random) -> None:
+        """Break a run, or with no ``fault`` let it come to its end, and compare it if it is there."""
+        if fault is not None:
+            early = rng.random() < _EARLY
+            if early and fault is not kill_everything:
+                fault = kill
+            elif not early:
+                wait_until(lambda: run.ended() or runs.seconds_to_step(lane.folder, run.began), f"no step: {lane.name}")
+            time.sleep(rng.uniform(0, 1 if early else 1.5))
+        if fault is None or run.ended():
+            run.expect({0})
+        else:
+            fault(run, lane, rng)
+            what = "survived" if run.code or fault is kill_rank else "had ended by itself"
+            self.outcomes[f"{lane.name}: {fault.__name__}: {what}"] += 1
+        self.recovered += runs.seconds_to_step(lane.folder, run.began)
+        if run.code == 0:
+            assert lane.reference is not None
+            (seen, state), (expected, reference) = runs.outcome(lane.folder), lane.reference
+            self.compared += 1
+            equal = state.keys() == reference.keys() and all(runs.same(state[name], reference[name]) for name in state)
+            self.differing += not equal or seen != expected
+            shutil.rmtree(lane.folder)
