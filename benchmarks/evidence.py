@@ -30,10 +30,9 @@ from typing import Any, get_args
 
 import torch
 
-from cocor import atomic, panels
+from cocor import atomic, cli, panels
 from cocor.config import options, resolve
 from cocor.data import held_out_images
-from cocor.distributed import launch
 from cocor.eval.datasets.splits import open_splits
 from common import machine_line, write_json
 from evidence_flags import shared_flags
@@ -53,7 +52,7 @@ _CURVE = 20  # points of an accuracy curve
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    return launch.command("evidence.py", lambda: _study(_parser().parse_all(given), given))
+    return cli.command("evidence.py", lambda: _study(_parser().parse_all(given), given))
 
 
 def _parser() -> Parser:

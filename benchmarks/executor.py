@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
-from cocor.distributed.launch import command
+from cocor.cli import command
 from common import Column, describe_machine, header, machine_line, row, write_json
 from loaders.arguments import Parser, not_negative, positive, writable
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD

@@ -23,7 +23,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-import cocor.loop  # noqa: F401 - the forked runs need it
 from cocor import checkpoint
 from cocor.distributed import signals
 from cocor.train import main

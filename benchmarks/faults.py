@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import fault_runs as runs
-from cocor.distributed.launch import command
+from cocor.cli import command
 from common import describe_machine, machine_line
 from fault_acts import FAULTS, Fault, expect, kill, kill_everything, kill_rank
 from fault_runs import Broken, Lane, Start, wait_until

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cocor.distributed.launch import command
+from cocor.cli import command
 from common import Column, describe_machine, header, machine_line, row, write_json
 from loaders.arguments import Parser, positive, writable
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cocor.distributed.launch import command
+from cocor.cli import command
 from loaders.arguments import Parser, positive
 from loaders.batch import IMAGENET_STD, Batch
 from loaders.datasets.dataset import ImageDataset, open_folder

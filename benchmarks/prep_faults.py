@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from cocor.distributed.launch import command
+from cocor.cli import command
 from loaders.arguments import Parser, not_negative, positive
 from loaders.datasets.beton import open_beton
 from loaders.errors import UserError

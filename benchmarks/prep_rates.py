@@ -20,7 +20,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from cocor.distributed.launch import command
+from cocor.cli import command
 from loaders.arguments import Parser, positive
 from loaders.prep.convert import Target, convert
 from loaders.prep.encode import Settings, target_size

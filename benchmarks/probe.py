@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from cocor import atomic
-from cocor.distributed.launch import command
+from cocor.cli import command
 from cocor.eval.features import Features
 from cocor.eval.peer import against_sklearn
 from cocor.eval.probes.linear import PENALTIES, linear_probe

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 import fault_runs as runs
+from cocor.cli import command
 from cocor.config.options import Execution
-from cocor.distributed.launch import command
 from common import describe_machine, machine_line
 from fault_runs import Broken, Lane, Start, wait_until
 from loaders.arguments import Parser

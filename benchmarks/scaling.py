@@ -24,7 +24,7 @@ from typing import Any
 import images
 import throughput
 from cells import Absent, Measured, Settings, measure
-from cocor.distributed.launch import command
+from cocor.cli import command
 from common import RESULTS, Column, describe_machine, device_slug, header, machine_line, row, write_json
 from images import open_images
 from loaders.arguments import Parser, above_zero, positive, writable

@@ -39,11 +39,11 @@ from typing import Any
 
 import torch
 
+from cocor.cli import command
 from cocor.config.arguments import flag
 from cocor.config.options import Config
 from cocor.config.resolve import resolve
 from cocor.config.values import convert
-from cocor.distributed.launch import command
 from cocor.monitor.profile import CONTRASTIVE_COST
 from common import RESULTS, Column, describe_machine, device_slug, header, machine_line, row, write_json
 from loaders.arguments import Parser, above_zero, nearest, positive, writable

@@ -53,7 +53,7 @@ from typing import Any
 import images
 from cells import Absent, Settings, measure
 from cocor import panels
-from cocor.distributed.launch import command
+from cocor.cli import command
 from common import RESULTS, describe_machine, device_slug, header, machine_line, write_json
 from images import open_images
 from loaders.arguments import Parser, above_zero, not_negative, positive, share, writable

@@ -1,26 +1,34 @@
-"""How the console commands begin and end, wherever their output goes and whenever Ctrl-C comes.
+"""Console commands: their entry points, one-line errors, exit codes, Ctrl-C, and wherever their output goes.
 
-Ctrl-C shows no traceback, not even while modules load (PyTorch takes seconds) or at the very end, where Python would
-raise KeyboardInterrupt wherever it happens to be. Until a command handles signals itself, and after it, SIGINT has its
-default action instead: the system ends the process, and a shell sees exit code 130.
-
-If an output stream is closed (``2>&-``), what is printed to it is dropped; if its reader has gone (``| head -1``), the
-command ends in silence.
+Exit codes: 0 done, 1 a bug, 2 a user's mistake, 75 stopped by a signal, 130 Ctrl-C, 141 nobody reads the output.
 """
 
 import importlib
+import json
 import os
 import select
 import signal
 import sys
 import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from cocor.distributed.env import RankEnv
+from cocor.distributed.signals import INTERRUPTED, STOPPED, Ended, Stopped
+from loaders.errors import UserError
+from loaders.lacking import lacking
+
+USER_ERROR = 2  # exit code
+UNREAD = 128 + signal.SIGPIPE  # a shell's exit code for programs that SIGPIPE ends
+
 
 def train() -> int:
-    return _command("cocor-train", "cocor.train")
+    return _command("cocor-train", "cocor.train", first=_read_flags)
 
 
 def evaluate() -> int:
@@ -39,8 +47,19 @@ def prepare() -> int:
     return _command("cocor-prep", "loaders.prep.cli")
 
 
-def _command(name: str, module: str) -> int:
-    """Import ``module`` and run its ``main()``, which calls :func:`listen` once it can handle Ctrl-C itself."""
+def _read_flags() -> None:
+    """Read cocor-train's flags: ``--help`` and mistakes need not wait for PyTorch, which takes seconds to load."""
+    from cocor.config.resolve import read
+
+    read(sys.argv[1:])
+
+
+def _command(name: str, module: str, first: Callable[[], None] | None = None) -> int:
+    """Do ``first``, import ``module`` and run its ``main()``, with SIGINT's default action during the import.
+
+    Python would raise KeyboardInterrupt wherever it happens to be while PyTorch loads, and print a traceback; so the
+    system ends the process instead, and a shell sees exit code 130.
+    """
     open_streams()
     handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not if ignored, as for background jobs
     if handled:
@@ -49,29 +68,99 @@ def _command(name: str, module: str) -> int:
         Path.cwd()
     except OSError as error:  # Intel's library would say that PyTorch cannot be loaded
         print(f"{name}: error: the current folder cannot be used: {error.strerror}; cd to another one", file=sys.stderr)
-        return 2
+        return USER_ERROR
     try:
-        main = importlib.import_module(module).main
-    except (ImportError, MemoryError, OSError) as error:
-        return _without(name, error)
-    if module.startswith("loaders."):  # which does not import this module
-        listen()
-    try:
+        if first is not None and (code := command(name, first)):
+            return code
+        if handled:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        try:
+            main = importlib.import_module(module).main
+        except Exception as error:
+            print(f"{name}: error: {_why_not_imported(error)}", file=sys.stderr)
+            return USER_ERROR
+        if module.startswith("loaders."):  # which does not import this module
+            listen()
         return int(main())
     finally:
         if handled:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _without(name: str, error: Exception) -> int:
-    """Report in one line what the machine lacks to import the command's modules; raises ``error`` if it is a bug."""
-    from loaders.lacking import lacking
+def _why_not_imported(error: Exception) -> str:
+    """Return in one line what the machine lacks to import a command's modules; raises ``error`` if it is a bug."""
+    if lack := lacking(error):
+        return lack
+    from cocor.run_dir import check_pair
 
-    lack = lacking(error)
-    if not lack:
+    try:
+        check_pair()
+    except UserError as mistake:
+        return str(mistake)
+    raise error
+
+
+def command(name: str, body: Callable[[], None]) -> int:
+    """Run the ``body`` of a console command and return its exit code. A user's mistake becomes one line on stderr."""
+    from loaders.dali import cuda_env
+    from loaders.text import print_everything
+
+    cuda_env.use_all()
+    open_streams()
+    print_everything()
+    # PyTorch's own, at the first torch.func.jvp of a process.
+    warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", FutureWarning)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warns, with pages of C++ frames, that a rank has gone
+    try:
+        listen()
+        body()
+        sys.stdout.flush()  # now, as a failure at interpreter exit could not be reported
+        code = 0
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except Exception as error:
+        message, code = _explain(name, error)
+        if message:
+            report(message, code)
+    drop_unwritten(sys.stderr)  # Python would end with exit code 120
+    return code
+
+
+def _explain(name: str, error: Exception) -> tuple[str, int]:
+    """Return the message and exit code of a command that ``error`` ends. Raises it if it is a bug of a single process,
+    whose traceback Python prints."""
+    if isinstance(error, UserError):
+        return f"{name}: error: {error}", USER_ERROR
+    if isinstance(error, Ended):
+        return (f"{name}: {error}" if isinstance(error, Stopped) else str(error)), error.code
+    if isinstance(error, OSError) and give_up_output() and isinstance(error, BrokenPipeError):
+        return "", UNREAD
+    if lack := lacking(error):
+        return f"{name}: error: {lack}", USER_ERROR
+    if RankEnv.read().launcher is None:
         raise error
-    print(f"{name}: error: {lack}", file=sys.stderr)
-    return 2
+    return traceback.format_exc(), 1
+
+
+def report(message: str, code: int) -> None:
+    """Print a failure. In a rank of ``--gpus N``, write it to a file for the launcher, which prints the first one."""
+    env, path = RankEnv.read(), os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if env.launcher == "cocor" and path:
+        if code not in (USER_ERROR, STOPPED, INTERRUPTED):
+            message = f"rank {env.rank} failed\n{message}"
+        content = {"message": message, "code": code, "time": time.time(), "timestamp": int(time.time())}
+        with suppress(OSError):
+            try:
+                Path(path).write_text(json.dumps(content))
+                return
+            except OSError:  # a full disk; PyTorch's launcher fails at half a report
+                Path(path).unlink(missing_ok=True)
+    try:
+        print(message, file=sys.stderr)
+    except OSError:  # a closed terminal
+        drop_unwritten(sys.stderr)
+    except RuntimeError:  # a signal while something is printed
+        pass
 
 
 def listen() -> None:

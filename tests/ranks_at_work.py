@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 
 import torch
+from cocor.distributed.votes import Votes
 from torch import Tensor, nn
 
 from cocor import compiled_code
@@ -14,7 +15,6 @@ from cocor.config.resolve import load
 from cocor.distributed import agreement, launch
 from cocor.distributed import collectives as communication
 from cocor.distributed.collectives import World
-from cocor.distributed.votes import Votes
 from loaders.errors import UserError
 
 

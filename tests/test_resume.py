@@ -16,6 +16,7 @@ import pytest
 import timm
 import torch
 import torch.distributed as dist
+from cocor.run_lock import RunLock
 from test_train import (
     STEPS,
     assert_same_bits,
@@ -35,7 +36,6 @@ from cocor.config.options import Config
 from cocor.config.resolve import load
 from cocor.distributed import launch
 from cocor.distributed.env import Place
-from cocor.run_lock import RunLock
 from cocor.train import main
 from loaders.errors import UserError
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import torch
 
 from cocor.distributed import collectives
-from cocor.distributed.env import place
+from cocor.distributed.env import RankEnv
 from cocor.eval import checks, figures, reports
 from cocor.eval.datasets.protocols import KNN_K, RECIPES, WAY_SHOTS
 from cocor.eval.datasets.splits import Splits
@@ -34,18 +34,17 @@ def in_its_place(options: argparse.Namespace, run: Callable[[argparse.Namespace]
     if options.gpu == "yes" and not torch.cuda.is_available():
         raise UserError("--gpu yes: PyTorch finds no GPU; leave the flag out to use the CPU")
     options.world = collectives.init(use_gpu=options.gpu != "no" and torch.cuda.is_available())
-    with collectives.company():
-        set_up_logging(options.world)
-        here = place()
-        if options.workers is None and here is not None:  # the ranks of a machine share its cores
-            options.workers = max(1, available_cores() // here.local_size)
-        options.check_writable(options)
-        if getattr(options, "data", None) is not None:
-            options.data = or_demo(options.data)
-        try:
-            run(options)
-        except (MemoryError, RuntimeError) as error:
-            raise _out_of_memory(error, options) or error from None
+    set_up_logging(options.world)
+    env = RankEnv.read()
+    if options.workers is None and env.launcher is not None:  # the ranks of a machine share its cores
+        options.workers = max(1, available_cores() // env.local_size)
+    options.check_writable(options)
+    if getattr(options, "data", None) is not None:
+        options.data = or_demo(options.data)
+    try:
+        run(options)
+    except (MemoryError, RuntimeError) as error:
+        raise _out_of_memory(error, options) or error from None
     collectives.shutdown()
 
 

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cocor.distributed import launch
-from cocor.versions import check_pair
+from cocor import cli
+from cocor.run_dir import check_pair
 from loaders.arguments import Parser
 from loaders.errors import UserError
 from loaders.writable import check_folder
@@ -18,7 +18,7 @@ from loaders.writable import check_folder
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
-    return launch.command("cocor-export", lambda: _export(_parser().parse_all(given)))
+    return cli.command("cocor-export", lambda: _export(_parser().parse_all(given)))
 
 
 def _parser() -> Parser:
