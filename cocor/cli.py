@@ -25,6 +25,7 @@ from loaders.lacking import lacking
 
 USER_ERROR = 2  # exit code
 UNREAD = 128 + signal.SIGPIPE  # a shell's exit code for programs that SIGPIPE ends
+_LOST = ("Connection closed by peer", "Connection reset by peer", "remote process exit")  # gloo's and NCCL's words
 
 
 def train() -> int:
@@ -137,8 +138,11 @@ def _explain(name: str, error: Exception) -> tuple[str, int]:
         return "", UNREAD
     if lack := lacking(error):
         return f"{name}: error: {lack}", USER_ERROR
-    if RankEnv.read().launcher is None:
+    env = RankEnv.read()
+    if env.launcher is None:
         raise error
+    if env.size > 1 and any(words in str(error) for words in _LOST):
+        return f"{name}: rank {env.rank} has lost another rank, which says why", 1
     return traceback.format_exc(), 1
 
 

@@ -30,9 +30,7 @@ CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
 LOG = "log.txt"
 _LOCK = ".lock"
-_PATIENCE = (
-    30.0  # seconds to wait for the lock of a process that is still dying, as when a scheduler restarts a command
-)
+_PATIENCE = 30.0  # seconds to wait for the lock: schedulers restart a command while the old process is still dying
 _PACKAGES = ("torch", "torchvision", "timm", "numpy")  # on whose versions a result may depend
 _MARK = "# cocor "  # how the line of versions begins in a run's config.yaml
 _OF_A_RUN = frozenset({CONFIG, LOG, "metrics.jsonl", CHECKPOINTS, "backbone.safetensors", "views.png", "faults.jsonl"})

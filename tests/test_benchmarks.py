@@ -34,7 +34,7 @@ import step  # noqa: E402
 import throughput  # noqa: E402
 import timing  # noqa: E402
 from cells import Absent, Measured, Settings, measure  # noqa: E402
-from cocor.distributed import launch  # noqa: E402
+from cocor import cli  # noqa: E402
 from images import open_images, store  # noqa: E402
 from loaders.datasets.stored import open_stored  # noqa: E402
 from loaders.errors import UserError  # noqa: E402
@@ -126,7 +126,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     def refused(benchmark: str, *words: object) -> str:
         monkeypatch.setattr(sys, "argv", [benchmark, *map(str, words)])
         main = importlib.import_module(benchmark.removesuffix(".py")).main
-        assert (main() if benchmark == "probe.py" else launch.command(benchmark, main)) == 2
+        assert (main() if benchmark == "probe.py" else cli.command(benchmark, main)) == 2
         printed = capsys.readouterr()
         (line,) = printed.err.splitlines()
         assert line.startswith(f"{benchmark}: error: ") and not printed.out

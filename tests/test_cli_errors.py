@@ -3,7 +3,6 @@
 import errno
 import importlib
 import io
-import resource
 import signal
 import subprocess
 import sys
@@ -12,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hostile import few_more_files, limited
 from test_train import environment, flags, run
 
-from cocor import cli, loopback
+from cocor import cli
 from cocor.distributed import launch
 from cocor.eval.weights.export_cli import main as export
 from cocor.train import main
@@ -297,27 +295,6 @@ class TestMachine:
         assert cli.plot() == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("cocor-plot: error: a library does not fit into memory: ") and "ulimit -v" in line
-
-    def test_no_network_not_even_within_the_machine(
-        self, refused: Refused, photo_folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(loopback, "ADDRESS", "192.0.2.1")  # which nobody has
-        line = refused(data=photo_folder, cpu_ranks=2)
-        assert line.startswith("ranks of one machine meet at 192.0.2.1, which cannot be reached: ")
-        assert line.endswith("; bring the loopback interface up (ip link set lo up), or use one rank")
-
-    def test_no_files_for_a_launcher(self) -> None:
-        with few_more_files(0), pytest.raises(OSError, match="Too many open files") as caught:
-            loopback.check()
-        assert "raise the limit of open files (ulimit -n 4096)" in lacking(caught.value)
-
-    def test_no_threads_for_a_launcher(
-        self, refused: Refused, photo_folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(loopback, "_THREADS", 10**6)  # rather than a low limit, which root has not
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        with limited(resource.RLIMIT_AS, used + 2**28):  # for the threads' stacks
-            assert refused(data=photo_folder, cpu_ranks=2).startswith("no more threads can be started: ")
 
     def test_a_terminal_that_lacks_a_character(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         terminal, errors = (io.TextIOWrapper(io.BytesIO(), "ascii") for _ in range(2))

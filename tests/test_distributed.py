@@ -10,10 +10,11 @@ import torch
 
 from cocor.config.options import Config
 from cocor.config.resolve import load
-from cocor.distributed import collectives, slurm
-from cocor.distributed.env import Place, place
-from cocor.distributed.launch import settle, usable_cpus
+from cocor.distributed import collectives
+from cocor.distributed.env import RankEnv, first_host
+from cocor.distributed.launch import settle
 from loaders.errors import UserError
+from loaders.text import available_cores
 
 TESTS = Path(__file__).parent
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
@@ -40,14 +41,6 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_collectives_give_what_one_process_computes(ranks: int) -> None:
     run = run_ranks("collectives", "--gpus", "0", "--cpu-ranks", str(ranks))
     assert (run.returncode, run.stderr) == (0, "")
-
-
-def test_several_ranks_use_what_one_has_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    run = run_ranks("compiled_programs", "--gpus", "0", "--cpu-ranks", "2")
-    assert (run.returncode, run.stderr) == (0, "")
-    assert len(list((tmp_path / "cocor" / "compiled").iterdir())) == 1
 
 
 @pytest.mark.gpu
@@ -94,22 +87,22 @@ def test_one_rank_needs_no_process_group(alone: pytest.MonkeyPatch) -> None:
 
 
 def test_torchrun_and_srun_say_who_is_who(alone: pytest.MonkeyPatch) -> None:
-    assert place() is None
+    assert RankEnv.read() == RankEnv() and RankEnv.read().launcher is None
     alone.setenv("SLURM_STEP_NUM_TASKS", "8")
     alone.setenv("SLURM_PROCID", "5")
     alone.setenv("SLURM_LOCALID", "1")
     alone.setenv("SLURM_STEP_TASKS_PER_NODE", "4(x2)")
-    assert place() == Place(5, 8, 1, 4)
+    assert RankEnv.read() == RankEnv(5, 8, 1, 4, "srun")
     for key, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         alone.setenv(key, value)
-    assert place() == Place(3, 4, 1, 2)
+    assert RankEnv.read() == RankEnv(3, 4, 1, 2, "torchrun")
 
 
 def test_a_slurm_shell_or_batch_script_is_no_rank(alone: pytest.MonkeyPatch) -> None:
     alone.setenv("SLURM_PROCID", "0")
     alone.setenv("SLURM_NTASKS", "8")
     alone.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert place() is None
+    assert RankEnv.read() == RankEnv()
 
 
 @pytest.mark.parametrize(
@@ -117,13 +110,13 @@ def test_a_slurm_shell_or_batch_script_is_no_rank(alone: pytest.MonkeyPatch) -> 
     [("gpu[03-05,9],x1", "gpu03"), ("n1,n2", "n1"), ("a-b[7]", "a-b7"), ("r[1-2].site", "r1.site"), ("one", "one")],
 )
 def test_the_first_host_of_a_slurm_node_list(nodes: str, first: str) -> None:
-    assert slurm.first_host(nodes) == first
+    assert first_host(nodes) == first
 
 
 def test_what_depends_on_the_machine_is_settled_once(alone: pytest.MonkeyPatch) -> None:
     config = settle(load(["--gpus", "0", "--cpu-ranks", "2"]))
     assert (config.gpus, config.precision) == (0, "fp32")
-    assert config.workers == max(1, min(16, usable_cpus() // 2))
+    assert config.workers == max(1, min(16, available_cores() // 2))
     assert settle(config) == config
     assert settle(load(["--gpus", "0", "--workers", "3", "--precision", "bf16"])).workers == 3
 

@@ -10,7 +10,8 @@ import pytest
 from hostile import limited
 from test_train import environment, flags
 
-from cocor.distributed import failures, launch
+from cocor import cli
+from cocor.distributed.env import LAUNCHER
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -23,24 +24,24 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_commands_use_all_queues_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(QUEUES)
     seen: list[str] = []
-    assert launch.command("cocor-train", lambda: seen.append(os.environ[QUEUES])) == 0
+    assert cli.command("cocor-train", lambda: seen.append(os.environ[QUEUES])) == 0
     assert seen == ["32"]
 
 
 def test_the_user_decides_how_many_queues_are_used() -> None:
     seen: list[str] = []
-    assert launch.command("cocor-train", lambda: seen.append(os.environ[QUEUES])) == 0
+    assert cli.command("cocor-train", lambda: seen.append(os.environ[QUEUES])) == 0
     assert seen == ["1"]
 
 
 _PROGRAM = """
 import os, sys
-from cocor.distributed import failures, launch
+from cocor import cli
 
 def body():
     BODY
 
-sys.exit(launch.command("test", body))
+sys.exit(cli.command("test", body))
 """
 
 
@@ -102,9 +103,10 @@ def test_a_rank_whose_disk_is_full_prints_its_failure_and_leaves_no_half_of_a_re
 ) -> None:
     report = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
-    monkeypatch.setenv(failures.LAUNCHED, "1")
+    monkeypatch.setenv(LAUNCHER, "1")
+    monkeypatch.setenv("RANK", "0")
     with limited(resource.RLIMIT_FSIZE, 8):
-        failures.tell("no room", 2)
+        cli.report("no room", 2)
     assert capsys.readouterr().err == "no room\n" and not report.exists()
 
 

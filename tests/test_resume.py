@@ -6,17 +6,13 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
 import torch
-import torch.distributed as dist
-from cocor.run_lock import RunLock
 from test_train import (
     STEPS,
     assert_same_bits,
@@ -31,12 +27,10 @@ from test_train import (
 )
 from torch import Tensor
 
-from cocor import atomic, checkpoint, meeting, run_dir, run_lock
+from cocor import atomic, checkpoint, run_dir
 from cocor.config.options import Config
 from cocor.config.resolve import load
-from cocor.distributed import launch
-from cocor.distributed.env import Place
-from cocor.train import main
+from cocor.train import main, resuming_after_restart
 from loaders.errors import UserError
 
 EVERY_STEP = {"checkpoint_every_minutes": 1e-9}
@@ -268,7 +262,7 @@ class TestTheSameCommandAgain:
         (folder / "log.txt").touch()
         arguments = [*flags(data=photo_folder, output=folder, **PLAIN, epochs=1), "--resume"]
         assert main(arguments) == 0
-        assert not list(folder.glob(".*"))
+        assert not list(folder.glob(f".*{atomic.TEMPORARY}"))
         before = (folder / "metrics.jsonl").read_text()
         assert main(arguments) == 0 and (folder / "metrics.jsonl").read_text() == before
 
@@ -293,7 +287,7 @@ class TestTheSameCommandAgain:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def going_on(*arguments: str) -> tuple[str | None, bool]:
-            config = launch._resuming_after_restart(load(["--output", str(tmp_path), "--gpus", "0", *arguments]))
+            config = resuming_after_restart(load(["--output", str(tmp_path), "--gpus", "0", *arguments]))
             return config.resume, config.overwrite
 
         (tmp_path / "config.yaml").touch()
@@ -315,9 +309,9 @@ class TestTheSameCommandAgain:
 _HOLD = """
 import sys, time
 from pathlib import Path
-from cocor.run_lock import RunLock
-lock = RunLock(Path(sys.argv[1]))
-lock.take(make=True)
+from cocor import run_dir
+lock = run_dir.lock_of(Path(sys.argv[1]))
+run_dir.take(lock)
 print("held", flush=True)
 time.sleep(60)
 """
@@ -336,50 +330,37 @@ class TestFolderInUse:
     def test_a_second_process_is_refused(
         self, holder: "subprocess.Popen[str]", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(run_lock, "_PATIENCE", 0.3)
+        monkeypatch.setattr(run_dir, "_PATIENCE", 0.3)
         with pytest.raises(UserError, match=f"{tmp_path} is written to by another process"):
-            RunLock(tmp_path).take(make=False)
+            run_dir.take(run_dir.lock_of(tmp_path))
 
     def test_one_that_is_dying_is_waited_for(self, holder: "subprocess.Popen[str]", tmp_path: Path) -> None:
         threading.Timer(0.5, holder.kill).start()
-        lock = RunLock(tmp_path)
-        lock.take(make=False)
+        lock = run_dir.lock_of(tmp_path)
+        run_dir.take(lock)
         assert holder.wait() != 0
-        lock.take(make=True)  # holds it already
+        run_dir.take(lock)  # holds it already
         lock.release()
 
     def test_a_data_worker_does_not_keep_it(self, tmp_path: Path) -> None:
-        lock = RunLock(tmp_path)
-        lock.take(make=True)
+        lock = run_dir.lock_of(tmp_path)
+        run_dir.take(lock)
         worker = multiprocessing.get_context("fork").Process(target=threading.Event().wait, args=(30,))
         worker.start()
         lock.release()
-        other = RunLock(tmp_path)
-        other.take(make=True)
+        other = run_dir.lock_of(tmp_path)
+        run_dir.take(other)
         other.release()
         worker.kill()
         worker.join()
 
     def test_there_is_none_before_there_is_a_folder(self, tmp_path: Path) -> None:
-        lock = RunLock(tmp_path / "new")
-        lock.take(make=False)
-        assert not list(tmp_path.iterdir())
+        lock = run_dir.lock_of(tmp_path / "new")
         config = Config(data=tmp_path / "images", output=tmp_path / "new")
+        run_dir.claim(config, lock)
+        assert not list(tmp_path.iterdir())
         run_dir.prepare(config, config, [tmp_path / "images"], lock, resumes=False)
-        assert lock.held
-        lock.release()
-
-    def test_the_lock_is_that_on_the_file_that_is_there(self, holder: "subprocess.Popen[str]", tmp_path: Path) -> None:
-        """Waiting for a file that is removed meanwhile and made again."""
-        lock = RunLock(tmp_path)
-        waiting = threading.Thread(target=lock.take, kwargs={"make": True})
-        waiting.start()
-        time.sleep(0.3)
-        assert not lock.held or waiting.is_alive()
-        (tmp_path / "log.txt").unlink()
-        holder.kill()
-        waiting.join(20)
-        assert lock.held and (tmp_path / "log.txt").exists()
+        assert lock.is_locked
         lock.release()
 
     def test_a_new_run_in_it_is_refused_at_once_and_before_data_is_read(
@@ -409,7 +390,7 @@ class TestFolderInUse:
 
     def test_a_run_that_began_while_this_one_waited_is_not_begun_again(self, tmp_path: Path) -> None:
         """Neither had found a checkpoint when it looked."""
-        folder, lock = tmp_path / "run", RunLock(tmp_path / "run")
+        folder, lock = tmp_path / "run", run_dir.lock_of(tmp_path / "run")
         config = Config(data=tmp_path / "images", output=folder, resume="auto")
         run_dir.prepare(config, config, [], lock, resumes=False)
         checkpoint.save(folder / "checkpoints", {"step": 3}, keep=1)
@@ -418,34 +399,6 @@ class TestFolderInUse:
             run_dir.prepare(config, config, [], lock, resumes=False)
         run_dir.prepare(config, config, [], lock, resumes=True)
         lock.release()
-
-
-def test_restarted_ranks_do_not_meet_the_dead_in_the_launchers_store() -> None:
-    """torchrun keeps its store, in which a name of the last start stands."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-    def clients() -> list[dist.Store]:
-        return [dist.TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=30)) for _ in range(3)]
-
-    names: set[str] = set()
-    for late in (0, 2, 1):  # whichever rank comes last, the main one included
-        found: dict[int, str] = {}
-
-        def meet(rank: int, client: dist.Store, found: dict[int, str] = found) -> None:
-            found[rank] = meeting.attempt(client, Place(rank, 3, rank, 3))
-
-        threads = [threading.Thread(target=meet, args=pair) for pair in enumerate(clients())]
-        for rank, thread in enumerate(threads):
-            if rank != late:
-                thread.start()
-        threads[late].join(0.3) if threads[late].ident else threading.Event().wait(0.3)
-        assert not found
-        threads[late].start()
-        for thread in threads:
-            thread.join(30)
-        assert len(set(found.values())) == 1 and found.keys() == {0, 1, 2}
-        assert found[0] not in names
-        names.add(found[0])
 
 
 def test_the_log_of_samples_is_json_of_whole_batches(without_norm: Path) -> None:
@@ -503,7 +456,7 @@ def test_whatever_it_was_writing_when_it_was_killed_it_goes_on(tmp_path: Path) -
         folder = tmp_path / str(moment)
         assert_same_bits(final_state(folder), final_state(tmp_path / "whole"))
         assert [line["step"] for line in metrics(folder, "samples")] == list(range(1, 2 * STEPS + 1)), where
-        assert not list(folder.rglob(".*")), where
+        assert not list(folder.rglob(f".*{atomic.TEMPORARY}")), where
 
 
 def test_dropout_goes_on_with_the_same_draws(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def interrupted(unbroken: Path, folder: Path, step: int) -> None:
 
 class TestRunFolder:
     def test_it_holds_what_the_documentation_says(self, unbroken: Path) -> None:
-        names = {"config.yaml", "log.txt", "metrics.jsonl", "checkpoints", "backbone.safetensors", "views.png"}
+        names = {"config.yaml", "log.txt", "metrics.jsonl", "checkpoints", "backbone.safetensors", "views.png", ".lock"}
         assert {path.name for path in unbroken.iterdir()} == names
         with Image.open(unbroken / "views.png") as sheet:
             assert sheet.width > 6 * 144  # original, two views, three composites
