@@ -134,7 +134,7 @@ def _explain(name: str, error: Exception) -> tuple[str, int]:
         return f"{name}: error: {error}", USER_ERROR
     if isinstance(error, Ended):
         return (f"{name}: {error}" if isinstance(error, Stopped) else str(error)), error.code
-    if isinstance(error, OSError) and give_up_output() and isinstance(error, BrokenPipeError):
+    if isinstance(error, OSError) and _reader_has_gone() and isinstance(error, BrokenPipeError):
         return "", UNREAD
     if lack := lacking(error):
         return f"{name}: error: {lack}", USER_ERROR
@@ -187,39 +187,28 @@ def open_streams() -> None:
 
 
 def drop_unwritten(stream: TextIO) -> None:
-    """Discard what ``stream`` still buffers if it cannot be written (a full disk, a pipe without a reader). Python
-    would try again, and fail, at exit and in forked data workers."""
+    """Discard what ``stream`` still buffers if it cannot be written (a full disk, a pipe without a reader).
+
+    Python would try again, and fail, at exit and in forked data workers.
+    """
     try:
         stream.flush()
     except (OSError, ValueError):
         with suppress(OSError, ValueError):  # a stream without a file descriptor
-            _flush_to_nowhere(stream)
+            number, nowhere = stream.fileno(), os.open(os.devnull, os.O_RDWR)
+            kept = os.dup(number)
+            os.dup2(nowhere, number)
+            with suppress(OSError, ValueError):
+                stream.flush()
+            os.dup2(kept, number)
+            for handle in (kept, nowhere):
+                os.close(handle)
 
 
-def _flush_to_nowhere(stream: TextIO) -> None:
-    number, nowhere = stream.fileno(), os.open(os.devnull, os.O_RDWR)
-    kept = os.dup(number)
-    os.dup2(nowhere, number)
-    with suppress(OSError, ValueError):
-        stream.flush()
-    os.dup2(kept, number)
-    for handle in (kept, nowhere):
-        os.close(handle)
-
-
-def give_up_output() -> bool:
-    """Redirect stdout to the null device if it cannot be written, so that Python does not complain about it at exit;
-    returns whether its reader has gone."""
+def _reader_has_gone() -> bool:
+    """Return whether nobody can read stdout any more, and drop what it buffers if it cannot be written."""
     poll = select.poll()
     poll.register(1, 0)  # errors only
-    reader_gone = bool(poll.poll(0))
-    try:
-        sys.stdout.flush()
-        failed = False
-    except (OSError, ValueError):
-        failed = True
-    if reader_gone or failed:
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        os.dup2(nowhere, 1)
-        os.close(nowhere)
-    return reader_gone
+    gone = bool(poll.poll(0))
+    drop_unwritten(sys.stdout)
+    return gone

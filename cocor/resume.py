@@ -152,6 +152,6 @@ def _show(layout: Mapping[str, int]) -> str:
 
 def _agree(run: Run, step: int) -> None:
     """Collective: check that all ranks have found the same checkpoint; network file systems may show it late."""
-    last, first = run.votes.now(step, -step)
+    last, first = run.any_rank.now(step, -step)
     if last != -first:
         raise UserError(f"--resume: one rank finds step {-first}, another step {last}; is --output the same for all?")

@@ -31,7 +31,7 @@ class Run:
     labelled: Loader | None
     knn: OnlineKnn | None
     watch: Watch
-    votes: AsyncMax
+    any_rank: AsyncMax  # signals and checkpoints that are due on any rank
     execution: str  # see cocor.step.compile
     done: int = 0  # finished steps
     knn_is_due: bool = True  # at this very step

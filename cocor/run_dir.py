@@ -105,9 +105,9 @@ def take(lock: FileLock) -> None:
         return
 
 
-def prepare(config: Config, asked: Config, images: Sequence[Path], lock: FileLock, *, resumes: bool) -> None:
+def prepare(config: Config, given: Config, images: Sequence[Path], lock: FileLock, *, resumes: bool) -> None:
     """Make the output folder of a new run, or accept that of a run that ``resumes``; save the configuration in it, as
-    it was ``asked`` for. ``lock`` is held afterwards.
+    the user has ``given`` it. ``lock`` is held afterwards.
 
     Raises:
         UserError: as in :func:`check`, here for all folders of ``images``; or another process has begun the run
@@ -129,7 +129,7 @@ def prepare(config: Config, asked: Config, images: Sequence[Path], lock: FileLoc
         raise UserError(f"--output {folder}: another process has begun this run meanwhile; start the command again")
     for leftover in folder.glob(f".*{atomic.TEMPORARY}"):  # of killed runs
         leftover.unlink(missing_ok=True)
-    _save_config(config, asked)
+    _save_config(config, given)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -202,7 +202,7 @@ def _empty(folder: Path) -> None:
         raise UserError(f"--output {folder}: cannot be emptied: {error.strerror}; choose another --output") from None
 
 
-def _save_config(config: Config, asked: Config) -> None:
+def _save_config(config: Config, given: Config) -> None:
     """Write the resolved configuration, with the command and the versions that produced the run.
 
     GPUs and threads of this machine are mentioned in a comment only: the file may be used on another one.
@@ -210,7 +210,7 @@ def _save_config(config: Config, asked: Config) -> None:
     found = ", ".join(f"{name} {version}" for name, version in versions().items())
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     machine = f"{config.gpus or 'no'} GPUs here, {config.workers} threads a loader"
-    kept = replace(config, gpus=asked.gpus, workers=asked.workers)
+    kept = replace(config, gpus=given.gpus, workers=given.workers)
     kept.save(config.output / CONFIG, f"{printable(command)}\n{found}\n{machine}")
 
 

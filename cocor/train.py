@@ -56,22 +56,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> None:
     with signals.handled(cli.report):
-        asked, keys = read(arguments)
+        given, keys = read(arguments)
         env = RankEnv.read()
         if env.first:
-            for line in checks.warnings(asked, keys, env.launcher in ("torchrun", "srun")):
+            for line in checks.warnings(given, keys, env.launcher in ("torchrun", "srun")):
                 print(f"cocor-train: warning: {line}", file=sys.stderr)
-        if env.launcher is None and asked.trains:
-            run_dir.check(asked)
-        if env.launcher is None and asked.profile:
-            run_dir.check_trace(asked)
-        launch.run(asked, arguments, lambda config, world: train(config, world, asked), "cocor.train")
+        if env.launcher is None and given.trains:
+            run_dir.check(given)
+        if env.launcher is None and given.profile:
+            run_dir.check_trace(given)
+        launch.run(given, arguments, lambda config, world: train(config, world, given), "cocor.train")
 
 
-def train(config: Config, world: World, asked: Config) -> None:
+def train(config: Config, world: World, given: Config) -> None:
     """Train on this rank.
 
-    ``asked`` is the configuration that the user gave, ``config`` the same with the options that depend on this machine
+    ``given`` is the configuration that the user gave, ``config`` the same with the options that depend on this machine
     filled in. UserError for whatever the user can mend.
     """
     set_up_logging(world)
@@ -90,7 +90,7 @@ def train(config: Config, world: World, asked: Config) -> None:
         checkpoint_read = resume.restore(run)  # before anything is written
         roots = [data.root for data in (run.data.train, run.data.held_out) if data is not None]
         resumes = checkpoint_read is not None
-        on_main(lambda: run_dir.prepare(config, asked, roots, lock, resumes=resumes))
+        on_main(lambda: run_dir.prepare(config, given, roots, lock, resumes=resumes))
         set_up_logging(world, config.output / run_dir.LOG)
         describe(run, checkpoint_read)
         log = RunLog(
@@ -186,22 +186,24 @@ def train_epoch(run: Run, make_step: Callable[[Batch, Batch | None, int], Metric
                 return  # finish_epoch does what is due now
             seconds = 60 * config.checkpoint_every_minutes
             due = run.world.main and seconds > 0 and time.monotonic() - run.saved >= seconds
-            signum, due_anywhere = run.votes(signals.requested(), due)
+            signum, due_anywhere = run.any_rank(signals.requested(), due)
             if signum:
-                leave(run, signum)
+                save_and_stop(run, signum)
             if due_anywhere:
                 resume.save(run, must=False)
-                run.votes.forget()  # votes under way were cast before this checkpoint, and would ask for another
+                run.any_rank.forget()  # what is under way dates from before this checkpoint, and would ask for another
 
 
 def seed_step(seed: int, step: int, world: World) -> None:
-    """Make the network's own random numbers (dropout, stochastic depth) a function of seed, step and rank: checkpoints
-    then need no generator state, and it does not matter who else draws from the generator."""
+    """Seed the network's own random numbers (dropout, stochastic depth) by seed, step and rank.
+
+    Checkpoints then need no generator state, and it does not matter who else draws from the generator.
+    """
     torch.manual_seed((seed * 1_000_003 + step * 4096 + world.rank) % 2**63)
 
 
 def finish_epoch(run: Run, log: RunLog) -> None:
-    """After an epoch's last step: k-NN and a checkpoint, if they are due."""
+    """Measure k-NN and save a checkpoint, if they are due, after an epoch's last step."""
     config, last = run.config, run.done == run.total
     epochs = run.done // run.loader.steps_per_epoch
 
@@ -210,24 +212,24 @@ def finish_epoch(run: Run, log: RunLog) -> None:
 
     run.watch.look(run.step.learning_rate)  # before k-NN, which could only report that features are not finite
     run.knn_is_due = due(config.knn_every)
-    leave_if_asked(run)
+    stop_if_requested(run)
     if run.knn_is_due:
         # Before saving: a run that stops in between and resumes neither repeats nor misses a measurement.
         measure_knn(run, log)
         if run.knn_is_due or not last:
-            leave_if_asked(run)
+            stop_if_requested(run)
     if due(config.checkpoint_every_epochs) or due(config.keep_every_epochs):
         resume.save(run, must=last)
 
 
-def leave_if_asked(run: Run) -> None:
-    """Collective: save and stop if a signal has reached any rank."""
-    (signum,) = run.votes.now(signals.requested())
+def stop_if_requested(run: Run) -> None:
+    """Save and stop if a signal has reached any rank. Collective."""
+    (signum,) = run.any_rank.now(signals.requested())
     if signum:
-        leave(run, signum)
+        save_and_stop(run, signum)
 
 
-def leave(run: Run, signum: int) -> NoReturn:
+def save_and_stop(run: Run, signum: int) -> NoReturn:
     """Write a checkpoint of the step just finished, and stop."""
     if run.world.main:
         _log.info(f"{signal.Signals(signum).name}: writing a checkpoint after step {run.done:,} of {run.total:,}")
@@ -236,8 +238,10 @@ def leave(run: Run, signum: int) -> NoReturn:
 
 
 def measure_knn(run: Run, log: RunLog) -> None:
-    """Measure the k-NN accuracy of the backbone on the main rank; the others wait. A signal interrupts it, and it stays
-    due."""
+    """Measure the k-NN accuracy of the backbone on the main rank while the others wait.
+
+    A signal interrupts it, and it stays due. Collective.
+    """
     finished = True
     if run.knn is not None:
         with uncompiled():
@@ -250,4 +254,4 @@ def measure_knn(run: Run, log: RunLog) -> None:
             note = f" ({result.note})" if result.note else ""
             _log.info(f"k-NN accuracy after {epoch} epochs: {result.accuracy:.1%}{note}")
             run.watch.see_knn(result.accuracy, result.queries, epoch)
-    (run.knn_is_due,) = map(bool, run.votes.now(not finished))
+    (run.knn_is_due,) = map(bool, run.any_rank.now(not finished))

@@ -102,9 +102,7 @@ class TestData:
         split.write_text("rocket/0.jpg\nrocket/3.jpg\n")
         assert refused(data=photo_folder, label_split=split).startswith(f"{split}: lists images of one class, rocket, ")
 
-    def test_a_class_folder_instead_of_the_folder_of_classes(
-        self, refused: Refused, photo_copy: Path, tmp_path: Path
-    ) -> None:
+    def test_a_class_folder_instead_of_its_parent(self, refused: Refused, photo_copy: Path, tmp_path: Path) -> None:
         line = refused(data=photo_copy / "rocket")
         assert "no labels" in line and f"if it is one class of several, give {photo_copy}" in line
         (tmp_path / "one").mkdir()
@@ -156,7 +154,7 @@ class TestOptions:
         assert line.startswith("--image-size 100: test_vit cannot take it (Input height (100) should be divisible by")
         assert "use another, such as 160" in line
 
-    def test_one_that_it_can_take_though_it_is_not_its_own(self, tmp_path: Path) -> None:
+    def test_an_image_size_other_than_the_backbones(self, tmp_path: Path) -> None:
         options = {"output": tmp_path / "run", "loader": "synthetic", "synthetic_images": 8, "consistency": "none"}
         assert main(flags(**options, backbone="vit_tiny_patch16_224", image_size=32, epochs=1)) == 0
         exports = ["--to", "timm", "safetensors", "--output", str(tmp_path / "exported")]
@@ -217,7 +215,7 @@ class TestMachine:
             (KeyError("a bug"), ""),
         ],
     )
-    def test_what_the_machine_lacks_is_told_in_a_line_and_bugs_are_not(self, error: Exception, line: str) -> None:
+    def test_lacking_resources_are_one_line_and_bugs_not(self, error: Exception, line: str) -> None:
         told = lacking(error)
         assert told.startswith(line) and bool(told) == bool(line) and len(told.splitlines()) <= 1
 

@@ -22,9 +22,7 @@ class TestItsPlace:
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
         assert self.kept_in() == str(tmp_path / "cocor" / "compiled")
 
-    def test_is_left_to_pytorch_where_ours_cannot_be_made(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_an_unwritable_cache_leaves_pytorchs_default(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
         (tmp_path / "cocor").mkdir()

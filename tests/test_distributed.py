@@ -50,17 +50,17 @@ def test_collectives_between_gpus() -> None:
     assert run.returncode == 0, run.stderr
 
 
-def test_a_users_mistake_on_one_rank_is_one_line_and_exit_code_2() -> None:
+def test_a_mistake_on_one_rank_is_one_line() -> None:
     run = run_ranks("mistake", "--gpus", "0", "--cpu-ranks", "2")
     assert (run.returncode, run.stderr) == (2, "test: error: no images in nowhere\n")
 
 
-def test_a_mistake_that_one_rank_makes_is_made_by_all() -> None:
+def test_a_mistake_on_one_rank_is_raised_on_all() -> None:
     run = run_ranks("mistakes_of_one", "--gpus", "0", "--cpu-ranks", "2")
     assert (run.returncode, run.stderr) == (0, "")
 
 
-def test_the_first_failure_is_shown_alone_and_ends_all_ranks() -> None:
+def test_only_the_first_failure_is_shown() -> None:
     run = run_ranks("bug", "--gpus", "0", "--cpu-ranks", "2")
     assert run.returncode == 1
     assert run.stderr.startswith("rank 1 failed\nTraceback") and run.stderr.count("Traceback") == 1
@@ -121,13 +121,13 @@ def test_what_depends_on_the_machine_is_settled_once(alone: pytest.MonkeyPatch) 
     assert settle(load(["--gpus", "0", "--workers", "3", "--precision", "bf16"])).workers == 3
 
 
-def test_more_gpus_than_present_are_refused_before_anything_starts(alone: pytest.MonkeyPatch) -> None:
+def test_too_many_gpus_are_refused_before_the_start(alone: pytest.MonkeyPatch) -> None:
     have = torch.cuda.device_count()
     with pytest.raises(UserError, match=f"asked for {have + 1}, have {have}"):
         settle(Config(gpus=have + 1, batch_size=8 * (have + 1), key_bn_splits=have + 1))
 
 
-def test_the_batch_must_suit_the_ranks_that_a_launcher_started(alone: pytest.MonkeyPatch) -> None:
+def test_the_batch_must_suit_the_launchers_ranks(alone: pytest.MonkeyPatch) -> None:
     for key, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}.items():
         alone.setenv(key, value)
     with pytest.raises(UserError, match="256 is no multiple of the 3 ranks; try 258"):

@@ -36,7 +36,7 @@ def test_broken_runs_lose_and_repeat_nothing(tmp_path: Path) -> None:
     assert "samples lost: 0, repeated: 0; weights that differ: 0" in printed
 
 
-def test_on_the_cpu_a_resumed_run_is_no_further_from_an_unbroken_one_than_another(tmp_path: Path) -> None:
+def test_resume_noise_is_zero_on_the_cpu(tmp_path: Path) -> None:
     printed = benchmark(tmp_path, "resume_noise.py", "--device", "cpu", "--loaders", "synthetic")
     assert "same samples, 0 lost, 0 repeated; two runs 0.0e+00 apart, the resumed one 0.0e+00" in printed
 
@@ -44,9 +44,7 @@ def test_on_the_cpu_a_resumed_run_is_no_further_from_an_unbroken_one_than_anothe
 @pytest.mark.parametrize(
     "words", [("faults.py", "--lanes", "torch"), ("resume_noise.py", "--device", "cpu", "--loaders", "synthetic")]
 )
-def test_a_benchmark_that_is_stopped_ends_its_runs_and_removes_its_files(
-    words: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_stopped_benchmark_cleans_up(words: tuple[str, ...], tmp_path: Path) -> None:
     call = [sys.executable, str(ROOT / "benchmarks" / words[0]), *words[1:]]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": paths, "TMPDIR": str(tmp_path)}
@@ -79,7 +77,7 @@ def started(folder: Path, *command: str) -> Start:
 
 @pytest.mark.parametrize("fault", [fault_acts.kill_everything, fault_acts.kill_rank, fault_acts.ask_to_stop])
 @pytest.mark.parametrize("found", [True, False])
-def test_a_run_may_end_by_itself_while_its_processes_are_looked_for(
+def test_a_run_may_end_before_its_fault(
     fault: Fault, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, rank = (started(tmp_path, "true") for _ in range(2))
@@ -110,7 +108,7 @@ def test_no_run_outlives_a_comparison_that_fails(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("page", "title"), [("README.md", "What happens when something fails"), ("cocor/README.md", "Rarer failures")]
 )
-def test_every_row_of_what_happens_when_names_its_test(page: str, title: str) -> None:
+def test_every_failure_row_names_its_test(page: str, title: str) -> None:
     section = (ROOT / page).read_text().split(f"# {title}\n")[1].split("\n#")[0]
     rows = [row.split("|")[1:4] for row in section.splitlines() if row.startswith("| ")][1:]
     assert len(rows) > 10

@@ -18,7 +18,7 @@ from cocor.train import main as train
 from loaders.errors import UserError
 
 
-def test_a_port_that_was_asked_for_and_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_taken_master_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         here = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
@@ -87,7 +87,7 @@ def ends(arguments: list[str], main_file_bytes: int = resource.RLIM_INFINITY) ->
         return list(pool.map(end, nodes))
 
 
-def test_a_last_checkpoint_that_the_main_rank_cannot_write_ends_all_ranks(photo_folder: Path, tmp_path: Path) -> None:
+def test_an_unwritable_last_checkpoint_ends_all_ranks(photo_folder: Path, tmp_path: Path) -> None:
     options = {"data": photo_folder, "loader": "torch", "backbone": "test_nfnet", "knn_every": 0}
     arguments = flags(**options, output=tmp_path / "run")
     (code, ended, errors), (other, other_ended, other_errors) = ends(arguments, main_file_bytes=300_000)
@@ -97,7 +97,7 @@ def test_a_last_checkpoint_that_the_main_rank_cannot_write_ends_all_ranks(photo_
     assert other_errors == "cocor-train: rank 1 has lost another rank, which says why\n"
 
 
-def test_an_image_that_one_rank_cannot_read_while_training_ends_all_ranks(photo_copy: Path, tmp_path: Path) -> None:
+def test_an_unreadable_image_on_one_rank_ends_all(photo_copy: Path, tmp_path: Path) -> None:
     options = {"loader": "torch", "backbone": "test_nfnet", "knn_every": 0, "mmnn": "constants", "on_error": "stop"}
     assert train(flags(data=photo_copy, output=tmp_path / "one", **options, epochs=1)) == 0  # sizes are known by now
     file = sorted(photo_copy.glob("*/*.jpg"))[7]

@@ -65,9 +65,7 @@ def change(folder: Path, step: int, edit: Callable[[dict[str, Any]], None]) -> N
 
 
 class TestOtherRanks:
-    def test_without_batch_norm_two_ranks_go_on_with_the_run_of_one(
-        self, without_norm: Path, photo_folder: Path, tmp_path: Path
-    ) -> None:
+    def test_two_ranks_resume_the_run_of_one(self, without_norm: Path, photo_folder: Path, tmp_path: Path) -> None:
         folder = tmp_path / "run"
         interrupted(without_norm, folder, step=2)
         options = {"data": photo_folder, "backbone": "test_nfnet", "loader": "dali", "log_samples": True}
@@ -86,7 +84,7 @@ class TestOtherRanks:
         for one, other in zip(metrics(without_norm, "train"), metrics(folder, "train"), strict=True):
             assert one["lr"] == other["lr"] and other["loss"] == pytest.approx(one["loss"], rel=1e-3)
 
-    def test_where_batch_norm_would_see_other_batches_they_are_refused_or_asked_for(
+    def test_other_batchnorm_batches_need_force_ranks(
         self, plain: Path, photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         folder = Path(shutil.copytree(plain, tmp_path / "run"))
@@ -119,7 +117,7 @@ class TestOtherImages:
 
 
 class TestCheckpoints:
-    def test_a_truncated_newest_one_is_named_and_the_one_before_used(
+    def test_a_truncated_newest_falls_back_to_the_previous(
         self, plain: Path, photo_folder: Path, tmp_path: Path
     ) -> None:
         folder = Path(shutil.copytree(plain, tmp_path / "run"))
@@ -144,7 +142,7 @@ class TestCheckpoints:
         found = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
         assert found == [f"step_{2 * STEPS:07d}.pt", f"step_{3 * STEPS:07d}.pt"]
 
-    def test_a_full_disk_costs_none_that_was_there_and_does_not_stop_training(
+    def test_a_full_disk_keeps_old_checkpoints_and_training(
         self, plain: Path, photo_folder: Path, tmp_path: Path
     ) -> None:
         """Here a limit on the size of files; benchmarks/faults.py fills a real disk."""
@@ -161,7 +159,7 @@ class TestCheckpoints:
         assert main(arguments) == 0
         assert_same_bits(final_state(folder), final_state(plain))
 
-    def test_it_holds_everything_under_plain_names_for_any_program(self, photo_folder: Path, tmp_path: Path) -> None:
+    def test_it_holds_everything_under_plain_names(self, photo_folder: Path, tmp_path: Path) -> None:
         output = tmp_path / "run"
         assert main(flags(data=photo_folder, output=output, loader="torch", epochs=1)) == 0
         program = (
@@ -226,7 +224,7 @@ class TestStrangers:
 
 
 class TestOtherMachines:
-    def test_the_saved_configuration_does_not_prescribe_what_was_not_asked_for(self, plain: Path) -> None:
+    def test_saved_config_omits_machine_dependent_values(self, plain: Path) -> None:
         text = (plain / "config.yaml").read_text()
         asked = load(["--config", str(plain / "config.yaml")])
         assert (asked.gpus, asked.workers, asked.precision) == (0, 1, "fp32")  # as the flags said
@@ -275,17 +273,13 @@ class TestTheSameCommandAgain:
         assert [row["step"] for row in metrics(folder, "knn")] == [0, STEPS]
         assert [row["step"] for row in metrics(folder, "train")] == list(range(1, STEPS + 1))
 
-    def test_a_measurement_that_a_signal_cut_off_is_made_then(
-        self, plain: Path, photo_folder: Path, tmp_path: Path
-    ) -> None:
+    def test_an_interrupted_knn_is_measured_on_resume(self, plain: Path, photo_folder: Path, tmp_path: Path) -> None:
         folder = Path(shutil.copytree(plain, tmp_path / "run"))
         change(folder, STEPS, lambda state: state.update(knn_is_due=True))
         assert main([*flags(data=photo_folder, val_data=photo_folder, output=folder, **PLAIN), "--resume"]) == 0
         assert [row["step"] for row in metrics(folder, "knn")] == [STEPS, 2 * STEPS]
 
-    def test_a_restarted_rank_resumes_whatever_the_flags_say(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_restarted_rank_resumes_despite_its_flags(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def going_on(*arguments: str) -> tuple[str | None, bool]:
             config = resuming_after_restart(load(["--output", str(tmp_path), "--gpus", "0", *arguments]))
             return config.resume, config.overwrite
@@ -363,7 +357,7 @@ class TestFolderInUse:
         assert lock.is_locked
         lock.release()
 
-    def test_a_new_run_in_it_is_refused_at_once_and_before_data_is_read(
+    def test_a_new_run_is_refused_before_data_is_read(
         self, plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert main(flags(data=tmp_path / "gone", output=plain)) == 2
@@ -388,7 +382,7 @@ class TestFolderInUse:
         assert steps == list(range(1, 2 * STEPS + 1))
         assert sorted(checkpoint.load(path)["step"] for path in (folder / "checkpoints").iterdir()) == steps
 
-    def test_a_run_that_began_while_this_one_waited_is_not_begun_again(self, tmp_path: Path) -> None:
+    def test_a_run_begun_meanwhile_is_not_begun_again(self, tmp_path: Path) -> None:
         """Neither had found a checkpoint when it looked."""
         folder, lock = tmp_path / "run", run_dir.lock_of(tmp_path / "run")
         config = Config(data=tmp_path / "images", output=folder, resume="auto")
@@ -410,7 +404,7 @@ def test_the_log_of_samples_is_json_of_whole_batches(without_norm: Path) -> None
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("loader", ["dali", "torch"])
-def test_on_a_gpu_it_goes_on_within_the_noise_between_two_runs(photo_folder: Path, tmp_path: Path, loader: str) -> None:
+def test_gpu_resume_is_within_run_to_run_noise(photo_folder: Path, tmp_path: Path, loader: str) -> None:
     options = {"data": photo_folder, "gpus": 1, "loader": loader, "log_samples": True}
     for name in ("one", "two"):
         assert main(flags(**options, **EVERY_STEP, output=tmp_path / name)) == 0
@@ -442,7 +436,7 @@ def test_other_loaders_go_on_in_mid_epoch_as_well(photo_beton: Path, tmp_path: P
     assert [row["index"] for row in rows] == [row["index"] for row in expected]
 
 
-def test_whatever_it_was_writing_when_it_was_killed_it_goes_on(tmp_path: Path) -> None:
+def test_a_run_killed_while_writing_resumes(tmp_path: Path) -> None:
     """Killed while it makes its folder, locks it, syncs or renames a checkpoint, removes an old one."""
     options = PLAIN | EVERY_STEP | {"loader": "synthetic", "synthetic_images": 24, "keep_checkpoints": 2}
     moments = ["0.04", "0.1", "0.35", "0.6", "1"]

@@ -52,7 +52,7 @@ def final(folder: Path) -> dict:
     return found[1]["training"]
 
 
-def test_a_signal_stops_a_run_that_goes_on_later_as_if_nothing_had_been(photo_folder: Path, tmp_path: Path) -> None:
+def test_a_stopped_run_resumes_bit_for_bit(photo_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     arguments = flags(data=photo_folder, val_data=photo_folder, output=folder, **OPTIONS)
     for number, code in ((signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)):
@@ -117,7 +117,7 @@ class TestTheFirstSeconds:
 
 
 class TestSignals:
-    def test_during_training_they_are_noted_and_an_echo_of_one_is_no_second(self) -> None:
+    def test_the_first_is_noted_and_its_echo_ignored(self) -> None:
         before = signal.getsignal(signal.SIGTERM)
         with signals.handled(lambda message, code: None):
             signals.defer()
@@ -150,7 +150,7 @@ class TestSignals:
         assert time.monotonic() - begin < 20
 
 
-def test_while_the_first_step_compiles_a_signal_ends_it_at_once() -> None:
+def test_a_signal_before_the_first_step_ends_at_once() -> None:
     program = (
         "import os, signal, sys, time\nfrom cocor.distributed import signals\n"
         "with signals.handled(lambda text, code: print(text)):\n"
@@ -189,7 +189,7 @@ def wait_for_the_end_of(processes: list[int]) -> None:
         time.sleep(0.05)
 
 
-def test_ranks_start_again_after_a_death_and_stop_together(photo_folder: Path, tmp_path: Path) -> None:
+def test_ranks_restart_after_a_death_and_stop_together(photo_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     options = OPTIONS | {"epochs": 2000, "checkpoint_every_minutes": 1e-9, "cpu_ranks": 2, "max_restarts": 1}
     command = [sys.executable, "-m", "cocor.train", *flags(data=photo_folder, output=folder, **options)]
@@ -223,7 +223,7 @@ def test_no_rank_outlives_its_launcher(photo_folder: Path, tmp_path: Path) -> No
     wait_for_the_end_of(ranks)
 
 
-def test_torchrun_restarts_a_killed_rank_and_it_goes_on(photo_folder: Path, tmp_path: Path) -> None:
+def test_torchrun_restarts_a_killed_rank(photo_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     options = OPTIONS | {"epochs": 4, "checkpoint_every_minutes": 1e-9}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
@@ -241,7 +241,7 @@ def test_torchrun_restarts_a_killed_rank_and_it_goes_on(photo_folder: Path, tmp_
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
-def test_a_signal_to_the_whole_group_does_not_take_the_data_away(photo_folder: Path, number: signal.Signals) -> None:
+def test_a_group_signal_leaves_data_workers_alive(photo_folder: Path, number: signal.Signals) -> None:
     """As scancel and Ctrl-C send it: data workers get it as well, and what the parent still does may need them."""
     dataset = open_folder(photo_folder)
     plan, order = ViewPlan(16, 0, (), "shared", lengths=()), BatchOrder(len(dataset), 2)

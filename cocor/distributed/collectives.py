@@ -187,23 +187,25 @@ def barrier() -> None:
 
 
 def on_main(work: Callable[[], object]) -> None:
-    """Do ``work`` on the main rank while the others wait; a UserError there is raised on all ranks."""
-    _raise_on_all(_mistake(work) if _is_main() else None)
+    """Do ``work`` on the main rank while the others wait. A UserError there is raised on all ranks."""
+    _raise_on_all(_user_error(work) if _is_main() else None)
 
 
 def main_first(work: Callable[[], T]) -> T:
-    """Do ``work`` on the main rank, then on the others; returns this rank's result. A UserError on one rank is raised
-    on all."""
+    """Do ``work`` on the main rank, then on the others; return this rank's result.
+
+    A UserError on one rank is raised on all, which would otherwise wait for a rank that has exited.
+    """
     result: list[T] = []
     for main_turn in (True, False):
-        _raise_on_all(_mistake(lambda: result.append(work())) if _is_main() is main_turn else None)
+        _raise_on_all(_user_error(lambda: result.append(work())) if _is_main() is main_turn else None)
     return result[0]
 
 
 def together(work: Callable[[], T]) -> T:
-    """Do ``work`` on all ranks at once; returns this rank's result. A UserError on any rank is raised on all."""
+    """Do ``work`` on all ranks at once; return this rank's result. A UserError on any rank is raised on all."""
     result: list[T] = []
-    _raise_on_all(_mistake(lambda: result.append(work())))
+    _raise_on_all(_user_error(lambda: result.append(work())))
     return result[0]
 
 
@@ -211,8 +213,8 @@ def _is_main() -> bool:
     return ranks() == 1 or dist.get_rank() == 0
 
 
-def _mistake(work: Callable[[], object]) -> UserError | None:
-    """Do ``work``; returns the UserError that it raised, if it did."""
+def _user_error(work: Callable[[], object]) -> UserError | None:
+    """Do ``work``; return the UserError that it raised, if it did."""
     try:
         work()
         return None
@@ -220,21 +222,21 @@ def _mistake(work: Callable[[], object]) -> UserError | None:
         return error
 
 
-def _raise_on_all(mistake: UserError | None) -> None:
-    """Collective: raise this rank's ``mistake`` or, if it made none, that of the lowest rank that made one."""
+def _raise_on_all(error: UserError | None) -> None:
+    """Raise this rank's ``error`` or, if it has none, that of the lowest rank that has one. Collective."""
     if ranks() > 1:
         messages: list[str | None] = [None] * ranks()
-        dist.all_gather_object(messages, None if mistake is None else str(mistake))
+        dist.all_gather_object(messages, None if error is None else str(error))
         other = next((message for message in messages if message is not None), None)
-        mistake = mistake or (None if other is None else UserError(other))
-    if mistake is not None:
-        raise mistake
+        error = error or (None if other is None else UserError(other))
+    if error is not None:
+        raise error
 
 
 class AsyncMax:
     """The maximum over ranks of small non-negative integers, in every step and without making the host wait.
 
-    Every rank calls this in the same steps. On the CPU a call returns the maxima of what was just cast. On several GPUs
+    Every rank calls this in the same steps. On the CPU a call returns the maxima of its own numbers. On several GPUs
     the host would have to wait for them, so a call returns those of ``_STEPS_AHEAD`` calls earlier, and zeros before.
     """
 
@@ -244,14 +246,14 @@ class AsyncMax:
         self._under_way: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def __call__(self, *numbers: int) -> tuple[int, ...]:
-        """Cast ``numbers``, as many in each call; returns the maximum of each over all ranks, see the class."""
+        """Contribute ``numbers``, as many in each call; return the maximum of each over all ranks, see the class."""
         if not self._late:
             return self.now(*numbers)
-        cast = torch.tensor(numbers, dtype=torch.float32, device="cpu").pin_memory()
-        votes = cast.to(self._device, non_blocking=True)
-        dist.all_reduce(votes, dist.ReduceOp.MAX)
+        own = torch.tensor(numbers, dtype=torch.float32, device="cpu").pin_memory()
+        maxima = own.to(self._device, non_blocking=True)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
         result, done = torch.empty(len(numbers), device="cpu", pin_memory=True), torch.cuda.Event()
-        result.copy_(votes, non_blocking=True)
+        result.copy_(maxima, non_blocking=True)
         done.record()
         self._under_way.append((result, done))
         if len(self._under_way) <= self._late:
@@ -261,14 +263,14 @@ class AsyncMax:
         return tuple(int(number) for number in result.tolist())
 
     def now(self, *numbers: int) -> tuple[int, ...]:
-        """The maxima of ``numbers`` themselves, which may be negative; waits for them, and drops what is under way."""
+        """Return the maxima of ``numbers`` themselves, which may be negative. Waits, and drops what is under way."""
         self.forget()
         if ranks() == 1:
             return numbers
-        votes = torch.tensor(numbers, dtype=torch.float32, device=self._device)
-        dist.all_reduce(votes, dist.ReduceOp.MAX)
-        return tuple(int(number) for number in votes.tolist())
+        maxima = torch.tensor(numbers, dtype=torch.float32, device=self._device)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        return tuple(int(number) for number in maxima.tolist())
 
     def forget(self) -> None:
-        """Drop the votes that are under way; on all ranks at the same step."""
+        """Drop what is under way, on all ranks at the same step."""
         self._under_way.clear()
