@@ -3,25 +3,17 @@
 Exit codes: 0 done, 1 a bug, 2 a user's mistake, 75 stopped by a signal, 130 Ctrl-C, 141 nobody reads the output.
 """
 
+# Little is imported here: until _command() has begun, Ctrl-C shows a traceback.
 import importlib
-import json
 import os
 import select
 import signal
 import sys
 import threading
-import time
-import traceback
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
-
-from cocor.distributed.env import RankEnv
-from cocor.distributed.signals import INTERRUPTED, STOPPED, Ended, Stopped
-from loaders.errors import UserError
-from loaders.lacking import lacking
 
 USER_ERROR = 2  # exit code
 UNREAD = 128 + signal.SIGPIPE  # a shell's exit code for programs that SIGPIPE ends
@@ -90,6 +82,9 @@ def _command(name: str, module: str, first: Callable[[], None] | None = None) ->
 
 def _why_not_imported(error: Exception) -> str:
     """Return in one line what the machine lacks to import a command's modules; raises ``error`` if it is a bug."""
+    from loaders.errors import UserError
+    from loaders.lacking import lacking
+
     if lack := lacking(error):
         return lack
     from cocor.run_dir import check_pair
@@ -103,6 +98,8 @@ def _why_not_imported(error: Exception) -> str:
 
 def command(name: str, body: Callable[[], None]) -> int:
     """Run the ``body`` of a console command and return its exit code. A user's mistake becomes one line on stderr."""
+    import warnings
+
     from loaders.dali import cuda_env
     from loaders.text import print_everything
 
@@ -118,7 +115,7 @@ def command(name: str, body: Callable[[], None]) -> int:
         sys.stdout.flush()  # now, as a failure at interpreter exit could not be reported
         code = 0
     except KeyboardInterrupt:
-        code = INTERRUPTED
+        code = 128 + signal.SIGINT
     except Exception as error:
         message, code = _explain(name, error)
         if message:
@@ -130,6 +127,11 @@ def command(name: str, body: Callable[[], None]) -> int:
 def _explain(name: str, error: Exception) -> tuple[str, int]:
     """Return the message and exit code of a command that ``error`` ends. Raises it if it is a bug of a single process,
     whose traceback Python prints."""
+    from cocor.distributed.env import RankEnv
+    from cocor.distributed.signals import Ended, Stopped
+    from loaders.errors import UserError
+    from loaders.lacking import lacking
+
     if isinstance(error, UserError):
         return f"{name}: error: {error}", USER_ERROR
     if isinstance(error, Ended):
@@ -143,11 +145,19 @@ def _explain(name: str, error: Exception) -> tuple[str, int]:
         raise error
     if env.size > 1 and any(words in str(error) for words in _LOST):
         return f"{name}: rank {env.rank} has lost another rank, which says why", 1
+    import traceback
+
     return traceback.format_exc(), 1
 
 
 def report(message: str, code: int) -> None:
     """Print a failure. In a rank of ``--gpus N``, write it to a file for the launcher, which prints the first one."""
+    import json
+    import time
+
+    from cocor.distributed.env import RankEnv
+    from cocor.distributed.signals import INTERRUPTED, STOPPED
+
     env, path = RankEnv.read(), os.environ.get("TORCHELASTIC_ERROR_FILE")
     if env.launcher == "cocor" and path:
         if code not in (USER_ERROR, STOPPED, INTERRUPTED):

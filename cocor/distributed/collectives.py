@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 
 from cocor.distributed.env import RankEnv
 from loaders.errors import UserError
@@ -60,19 +61,21 @@ def init(use_gpu: bool) -> World:
     if env.size > 1:
         env.set_address()
         try:
-            dist.init_process_group(
-                "nccl" if use_gpu else "gloo",
-                "env://",
-                rank=env.rank,
-                world_size=env.size,
-                timeout=_TIMEOUT,
-                device_id=device if use_gpu else None,
-            )
+            store, _, _ = next(rendezvous("env://", env.rank, env.size, timeout=_TIMEOUT))
         except dist.DistNetworkError as error:
             if "EADDRINUSE" not in str(error):
                 raise
             port = os.environ["MASTER_PORT"]
             raise UserError(f"MASTER_PORT {port}: another program has taken it; set it to one that is free") from None
+        dist.init_process_group(
+            "nccl" if use_gpu else "gloo",
+            # torchrun keeps its store when it restarts ranks, with the addresses of the dead ones in it.
+            store=dist.PrefixStore(f"start {env.restarts}", store),
+            rank=env.rank,
+            world_size=env.size,
+            timeout=_TIMEOUT,
+            device_id=device if use_gpu else None,
+        )
     return World(env.rank, env.local_rank, env.size, device)
 
 
