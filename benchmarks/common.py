@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from cocor.atomic import write_text
-from cocor.distributed.launch import command
+from cocor.cli import command
 from loaders.text import available_cores
 
 PACKAGES = ("torch", "torchvision", "numpy", "numba", "pillow", "nvidia-dali-cuda130", "ffcv")

@@ -21,8 +21,7 @@ from torch import Tensor
 from cocor import atomic
 from cocor.config.options import FREE_TO_CHANGE, Config
 from cocor.run_dir import CHECKPOINTS as FOLDER
-from cocor.run_dir import checkpoints, step_of
-from cocor.versions import versions
+from cocor.run_dir import checkpoints, step_of, versions
 from loaders.datasets.decode import describe as describe_fault
 from loaders.errors import UserError
 from loaders.lacking import no_fault_of_a_file

@@ -1,26 +1,27 @@
-"""How the console commands begin and end, wherever their output goes and whenever Ctrl-C comes.
+"""Console commands: their entry points, one-line errors, exit codes, Ctrl-C, and wherever their output goes.
 
-Ctrl-C shows no traceback, not even while modules load (PyTorch takes seconds) or at the very end, where Python would
-raise KeyboardInterrupt wherever it happens to be. Until a command handles signals itself, and after it, SIGINT has its
-default action instead: the system ends the process, and a shell sees exit code 130.
-
-If an output stream is closed (``2>&-``), what is printed to it is dropped; if its reader has gone (``| head -1``), the
-command ends in silence.
+Exit codes: 0 done, 1 a bug, 2 a user's mistake, 75 stopped by a signal, 130 Ctrl-C, 141 nobody reads the output.
 """
 
+# Little is imported here: until _command() has begun, Ctrl-C shows a traceback.
 import importlib
 import os
 import select
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+USER_ERROR = 2  # exit code
+UNREAD = 128 + signal.SIGPIPE  # a shell's exit code for programs that SIGPIPE ends
+_LOST = ("Connection closed by peer", "Connection reset by peer", "remote process exit")  # gloo's and NCCL's words
+
 
 def train() -> int:
-    return _command("cocor-train", "cocor.train")
+    return _command("cocor-train", "cocor.train", first=_read_flags)
 
 
 def evaluate() -> int:
@@ -39,8 +40,19 @@ def prepare() -> int:
     return _command("cocor-prep", "loaders.prep.cli")
 
 
-def _command(name: str, module: str) -> int:
-    """Import ``module`` and run its ``main()``, which calls :func:`listen` once it can handle Ctrl-C itself."""
+def _read_flags() -> None:
+    """Read cocor-train's flags: ``--help`` and mistakes need not wait for PyTorch, which takes seconds to load."""
+    from cocor.config.resolve import read
+
+    read(sys.argv[1:])
+
+
+def _command(name: str, module: str, first: Callable[[], None] | None = None) -> int:
+    """Do ``first``, import ``module`` and run its ``main()``, with SIGINT's default action during the import.
+
+    Python would raise KeyboardInterrupt wherever it happens to be while PyTorch loads, and print a traceback; so the
+    system ends the process instead, and a shell sees exit code 130.
+    """
     open_streams()
     handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not if ignored, as for background jobs
     if handled:
@@ -49,29 +61,120 @@ def _command(name: str, module: str) -> int:
         Path.cwd()
     except OSError as error:  # Intel's library would say that PyTorch cannot be loaded
         print(f"{name}: error: the current folder cannot be used: {error.strerror}; cd to another one", file=sys.stderr)
-        return 2
+        return USER_ERROR
     try:
-        main = importlib.import_module(module).main
-    except (ImportError, MemoryError, OSError) as error:
-        return _without(name, error)
-    if module.startswith("loaders."):  # which does not import this module
-        listen()
-    try:
+        if first is not None and (code := command(name, first)):
+            return code
+        if handled:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        try:
+            main = importlib.import_module(module).main
+        except Exception as error:
+            print(f"{name}: error: {_why_not_imported(error)}", file=sys.stderr)
+            return USER_ERROR
+        if module.startswith("loaders."):  # which does not import this module
+            listen()
         return int(main())
     finally:
         if handled:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _without(name: str, error: Exception) -> int:
-    """Report in one line what the machine lacks to import the command's modules; raises ``error`` if it is a bug."""
+def _why_not_imported(error: Exception) -> str:
+    """Return in one line what the machine lacks to import a command's modules; raises ``error`` if it is a bug."""
+    from loaders.errors import UserError
     from loaders.lacking import lacking
 
-    lack = lacking(error)
-    if not lack:
+    if lack := lacking(error):
+        return lack
+    from cocor.run_dir import check_pair
+
+    try:
+        check_pair()
+    except UserError as mistake:
+        return str(mistake)
+    raise error
+
+
+def command(name: str, body: Callable[[], None]) -> int:
+    """Run the ``body`` of a console command and return its exit code. A user's mistake becomes one line on stderr."""
+    import warnings
+
+    from loaders.dali import cuda_env
+    from loaders.text import print_everything
+
+    cuda_env.use_all()
+    open_streams()
+    print_everything()
+    # PyTorch's own, at the first torch.func.jvp of a process.
+    warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", FutureWarning)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warns, with pages of C++ frames, that a rank has gone
+    try:
+        listen()
+        body()
+        sys.stdout.flush()  # now, as a failure at interpreter exit could not be reported
+        code = 0
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except Exception as error:
+        message, code = _explain(name, error)
+        if message:
+            report(message, code)
+    drop_unwritten(sys.stderr)  # Python would end with exit code 120
+    return code
+
+
+def _explain(name: str, error: Exception) -> tuple[str, int]:
+    """Return the message and exit code of a command that ``error`` ends. Raises it if it is a bug of a single process,
+    whose traceback Python prints."""
+    from cocor.distributed.env import RankEnv
+    from cocor.distributed.signals import Ended, Stopped
+    from loaders.errors import UserError
+    from loaders.lacking import lacking
+
+    if isinstance(error, UserError):
+        return f"{name}: error: {error}", USER_ERROR
+    if isinstance(error, Ended):
+        return (f"{name}: {error}" if isinstance(error, Stopped) else str(error)), error.code
+    if isinstance(error, OSError) and _reader_has_gone() and isinstance(error, BrokenPipeError):
+        return "", UNREAD
+    if lack := lacking(error):
+        return f"{name}: error: {lack}", USER_ERROR
+    env = RankEnv.read()
+    if env.launcher is None:
         raise error
-    print(f"{name}: error: {lack}", file=sys.stderr)
-    return 2
+    if env.size > 1 and any(words in str(error) for words in _LOST):
+        return f"{name}: rank {env.rank} has lost another rank, which says why", 1
+    import traceback
+
+    return traceback.format_exc(), 1
+
+
+def report(message: str, code: int) -> None:
+    """Print a failure. In a rank of ``--gpus N``, write it to a file for the launcher, which prints the first one."""
+    import json
+    import time
+
+    from cocor.distributed.env import RankEnv
+    from cocor.distributed.signals import INTERRUPTED, STOPPED
+
+    env, path = RankEnv.read(), os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if env.launcher == "cocor" and path:
+        if code not in (USER_ERROR, STOPPED, INTERRUPTED):
+            message = f"rank {env.rank} failed\n{message}"
+        content = {"message": message, "code": code, "time": time.time(), "timestamp": int(time.time())}
+        with suppress(OSError):
+            try:
+                Path(path).write_text(json.dumps(content))
+                return
+            except OSError:  # a full disk; PyTorch's launcher fails at half a report
+                Path(path).unlink(missing_ok=True)
+    try:
+        print(message, file=sys.stderr)
+    except OSError:  # a closed terminal
+        drop_unwritten(sys.stderr)
+    except RuntimeError:  # a signal while something is printed
+        pass
 
 
 def listen() -> None:
@@ -94,39 +197,28 @@ def open_streams() -> None:
 
 
 def drop_unwritten(stream: TextIO) -> None:
-    """Discard what ``stream`` still buffers if it cannot be written (a full disk, a pipe without a reader). Python
-    would try again, and fail, at exit and in forked data workers."""
+    """Discard what ``stream`` still buffers if it cannot be written (a full disk, a pipe without a reader).
+
+    Python would try again, and fail, at exit and in forked data workers.
+    """
     try:
         stream.flush()
     except (OSError, ValueError):
         with suppress(OSError, ValueError):  # a stream without a file descriptor
-            _flush_to_nowhere(stream)
+            number, nowhere = stream.fileno(), os.open(os.devnull, os.O_RDWR)
+            kept = os.dup(number)
+            os.dup2(nowhere, number)
+            with suppress(OSError, ValueError):
+                stream.flush()
+            os.dup2(kept, number)
+            for handle in (kept, nowhere):
+                os.close(handle)
 
 
-def _flush_to_nowhere(stream: TextIO) -> None:
-    number, nowhere = stream.fileno(), os.open(os.devnull, os.O_RDWR)
-    kept = os.dup(number)
-    os.dup2(nowhere, number)
-    with suppress(OSError, ValueError):
-        stream.flush()
-    os.dup2(kept, number)
-    for handle in (kept, nowhere):
-        os.close(handle)
-
-
-def give_up_output() -> bool:
-    """Redirect stdout to the null device if it cannot be written, so that Python does not complain about it at exit;
-    returns whether its reader has gone."""
+def _reader_has_gone() -> bool:
+    """Return whether nobody can read stdout any more, and drop what it buffers if it cannot be written."""
     poll = select.poll()
     poll.register(1, 0)  # errors only
-    reader_gone = bool(poll.poll(0))
-    try:
-        sys.stdout.flush()
-        failed = False
-    except (OSError, ValueError):
-        failed = True
-    if reader_gone or failed:
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        os.dup2(nowhere, 1)
-        os.close(nowhere)
-    return reader_gone
+    gone = bool(poll.poll(0))
+    drop_unwritten(sys.stdout)
+    return gone

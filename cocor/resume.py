@@ -47,16 +47,6 @@ def save(run: Run, *, must: bool) -> None:
     barrier()
 
 
-def save_alone(run: Run) -> None:
-    """As :func:`save` with ``must``, but on the main rank alone, without collectives, and in another thread than the
-    one that trains, which is waiting for data."""
-    if run.world.device.type == "cuda":
-        torch.cuda.set_device(run.world.device)
-        torch.cuda.synchronize()  # with the streams of the other thread
-    _refuse_lost_weights(run)
-    _write(run)
-
-
 def _refuse_lost_weights(run: Run) -> None:
     if not bool(torch.stack(torch._foreach_norm(run.step.weights())).isfinite().all()):  # the same on all ranks
         raise UserError(f"the weights are not finite after step {run.done}: lower --lr, or try --precision fp32")
@@ -162,6 +152,6 @@ def _show(layout: Mapping[str, int]) -> str:
 
 def _agree(run: Run, step: int) -> None:
     """Collective: check that all ranks have found the same checkpoint; network file systems may show it late."""
-    last, first = run.votes.now(step, -step)
+    last, first = run.any_rank.now(step, -step)
     if last != -first:
         raise UserError(f"--resume: one rank finds step {-first}, another step {last}; is --output the same for all?")

@@ -9,17 +9,14 @@ import torch
 
 from cocor.config.options import Config
 from cocor.data import Data, knn_loaders, labelled_loader, open_data, training_loader
-from cocor.distributed import signals
-from cocor.distributed.agreement import main_first
-from cocor.distributed.collectives import World
-from cocor.distributed.launch import usable_cpus
-from cocor.distributed.votes import Votes
+from cocor.distributed.collectives import AsyncMax, World, main_first
 from cocor.eval.probes.online_knn import OnlineKnn
 from cocor.models import build_method, build_target
 from cocor.monitor.health import HealthMonitor
 from cocor.step.compile import choose
 from cocor.step.step import TrainingStep
 from loaders.batch import Batch, Loader
+from loaders.text import available_cores
 
 
 @dataclass
@@ -34,7 +31,7 @@ class Run:
     labelled: Loader | None
     knn: OnlineKnn | None
     health: HealthMonitor
-    votes: Votes
+    any_rank: AsyncMax  # signals and checkpoints that are due on any rank
     execution: str  # see cocor.step.compile
     done: int = 0  # finished steps
     knn_is_due: bool = True  # at this very step
@@ -49,23 +46,16 @@ class Run:
             if part is not None:
                 part.close()
 
-    def reading(self) -> list[str]:
-        """The names of the files that the loaders are reading at this moment, as far as they know."""
-        loaders = [self.loader, self.labelled, *((self.knn.bank, self.knn.queries) if self.knn is not None else ())]
-        return sorted({name for loader in loaders if loader is not None for name in loader.reading()})
-
     def pairs(self, epoch: int, first: int) -> Generator[tuple[Batch, Batch | None], None, None]:
         """Batches of an epoch from step ``first`` on, each with its labelled batch or, if it has none, None."""
         turns, number = self.step.turns, epoch * self.loader.steps_per_epoch + first
         with ExitStack() as stack:
-            batches = stack.enter_context(closing(signals.awaited(self.loader.epoch(epoch, first))))
+            batches = stack.enter_context(closing(self.loader.epoch(epoch, first)))
             if self.labelled is None:
                 for batch in batches:
                     yield batch, None
             else:
-                labelled = stack.enter_context(
-                    closing(signals.awaited(self.labelled.epoch(epoch, turns.guided_before(number))))
-                )
+                labelled = stack.enter_context(closing(self.labelled.epoch(epoch, turns.guided_before(number))))
                 for step, batch in enumerate(batches, start=number):
                     yield batch, next(labelled) if turns.guided(step) else None
 
@@ -81,7 +71,7 @@ def build(config: Config, world: World) -> Run:
     else:
         # Threads of an operation spin while they wait for each other: one that shares its core with the loader holds up
         # all others. On two cores a small network is many times faster with one thread.
-        torch.set_num_threads(max(1, min(torch.get_num_threads(), usable_cpus() - 1)))
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), available_cores() - 1)))
     method = build_method(config, world)
     loader = training_loader(config, data, world, precision)
     execution = choose(config, world, config.epochs * loader.steps_per_epoch)
@@ -97,4 +87,4 @@ def build(config: Config, world: World) -> Run:
     evaluation = knn_loaders(config, data, world, precision) if world.main else None
     knn = OnlineKnn(config, *evaluation, precision) if evaluation is not None else None
     health = HealthMonitor(config, world, data.train.names)
-    return Run(config, world, data, step, loader, labelled, knn, health, Votes(world.device), execution)
+    return Run(config, world, data, step, loader, labelled, knn, health, AsyncMax(world.device), execution)

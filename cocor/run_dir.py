@@ -1,32 +1,40 @@
 """The folder of a run: made by the main rank, never shared with another run, never emptied by accident.
 
-runs/NAME/  config.yaml  log.txt  metrics.jsonl  checkpoints/  backbone.safetensors  views.png  (faults.jsonl)
+runs/NAME/  config.yaml  log.txt  metrics.jsonl  checkpoints/  backbone.safetensors  views.png  (faults.jsonl)  .lock
 """
 
+import logging
 import os
+import platform
 import shlex
 import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import metadata
 from itertools import islice
 from pathlib import Path
 
-from cocor import atomic, run_lock
+from filelock import FileLock, Timeout
+
+import cocor
+from cocor import atomic
 from cocor.config.options import Config
-from cocor.run_lock import RunLock
-from cocor.versions import versions
 from loaders.datasets.layout import training_splits
 from loaders.errors import UserError
+from loaders.lacking import lacking
 from loaders.text import printable
 from loaders.writable import check_file, check_folder
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
+LOG = "log.txt"
+_LOCK = ".lock"
+_PATIENCE = 30.0  # seconds to wait for the lock: schedulers restart a command while the old process is still dying
+_PACKAGES = ("torch", "torchvision", "timm", "numpy")  # on whose versions a result may depend
 _MARK = "# cocor "  # how the line of versions begins in a run's config.yaml
-_OF_A_RUN = frozenset(
-    {CONFIG, run_lock.FILE, "metrics.jsonl", CHECKPOINTS, "backbone.safetensors", "views.png", "faults.jsonl"}
-)
+_OF_A_RUN = frozenset({CONFIG, LOG, "metrics.jsonl", CHECKPOINTS, "backbone.safetensors", "views.png", "faults.jsonl"})
+_log = logging.getLogger(__name__)
 
 
 def check(config: Config) -> None:
@@ -64,9 +72,42 @@ def check_trace(config: Config) -> None:
     check_file("--output", trace(config))
 
 
-def prepare(config: Config, asked: Config, images: Sequence[Path], lock: RunLock, *, resumes: bool) -> None:
+def lock_of(folder: Path) -> FileLock:
+    """Return the lock on a run's ``folder``, not held yet: one process at a time writes there, on its main rank."""
+    return FileLock(folder / _LOCK)
+
+
+def claim(config: Config, lock: FileLock) -> None:
+    """Hold ``lock`` if there is a run in the output folder, after :func:`check`. UserError as in :func:`prepare`."""
+    check(config)
+    if Path(lock.lock_file).exists():
+        take(lock)
+
+
+def take(lock: FileLock) -> None:
+    """Wait for ``lock`` and hold it.
+
+    Raises:
+        UserError: another process still holds it after half a minute.
+    """
+    if lock.is_locked:
+        return
+    folder = Path(lock.lock_file).parent
+    try:
+        try:
+            lock.acquire(timeout=min(1, _PATIENCE))
+        except Timeout:
+            _log.warning(f"waiting for another process that still uses {folder}")
+            lock.acquire(timeout=_PATIENCE)
+    except Timeout:
+        raise UserError(f"--output {folder} is written to by another process; stop it or choose another") from None
+    except (OSError, NotImplementedError):  # a file system without locks does not stop the run
+        return
+
+
+def prepare(config: Config, given: Config, images: Sequence[Path], lock: FileLock, *, resumes: bool) -> None:
     """Make the output folder of a new run, or accept that of a run that ``resumes``; save the configuration in it, as
-    it was ``asked`` for. ``lock`` is held afterwards.
+    the user has ``given`` it. ``lock`` is held afterwards.
 
     Raises:
         UserError: as in :func:`check`, here for all folders of ``images``; or another process has begun the run
@@ -80,7 +121,7 @@ def prepare(config: Config, asked: Config, images: Sequence[Path], lock: RunLock
         (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--output {folder}: cannot be made: {error.strerror}; choose another --output") from None
-    lock.take(make=True)
+    take(lock)
     check(config)
     if config.overwrite:
         _empty(folder)
@@ -88,7 +129,7 @@ def prepare(config: Config, asked: Config, images: Sequence[Path], lock: RunLock
         raise UserError(f"--output {folder}: another process has begun this run meanwhile; start the command again")
     for leftover in folder.glob(f".*{atomic.TEMPORARY}"):  # of killed runs
         leftover.unlink(missing_ok=True)
-    _save_config(config, asked)
+    _save_config(config, given)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -115,8 +156,9 @@ def _is_content(entry: Path) -> bool:
     """Whether ``entry`` of an output folder is more than what a run that is killed at its very start leaves behind."""
     if entry.name == CHECKPOINTS and entry.is_dir():
         return any(entry.iterdir())
-    begun = entry.name == run_lock.FILE and entry.stat().st_size == 0
-    return not begun and not (entry.name.startswith(".") and entry.name.endswith(atomic.TEMPORARY))
+    begun = entry.name == LOG and entry.stat().st_size == 0
+    leftover = entry.name.startswith(".") and entry.name.endswith(atomic.TEMPORARY)
+    return not (begun or leftover or entry.name == _LOCK)
 
 
 def _accept(config: Config, is_run: bool) -> None:
@@ -146,12 +188,12 @@ def refuse_overlap(folder: Path, images: Path) -> None:
 
 
 def _empty(folder: Path) -> None:
-    """Remove all of a run but the file that carries the lock, which is truncated."""
+    """Remove all of a run but its lock."""
     try:
         for entry in sorted(folder.iterdir(), key=lambda entry: entry.name == CONFIG):  # last, as it marks a run
-            if entry.name == run_lock.FILE and not entry.is_symlink():
-                os.truncate(entry, 0)
-            elif entry.is_dir() and not entry.is_symlink():
+            if entry.name == _LOCK:
+                continue
+            if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
             else:
                 entry.unlink()
@@ -160,7 +202,7 @@ def _empty(folder: Path) -> None:
         raise UserError(f"--output {folder}: cannot be emptied: {error.strerror}; choose another --output") from None
 
 
-def _save_config(config: Config, asked: Config) -> None:
+def _save_config(config: Config, given: Config) -> None:
     """Write the resolved configuration, with the command and the versions that produced the run.
 
     GPUs and threads of this machine are mentioned in a comment only: the file may be used on another one.
@@ -168,5 +210,37 @@ def _save_config(config: Config, asked: Config) -> None:
     found = ", ".join(f"{name} {version}" for name, version in versions().items())
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     machine = f"{config.gpus or 'no'} GPUs here, {config.workers} threads a loader"
-    kept = replace(config, gpus=asked.gpus, workers=asked.workers)
+    kept = replace(config, gpus=given.gpus, workers=given.workers)
     kept.save(config.output / CONFIG, f"{printable(command)}\n{found}\n{machine}")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of cocor, Python and the packages that matter, by name. Imports none of them."""
+    found = {name: _version(name) for name in _PACKAGES}
+    return {"cocor": cocor.__version__, "python": platform.python_version(), **found}
+
+
+def check_pair() -> None:
+    """Raise a UserError if torchvision cannot be imported, most often because it was built for another PyTorch.
+
+    timm imports it, and would end in a traceback about an operator that does not exist.
+    """
+    try:
+        import torchvision  # noqa: F401
+    except (ImportError, RuntimeError, OSError) as error:
+        if lacking(error):  # a full disk, say, not a library that does not fit
+            raise
+        torch = _version("torch")
+        major, minor, *_ = [*torch.split("."), ""]
+        fitting = f"==0.{15 + int(minor)}.*" if major == "2" and minor.isdecimal() else ""
+        raise UserError(
+            f"torchvision {_version('torchvision')} does not work with torch {torch} "
+            f"({' '.join(str(error).split())[:200]}); install the pair: pip install torch=={torch} torchvision{fitting}"
+        ) from None
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # not installed by pip or the like
+        return "unknown"

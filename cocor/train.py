@@ -1,50 +1,257 @@
 """``cocor-train``: pre-train an image encoder.
 
-    main -> launch.run -> on every rank: cocor.loop.train
+    main -> launch.run -> on every rank: train -> build (cocor.run), restore (cocor.resume), fit
+                                         fit   -> train_epoch, finish_epoch, train_epoch, ...
 
-Everything is imported where it is used: the launcher needs little of what its ranks need, mistakes in flags should be
-reported at once, and signals handled from the first moment.
+A run's position is the number of finished steps; everything else follows from it and the configuration.
 """
 
+if __name__ == "__main__":  # before PyTorch loads, so that mistakes and Ctrl-C do not have to wait
+    import sys
+
+    from cocor import cli
+
+    sys.exit(cli.train())
+
+import logging
+import os
+import signal
 import sys
-from collections.abc import Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from cocor import cli, resume, run_dir
+from cocor.config import checks
+from cocor.config.options import Config
+from cocor.config.resolve import read
+from cocor.distributed import launch, signals
+from cocor.distributed.collectives import World, gather, on_main
+from cocor.distributed.env import STARTED, RankEnv
+from cocor.log import RunLog, duration, set_up_logging
+from cocor.monitor import dry_run, profile
+from cocor.monitor.health import SkipNonFinite
+from cocor.monitor.view_sheet import save_view_sheet
+from cocor.run import Run, build
+from cocor.step.compile import executable, uncompiled
+from cocor.step.step import Metrics
+from loaders.batch import Batch
+from loaders.errors import UserError
+from loaders.text import printable
+
+_SHOWN = 12  # names of skipped files in the log
+_log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The console command; returns the exit code (2 for a user's mistake)."""
-    from cocor.distributed import launch
-
+    """Run the console command; returns the exit code (2 for a user's mistake)."""
     arguments = sys.argv[1:] if argv is None else list(argv)
-    return launch.command("cocor-train", lambda: _run(arguments), ranks=True)
+    return cli.command("cocor-train", lambda: _run(arguments))
 
 
 def _run(arguments: list[str]) -> None:
-    from cocor import run_dir, versions
-    from cocor.config import checks
-    from cocor.config.resolve import read
-    from cocor.distributed import launch, signals
-
-    with signals.at_once(launch.leave_at_once):
-        asked, keys = read(arguments)
-        if launch.speaks():
-            for line in checks.warnings(asked, keys, launch.launched_elsewhere()):
+    with signals.handled(cli.report):
+        given, keys = read(arguments)
+        env = RankEnv.read()
+        if env.first:
+            for line in checks.warnings(given, keys, env.launcher in ("torchrun", "srun")):
                 print(f"cocor-train: warning: {line}", file=sys.stderr)
-        if launch.begins() and asked.trains:
-            run_dir.check(asked)
-        if launch.begins() and asked.profile:
-            run_dir.check_trace(asked)
-
-        def train(config: Any, world: Any) -> None:
-            versions.check_pair()
-            from cocor.loop import train
-
-            train(config, world, asked)
-
-        launch.run(asked, arguments, train, "cocor.train")
+        if env.launcher is None and given.trains:
+            run_dir.check(given)
+        if env.launcher is None and given.profile:
+            run_dir.check_trace(given)
+        launch.run(given, arguments, lambda config, world: train(config, world, given), "cocor.train")
 
 
-if __name__ == "__main__":
-    from cocor.cli import train
+def train(config: Config, world: World, given: Config) -> None:
+    """Train on this rank.
 
-    sys.exit(train())
+    ``given`` is the configuration that the user gave, ``config`` the same with the options that depend on this machine
+    filled in. UserError for whatever the user can mend.
+    """
+    set_up_logging(world)
+    config = resuming_after_restart(config)
+    with ExitStack() as stack:
+        lock = run_dir.lock_of(config.output)
+        stack.callback(lock.release)
+        if config.trains:
+            on_main(lambda: run_dir.claim(config, lock))
+        elif config.profile:
+            on_main(lambda: run_dir.check_trace(config))
+        run = stack.enter_context(closing(build(config, world)))
+        if not config.trains:
+            (dry_run if config.dry_run else profile).report(run)
+            return
+        checkpoint_read = resume.restore(run)  # before anything is written
+        roots = [data.root for data in (run.data.train, run.data.held_out) if data is not None]
+        resumes = checkpoint_read is not None
+        on_main(lambda: run_dir.prepare(config, given, roots, lock, resumes=resumes))
+        set_up_logging(world, config.output / run_dir.LOG)
+        describe(run, checkpoint_read)
+        log = RunLog(
+            config.output,
+            world,
+            batch_size=config.batch_size,
+            total_steps=run.total,
+            log_every=config.log_every,
+            start_step=run.done,
+            again=("knn",) if run.knn_is_due else (),
+        )
+        try:
+            fit(run, stack.enter_context(closing(log)))
+        except torch.OutOfMemoryError as error:
+            raise UserError(f"GPU out of memory: lower --batch-size, or use more GPUs ({error})") from None
+
+
+def resuming_after_restart(config: Config) -> Config:
+    """Return ``config``, made to resume if a launcher has restarted this rank after a failure."""
+    file = config.output / run_dir.CONFIG
+    if not RankEnv.read().restarts or not file.is_file():
+        return config
+    if config.overwrite and file.stat().st_mtime < float(os.environ.get(STARTED, "0")):
+        return config  # the first start failed before it overwrote what is there
+    elsewhere = config.resume not in (None, "auto")
+    if elsewhere and not run_dir.checkpoints(config.output / run_dir.CHECKPOINTS):
+        return replace(config, overwrite=True)  # the first start failed before it saved a checkpoint of its own
+    return replace(config, resume="auto", overwrite=False)
+
+
+def describe(run: Run, checkpoint_read: Path | None) -> None:
+    """Log what is about to be trained, and on what."""
+    config, data = run.config, run.data
+    if checkpoint_read is not None:
+        _log.info(f"going on from {checkpoint_read}: {run.done:,} of {run.total:,} steps done")
+    elif config.resume is not None:
+        _log.info(f"no checkpoint in {config.output} yet: starting anew")
+    kind = config.method if config.consistency == "none" else f"{config.method} + CoCor ({config.mmnn} targets)"
+    place = f"{run.world.size} x {run.world.device.type}, {config.precision}, {run.execution}"
+    _log.info(f"{kind}, {config.backbone}, {place}, {config.batch_size // run.world.size} images a step and rank")
+    labels = "" if data.labelled is None else f", {len(data.labelled):,} of them with labels for the MMNN"
+    classes = f"in {len(data.train.classes):,} classes" if data.train.classes else "without labels"
+    _log.info(f"{len(data.train):,} images {classes}{labels}")
+    for images in (data.train, data.held_out):
+        skipped = () if images is None else images.skipped
+        for name, reason in skipped[:_SHOWN]:
+            _log.warning(f"skipped {printable(name)}: {reason}")
+        if len(skipped) > _SHOWN:
+            _log.warning(f"skipped {len(skipped) - _SHOWN:,} more such files")
+    if run.world.main and run.knn is None and config.knn_every:
+        _log.info("no held-out images with labels: k-NN is not measured (see --val-data)")
+
+
+def fit(run: Run, log: RunLog) -> None:
+    """Train from ``run.done`` to the end; leave checkpoints, k-NN measurements and the exported backbone.
+
+    Raises:
+        Stopped: a signal asked for it; a checkpoint of this position is written.
+    """
+    started = time.monotonic()
+    make_step = executable(run.step, run.execution)
+    if run.config.on_nan == "skip":
+        make_step = SkipNonFinite(run.step, make_step)
+    if run.knn_is_due:
+        measure_knn(run, log)
+        if run.done == run.total:
+            resume.save(run, must=True)
+    while run.done < run.total:
+        train_epoch(run, make_step, log)
+        finish_epoch(run, log)
+    _log.info(f"done in {duration(time.monotonic() - started)}: {run.config.output}")
+
+
+def train_epoch(run: Run, make_step: Callable[[Batch, Batch | None, int], Metrics], log: RunLog) -> None:
+    """Train the rest of an epoch, with checkpoints when they are due."""
+    config = run.config
+    epoch, first = divmod(run.done, run.loader.steps_per_epoch)
+    sheet = config.output / "views.png"
+    with closing(run.pairs(epoch, first)) as batches:
+        for batch, labelled in log.timed(batches):
+            if run.world.main and not sheet.exists():
+                save_view_sheet(batch, sheet)
+            seed_step(config.seed, run.done, run.world)
+            metrics = make_step(batch, labelled, run.done)
+            run.done += 1
+            signals.defer()  # from now on there is something to save
+            run.knn_is_due = False
+            run.health(run.done, metrics, batch, labelled, run.step.learning_rate)
+            log.step(run.done, epoch, run.step.learning_rate, metrics)
+            if config.log_samples:
+                log.event("samples", run.done, epoch, {"index": gather(batch.index)})
+            if run.done % run.loader.steps_per_epoch == 0:
+                return  # finish_epoch does what is due now
+            seconds = 60 * config.checkpoint_every_minutes
+            due = run.world.main and seconds > 0 and time.monotonic() - run.saved >= seconds
+            signum, due_anywhere = run.any_rank(signals.requested(), due)
+            if signum:
+                save_and_stop(run, signum)
+            if due_anywhere:
+                resume.save(run, must=False)
+                run.any_rank.forget()  # what is under way dates from before this checkpoint, and would ask for another
+
+
+def seed_step(seed: int, step: int, world: World) -> None:
+    """Seed the network's own random numbers (dropout, stochastic depth) by seed, step and rank.
+
+    Checkpoints then need no generator state, and it does not matter who else draws from the generator.
+    """
+    torch.manual_seed((seed * 1_000_003 + step * 4096 + world.rank) % 2**63)
+
+
+def finish_epoch(run: Run, log: RunLog) -> None:
+    """Measure k-NN and save a checkpoint, if they are due, after an epoch's last step."""
+    config, last = run.config, run.done == run.total
+    epochs = run.done // run.loader.steps_per_epoch
+
+    def due(every: int) -> bool:
+        return last or bool(every and epochs % every == 0)
+
+    run.health.check(run.step.learning_rate)  # before k-NN, which could only report that features are not finite
+    run.knn_is_due = due(config.knn_every)
+    stop_if_requested(run)
+    if run.knn_is_due:
+        # Before saving: a run that stops in between and resumes neither repeats nor misses a measurement.
+        measure_knn(run, log)
+        if run.knn_is_due or not last:
+            stop_if_requested(run)
+    if due(config.checkpoint_every_epochs) or due(config.keep_every_epochs):
+        resume.save(run, must=last)
+
+
+def stop_if_requested(run: Run) -> None:
+    """Save and stop if a signal has reached any rank. Collective."""
+    (signum,) = run.any_rank.now(signals.requested())
+    if signum:
+        save_and_stop(run, signum)
+
+
+def save_and_stop(run: Run, signum: int) -> NoReturn:
+    """Write a checkpoint of the step just finished, and stop."""
+    if run.world.main:
+        _log.info(f"{signal.Signals(signum).name}: writing a checkpoint after step {run.done:,} of {run.total:,}")
+    resume.save(run, must=True)
+    raise signals.Stopped(signum, f"after step {run.done:,} of {run.total:,}")
+
+
+def measure_knn(run: Run, log: RunLog) -> None:
+    """Measure the k-NN accuracy of the backbone on the main rank while the others wait.
+
+    A signal interrupts it, and it stays due. Collective.
+    """
+    finished = True
+    if run.knn is not None:
+        with uncompiled():
+            result = run.knn(run.step.method.backbone, interrupted=signals.requested)
+        finished = result is not None
+        if result is not None:
+            epoch = run.done // run.loader.steps_per_epoch
+            values = {"accuracy": result.accuracy, "k": result.k, "queries": result.queries, "bank": result.bank}
+            log.event("knn", run.done, epoch, values)
+            note = f" ({result.note})" if result.note else ""
+            _log.info(f"k-NN accuracy after {epoch} epochs: {result.accuracy:.1%}{note}")
+            run.health.check_knn(result.accuracy, result.queries, epoch)
+    (run.knn_is_due,) = map(bool, run.any_rank.now(not finished))

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-import cocor.loop  # noqa: F401 - what the forked runs would import
 from cocor.train import main
 
 CALLS: list[tuple[Any, str]] = [

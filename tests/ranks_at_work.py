@@ -8,13 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from cocor import compiled_code
+from cocor import cli
 from cocor.config.options import Config
 from cocor.config.resolve import load
-from cocor.distributed import agreement, launch
 from cocor.distributed import collectives as communication
-from cocor.distributed.collectives import World
-from cocor.distributed.votes import Votes
+from cocor.distributed import launch
+from cocor.distributed.collectives import AsyncMax, World, main_first, on_main, together
 from loaders.errors import UserError
 
 
@@ -56,7 +55,7 @@ def collectives(config: Config, world: World) -> None:
     communication.broadcast_parameters(module)
     assert all((value == 1).all() for value in module.state_dict().values())
 
-    votes = Votes(world.device)
+    votes = AsyncMax(world.device)
     answers = [votes(rank, 0, size - rank) for _ in range(6)]
     assert answers[-1] == (size - 1, 0, size) and votes.now(rank * 7, 1) == (7 * size - 7, 1)
     same_gradient(world)
@@ -80,12 +79,6 @@ def same_gradient(world: World) -> None:
         torch.testing.assert_close(one, reference, rtol=1e-5, atol=1e-6)
 
 
-def compiled_programs(config: Config, world: World) -> None:
-    """They depend on a rank's images, not on how many ranks there are."""
-    compiled_code.keep(config)
-    assert os.environ[compiled_code.VARIABLE].endswith(f"px-{config.batch_size // world.size}")
-
-
 def mistake(config: Config, world: World) -> None:
     if world.rank == 1:
         raise UserError("no images in nowhere")
@@ -100,10 +93,10 @@ def mistakes_of_one(config: Config, world: World) -> None:
             raise UserError(f"no images on {rank}")
         return world.rank
 
-    assert agreement.main_first(lambda: fails_on(-1)) == agreement.together(lambda: fails_on(-1)) == world.rank
-    agreement.on_main(lambda: fails_on(1))  # which is not asked
-    for do, rank in ((agreement.on_main, 0), (agreement.main_first, 0), (agreement.main_first, 1),
-                     (agreement.together, 1)):  # fmt: skip
+    assert main_first(lambda: fails_on(-1)) == together(lambda: fails_on(-1)) == world.rank
+    on_main(lambda: fails_on(1))  # which is not asked
+    for do, rank in ((on_main, 0), (main_first, 0), (main_first, 1),
+                     (together, 1)):  # fmt: skip
         try:
             do(lambda rank=rank: fails_on(rank))  # type: ignore[misc]
         except UserError as error:
@@ -133,7 +126,6 @@ def aborted(config: Config, world: World) -> None:
 if __name__ == "__main__":
     work = {
         "collectives": collectives,
-        "compiled_programs": compiled_programs,
         "mistake": mistake,
         "mistakes_of_one": mistakes_of_one,
         "bug": bug,
@@ -141,4 +133,4 @@ if __name__ == "__main__":
         "aborted": aborted,
     }[sys.argv[1]]
     arguments = sys.argv[2:]
-    sys.exit(launch.command("test", lambda: launch.run(load(arguments), sys.argv[1:], work, "ranks_at_work")))
+    sys.exit(cli.command("test", lambda: launch.run(load(arguments), sys.argv[1:], work, "ranks_at_work")))

@@ -3,7 +3,6 @@
 import errno
 import importlib
 import io
-import resource
 import signal
 import subprocess
 import sys
@@ -12,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hostile import few_more_files, limited
 from test_train import environment, flags, run
 
-from cocor import cli, loopback
+from cocor import cli
 from cocor.distributed import launch
 from cocor.eval.weights.export import main as export
 from cocor.train import main
@@ -104,9 +102,7 @@ class TestData:
         split.write_text("rocket/0.jpg\nrocket/3.jpg\n")
         assert refused(data=photo_folder, label_split=split).startswith(f"{split}: lists images of one class, rocket, ")
 
-    def test_a_class_folder_instead_of_the_folder_of_classes(
-        self, refused: Refused, photo_copy: Path, tmp_path: Path
-    ) -> None:
+    def test_a_class_folder_instead_of_its_parent(self, refused: Refused, photo_copy: Path, tmp_path: Path) -> None:
         line = refused(data=photo_copy / "rocket")
         assert "no labels" in line and f"if it is one class of several, give {photo_copy}" in line
         (tmp_path / "one").mkdir()
@@ -158,7 +154,7 @@ class TestOptions:
         assert line.startswith("--image-size 100: test_vit cannot take it (Input height (100) should be divisible by")
         assert "use another, such as 160" in line
 
-    def test_one_that_it_can_take_though_it_is_not_its_own(self, tmp_path: Path) -> None:
+    def test_an_image_size_other_than_the_backbones(self, tmp_path: Path) -> None:
         options = {"output": tmp_path / "run", "loader": "synthetic", "synthetic_images": 8, "consistency": "none"}
         assert main(flags(**options, backbone="vit_tiny_patch16_224", image_size=32, epochs=1)) == 0
         exports = ["--to", "timm", "safetensors", "--output", str(tmp_path / "exported")]
@@ -219,7 +215,7 @@ class TestMachine:
             (KeyError("a bug"), ""),
         ],
     )
-    def test_what_the_machine_lacks_is_told_in_a_line_and_bugs_are_not(self, error: Exception, line: str) -> None:
+    def test_lacking_resources_are_one_line_and_bugs_not(self, error: Exception, line: str) -> None:
         told = lacking(error)
         assert told.startswith(line) and bool(told) == bool(line) and len(told.splitlines()) <= 1
 
@@ -297,27 +293,6 @@ class TestMachine:
         assert cli.plot() == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("cocor-plot: error: a library does not fit into memory: ") and "ulimit -v" in line
-
-    def test_no_network_not_even_within_the_machine(
-        self, refused: Refused, photo_folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(loopback, "ADDRESS", "192.0.2.1")  # which nobody has
-        line = refused(data=photo_folder, cpu_ranks=2)
-        assert line.startswith("ranks of one machine meet at 192.0.2.1, which cannot be reached: ")
-        assert line.endswith("; bring the loopback interface up (ip link set lo up), or use one rank")
-
-    def test_no_files_for_a_launcher(self) -> None:
-        with few_more_files(0), pytest.raises(OSError, match="Too many open files") as caught:
-            loopback.check()
-        assert "raise the limit of open files (ulimit -n 4096)" in lacking(caught.value)
-
-    def test_no_threads_for_a_launcher(
-        self, refused: Refused, photo_folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(loopback, "_THREADS", 10**6)  # rather than a low limit, which root has not
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        with limited(resource.RLIMIT_AS, used + 2**28):  # for the threads' stacks
-            assert refused(data=photo_folder, cpu_ranks=2).startswith("no more threads can be started: ")
 
     def test_a_terminal_that_lacks_a_character(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         terminal, errors = (io.TextIOWrapper(io.BytesIO(), "ascii") for _ in range(2))

@@ -10,10 +10,11 @@ import torch
 
 from cocor.config.options import Config
 from cocor.config.resolve import load
-from cocor.distributed import collectives, slurm
-from cocor.distributed.env import Place, place
-from cocor.distributed.launch import settle, usable_cpus
+from cocor.distributed import collectives
+from cocor.distributed.env import RankEnv, first_host
+from cocor.distributed.launch import settle
 from loaders.errors import UserError
+from loaders.text import available_cores
 
 TESTS = Path(__file__).parent
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
@@ -42,14 +43,6 @@ def test_collectives_give_what_one_process_computes(ranks: int) -> None:
     assert (run.returncode, run.stderr) == (0, "")
 
 
-def test_several_ranks_use_what_one_has_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    run = run_ranks("compiled_programs", "--gpus", "0", "--cpu-ranks", "2")
-    assert (run.returncode, run.stderr) == (0, "")
-    assert len(list((tmp_path / "cocor" / "compiled").iterdir())) == 1
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 def test_collectives_between_gpus() -> None:
@@ -57,17 +50,17 @@ def test_collectives_between_gpus() -> None:
     assert run.returncode == 0, run.stderr
 
 
-def test_a_users_mistake_on_one_rank_is_one_line_and_exit_code_2() -> None:
+def test_a_mistake_on_one_rank_is_one_line() -> None:
     run = run_ranks("mistake", "--gpus", "0", "--cpu-ranks", "2")
     assert (run.returncode, run.stderr) == (2, "test: error: no images in nowhere\n")
 
 
-def test_a_mistake_that_one_rank_makes_is_made_by_all() -> None:
+def test_a_mistake_on_one_rank_is_raised_on_all() -> None:
     run = run_ranks("mistakes_of_one", "--gpus", "0", "--cpu-ranks", "2")
     assert (run.returncode, run.stderr) == (0, "")
 
 
-def test_the_first_failure_is_shown_alone_and_ends_all_ranks() -> None:
+def test_only_the_first_failure_is_shown() -> None:
     run = run_ranks("bug", "--gpus", "0", "--cpu-ranks", "2")
     assert run.returncode == 1
     assert run.stderr.startswith("rank 1 failed\nTraceback") and run.stderr.count("Traceback") == 1
@@ -94,22 +87,22 @@ def test_one_rank_needs_no_process_group(alone: pytest.MonkeyPatch) -> None:
 
 
 def test_torchrun_and_srun_say_who_is_who(alone: pytest.MonkeyPatch) -> None:
-    assert place() is None
+    assert RankEnv.read() == RankEnv() and RankEnv.read().launcher is None
     alone.setenv("SLURM_STEP_NUM_TASKS", "8")
     alone.setenv("SLURM_PROCID", "5")
     alone.setenv("SLURM_LOCALID", "1")
     alone.setenv("SLURM_STEP_TASKS_PER_NODE", "4(x2)")
-    assert place() == Place(5, 8, 1, 4)
+    assert RankEnv.read() == RankEnv(5, 8, 1, 4, "srun")
     for key, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         alone.setenv(key, value)
-    assert place() == Place(3, 4, 1, 2)
+    assert RankEnv.read() == RankEnv(3, 4, 1, 2, "torchrun")
 
 
 def test_a_slurm_shell_or_batch_script_is_no_rank(alone: pytest.MonkeyPatch) -> None:
     alone.setenv("SLURM_PROCID", "0")
     alone.setenv("SLURM_NTASKS", "8")
     alone.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert place() is None
+    assert RankEnv.read() == RankEnv()
 
 
 @pytest.mark.parametrize(
@@ -117,24 +110,24 @@ def test_a_slurm_shell_or_batch_script_is_no_rank(alone: pytest.MonkeyPatch) -> 
     [("gpu[03-05,9],x1", "gpu03"), ("n1,n2", "n1"), ("a-b[7]", "a-b7"), ("r[1-2].site", "r1.site"), ("one", "one")],
 )
 def test_the_first_host_of_a_slurm_node_list(nodes: str, first: str) -> None:
-    assert slurm.first_host(nodes) == first
+    assert first_host(nodes) == first
 
 
 def test_what_depends_on_the_machine_is_settled_once(alone: pytest.MonkeyPatch) -> None:
     config = settle(load(["--gpus", "0", "--cpu-ranks", "2"]))
     assert (config.gpus, config.precision) == (0, "fp32")
-    assert config.workers == max(1, min(16, usable_cpus() // 2))
+    assert config.workers == max(1, min(16, available_cores() // 2))
     assert settle(config) == config
     assert settle(load(["--gpus", "0", "--workers", "3", "--precision", "bf16"])).workers == 3
 
 
-def test_more_gpus_than_present_are_refused_before_anything_starts(alone: pytest.MonkeyPatch) -> None:
+def test_too_many_gpus_are_refused_before_the_start(alone: pytest.MonkeyPatch) -> None:
     have = torch.cuda.device_count()
     with pytest.raises(UserError, match=f"asked for {have + 1}, have {have}"):
         settle(Config(gpus=have + 1, batch_size=8 * (have + 1), key_bn_splits=have + 1))
 
 
-def test_the_batch_must_suit_the_ranks_that_a_launcher_started(alone: pytest.MonkeyPatch) -> None:
+def test_the_batch_must_suit_the_launchers_ranks(alone: pytest.MonkeyPatch) -> None:
     for key, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}.items():
         alone.setenv(key, value)
     with pytest.raises(UserError, match="256 is no multiple of the 3 ranks; try 258"):

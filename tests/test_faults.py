@@ -67,7 +67,7 @@ def started(folder: Path, *command: str) -> Start:
 @pytest.mark.parametrize(
     ("page", "title"), [("README.md", "What happens when something fails"), ("cocor/README.md", "Rarer failures")]
 )
-def test_every_row_of_what_happens_when_names_its_test(page: str, title: str) -> None:
+def test_every_failure_row_names_its_test(page: str, title: str) -> None:
     section = (ROOT / page).read_text().split(f"# {title}\n")[1].split("\n#")[0]
     rows = [row.split("|")[1:4] for row in section.splitlines() if row.startswith("| ")][1:]
     assert len(rows) > 10

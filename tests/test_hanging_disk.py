@@ -99,7 +99,7 @@ with closing(loader) if closes else nullcontext():
         pytest.param("ffcv", 2, "closes", marks=pytest.mark.ffcv),
     ],
 )
-def test_an_error_ends_a_process_whose_disk_does_not_answer(
+def test_an_error_ends_a_process_on_a_hanging_disk(
     request: pytest.FixtureRequest, name: str, workers: int, end: str
 ) -> None:
     if name == "ffcv":
@@ -159,7 +159,7 @@ class TestBackgroundWork:
             gate.wait(60)
             ended.append(threading.current_thread().name)
 
-    def test_a_thread_that_waits_is_left_alone_and_ends_when_it_can(self) -> None:
+    def test_a_blocked_thread_is_abandoned(self) -> None:
         gate, ended, told = threading.Event(), [], []  # type: ignore[var-annotated]
         for depth in (1, 2):
             items = Prefetch(self.source(gate, ended), depth, lambda: told.append("late"))
@@ -185,7 +185,7 @@ class TestBackgroundWork:
         next(thread for thread in threading.enumerate() if thread.name == "cocor-end").join(10)
         assert ended == ["cocor-end"]
 
-    def test_what_works_in_the_consumer_needs_no_thread_to_come_to_its_end(self) -> None:
+    def test_in_consumer_ends_without_a_thread(self) -> None:
         ended: list[str] = []
         gate = threading.Event()
         gate.set()
@@ -205,7 +205,7 @@ class TestBackgroundWork:
         with pytest.raises(ArithmeticError):
             items.close()
 
-    def test_a_pool_works_off_its_tasks_and_hands_on_errors(self) -> None:
+    def test_a_pool_returns_results_and_errors(self) -> None:
         with DaemonPool(3, "pool") as pool:
             assert list(pool.map(pow, range(50), [2] * 50)) == [i * i for i in range(50)]
             failed = pool.submit(divmod, 1, 0)

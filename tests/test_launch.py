@@ -10,7 +10,8 @@ import pytest
 from hostile import limited
 from test_train import environment, flags
 
-from cocor.distributed import failures, launch
+from cocor import cli
+from cocor.distributed.env import LAUNCHER
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -23,24 +24,24 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_commands_use_all_queues_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(QUEUES)
     seen: list[str] = []
-    assert launch.command("cocor-train", lambda: seen.append(os.environ[QUEUES])) == 0
+    assert cli.command("cocor-train", lambda: seen.append(os.environ[QUEUES])) == 0
     assert seen == ["32"]
 
 
 def test_the_user_decides_how_many_queues_are_used() -> None:
     seen: list[str] = []
-    assert launch.command("cocor-train", lambda: seen.append(os.environ[QUEUES])) == 0
+    assert cli.command("cocor-train", lambda: seen.append(os.environ[QUEUES])) == 0
     assert seen == ["1"]
 
 
 _PROGRAM = """
 import os, sys
-from cocor.distributed import failures, launch
+from cocor import cli
 
 def body():
     BODY
 
-sys.exit(launch.command("test", body))
+sys.exit(cli.command("test", body))
 """
 
 
@@ -70,7 +71,7 @@ def test_closed_streams_do_not_end_up_in_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lines", [1, 100_000])  # which fill no buffer, and many
-def test_output_that_nobody_reads_ends_a_command_in_silence(lines: int) -> None:
+def test_unread_output_ends_a_command_silently(lines: int) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = run(f"for _ in range({lines}): print('a line')", stdout=writing)
@@ -78,7 +79,7 @@ def test_output_that_nobody_reads_ends_a_command_in_silence(lines: int) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_a_closed_terminal_does_not_change_the_exit_code() -> None:
+def test_a_closed_terminal_keeps_the_exit_code() -> None:
     done = run(
         "reading, writing = os.pipe()\n"
         "os.close(reading); os.dup2(writing, 2)\n"
@@ -97,18 +98,19 @@ def test_output_onto_a_full_disk_is_one_line(lines: int) -> None:
     assert (done.returncode, done.stderr) == (2, told)
 
 
-def test_a_rank_whose_disk_is_full_prints_its_failure_and_leaves_no_half_of_a_report(
+def test_a_report_on_a_full_disk_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
-    monkeypatch.setenv(failures.LAUNCHED, "1")
+    monkeypatch.setenv(LAUNCHER, "1")
+    monkeypatch.setenv("RANK", "0")
     with limited(resource.RLIMIT_FSIZE, 8):
-        failures.tell("no room", 2)
+        cli.report("no room", 2)
     assert capsys.readouterr().err == "no room\n" and not report.exists()
 
 
-def test_no_frames_of_c_plus_plus_are_shown_where_the_host_of_a_store_has_gone() -> None:
+def test_a_lost_store_shows_no_cpp_frames() -> None:
     done = run(
         "from torch.distributed import TCPStore\n"
         "host = TCPStore('127.0.0.1', 0, is_master=True)\n"
@@ -121,7 +123,7 @@ def test_no_frames_of_c_plus_plus_are_shown_where_the_host_of_a_store_has_gone()
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_ranks_load_no_modules_of_the_folder_they_are_started_in(photo_folder: Path, tmp_path: Path) -> None:
+def test_ranks_import_nothing_from_the_current_folder(photo_folder: Path, tmp_path: Path) -> None:
     for name in ("random.py", "loaders.py"):
         (tmp_path / name).write_text("raise SystemExit('a program of the user')\n")
     installed = [sys.executable, "-P", "-c", "from cocor.cli import train; raise SystemExit(train())"]

@@ -6,16 +6,13 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
 import torch
-import torch.distributed as dist
 from test_train import (
     STEPS,
     assert_same_bits,
@@ -30,13 +27,10 @@ from test_train import (
 )
 from torch import Tensor
 
-from cocor import atomic, checkpoint, meeting, run_dir, run_lock
+from cocor import atomic, checkpoint, run_dir
 from cocor.config.options import Config
 from cocor.config.resolve import load
-from cocor.distributed import launch
-from cocor.distributed.env import Place
-from cocor.run_lock import RunLock
-from cocor.train import main
+from cocor.train import main, resuming_after_restart
 from loaders.errors import UserError
 
 EVERY_STEP = {"checkpoint_every_minutes": 1e-9}
@@ -71,9 +65,7 @@ def change(folder: Path, step: int, edit: Callable[[dict[str, Any]], None]) -> N
 
 
 class TestOtherRanks:
-    def test_without_batch_norm_two_ranks_go_on_with_the_run_of_one(
-        self, without_norm: Path, photo_folder: Path, tmp_path: Path
-    ) -> None:
+    def test_two_ranks_resume_the_run_of_one(self, without_norm: Path, photo_folder: Path, tmp_path: Path) -> None:
         folder = tmp_path / "run"
         interrupted(without_norm, folder, step=2)
         options = {"data": photo_folder, "backbone": "test_nfnet", "loader": "dali", "log_samples": True}
@@ -92,7 +84,7 @@ class TestOtherRanks:
         for one, other in zip(metrics(without_norm, "train"), metrics(folder, "train"), strict=True):
             assert one["lr"] == other["lr"] and other["loss"] == pytest.approx(one["loss"], rel=1e-3)
 
-    def test_where_batch_norm_would_see_other_batches_they_are_refused_or_asked_for(
+    def test_other_batchnorm_batches_need_force_ranks(
         self, plain: Path, photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         folder = Path(shutil.copytree(plain, tmp_path / "run"))
@@ -125,7 +117,7 @@ class TestOtherImages:
 
 
 class TestCheckpoints:
-    def test_a_truncated_newest_one_is_named_and_the_one_before_used(
+    def test_a_truncated_newest_falls_back_to_the_previous(
         self, plain: Path, photo_folder: Path, tmp_path: Path
     ) -> None:
         folder = Path(shutil.copytree(plain, tmp_path / "run"))
@@ -150,7 +142,7 @@ class TestCheckpoints:
         found = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
         assert found == [f"step_{2 * STEPS:07d}.pt", f"step_{3 * STEPS:07d}.pt"]
 
-    def test_a_full_disk_costs_none_that_was_there_and_does_not_stop_training(
+    def test_a_full_disk_keeps_old_checkpoints_and_training(
         self, plain: Path, photo_folder: Path, tmp_path: Path
     ) -> None:
         """Here a limit on the size of files; tests/soak fills a real disk."""
@@ -167,7 +159,7 @@ class TestCheckpoints:
         assert main(arguments) == 0
         assert_same_bits(final_state(folder), final_state(plain))
 
-    def test_it_holds_everything_under_plain_names_for_any_program(self, photo_folder: Path, tmp_path: Path) -> None:
+    def test_it_holds_everything_under_plain_names(self, photo_folder: Path, tmp_path: Path) -> None:
         output = tmp_path / "run"
         assert main(flags(data=photo_folder, output=output, loader="torch", epochs=1)) == 0
         program = (
@@ -232,7 +224,7 @@ class TestStrangers:
 
 
 class TestOtherMachines:
-    def test_the_saved_configuration_does_not_prescribe_what_was_not_asked_for(self, plain: Path) -> None:
+    def test_saved_config_omits_machine_dependent_values(self, plain: Path) -> None:
         text = (plain / "config.yaml").read_text()
         asked = load(["--config", str(plain / "config.yaml")])
         assert (asked.gpus, asked.workers, asked.precision) == (0, 1, "fp32")  # as the flags said
@@ -268,7 +260,7 @@ class TestTheSameCommandAgain:
         (folder / "log.txt").touch()
         arguments = [*flags(data=photo_folder, output=folder, **PLAIN, epochs=1), "--resume"]
         assert main(arguments) == 0
-        assert not list(folder.glob(".*"))
+        assert not list(folder.glob(f".*{atomic.TEMPORARY}"))
         before = (folder / "metrics.jsonl").read_text()
         assert main(arguments) == 0 and (folder / "metrics.jsonl").read_text() == before
 
@@ -281,19 +273,15 @@ class TestTheSameCommandAgain:
         assert [row["step"] for row in metrics(folder, "knn")] == [0, STEPS]
         assert [row["step"] for row in metrics(folder, "train")] == list(range(1, STEPS + 1))
 
-    def test_a_measurement_that_a_signal_cut_off_is_made_then(
-        self, plain: Path, photo_folder: Path, tmp_path: Path
-    ) -> None:
+    def test_an_interrupted_knn_is_measured_on_resume(self, plain: Path, photo_folder: Path, tmp_path: Path) -> None:
         folder = Path(shutil.copytree(plain, tmp_path / "run"))
         change(folder, STEPS, lambda state: state.update(knn_is_due=True))
         assert main([*flags(data=photo_folder, val_data=photo_folder, output=folder, **PLAIN), "--resume"]) == 0
         assert [row["step"] for row in metrics(folder, "knn")] == [STEPS, 2 * STEPS]
 
-    def test_a_restarted_rank_resumes_whatever_the_flags_say(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_restarted_rank_resumes_despite_its_flags(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def going_on(*arguments: str) -> tuple[str | None, bool]:
-            config = launch._resuming_after_restart(load(["--output", str(tmp_path), "--gpus", "0", *arguments]))
+            config = resuming_after_restart(load(["--output", str(tmp_path), "--gpus", "0", *arguments]))
             return config.resume, config.overwrite
 
         (tmp_path / "config.yaml").touch()
@@ -315,9 +303,9 @@ class TestTheSameCommandAgain:
 _HOLD = """
 import sys, time
 from pathlib import Path
-from cocor.run_lock import RunLock
-lock = RunLock(Path(sys.argv[1]))
-lock.take(make=True)
+from cocor import run_dir
+lock = run_dir.lock_of(Path(sys.argv[1]))
+run_dir.take(lock)
 print("held", flush=True)
 time.sleep(60)
 """
@@ -336,53 +324,40 @@ class TestFolderInUse:
     def test_a_second_process_is_refused(
         self, holder: "subprocess.Popen[str]", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(run_lock, "_PATIENCE", 0.3)
+        monkeypatch.setattr(run_dir, "_PATIENCE", 0.3)
         with pytest.raises(UserError, match=f"{tmp_path} is written to by another process"):
-            RunLock(tmp_path).take(make=False)
+            run_dir.take(run_dir.lock_of(tmp_path))
 
     def test_one_that_is_dying_is_waited_for(self, holder: "subprocess.Popen[str]", tmp_path: Path) -> None:
         threading.Timer(0.5, holder.kill).start()
-        lock = RunLock(tmp_path)
-        lock.take(make=False)
+        lock = run_dir.lock_of(tmp_path)
+        run_dir.take(lock)
         assert holder.wait() != 0
-        lock.take(make=True)  # holds it already
+        run_dir.take(lock)  # holds it already
         lock.release()
 
     def test_a_data_worker_does_not_keep_it(self, tmp_path: Path) -> None:
-        lock = RunLock(tmp_path)
-        lock.take(make=True)
+        lock = run_dir.lock_of(tmp_path)
+        run_dir.take(lock)
         worker = multiprocessing.get_context("fork").Process(target=threading.Event().wait, args=(30,))
         worker.start()
         lock.release()
-        other = RunLock(tmp_path)
-        other.take(make=True)
+        other = run_dir.lock_of(tmp_path)
+        run_dir.take(other)
         other.release()
         worker.kill()
         worker.join()
 
     def test_there_is_none_before_there_is_a_folder(self, tmp_path: Path) -> None:
-        lock = RunLock(tmp_path / "new")
-        lock.take(make=False)
-        assert not list(tmp_path.iterdir())
+        lock = run_dir.lock_of(tmp_path / "new")
         config = Config(data=tmp_path / "images", output=tmp_path / "new")
+        run_dir.claim(config, lock)
+        assert not list(tmp_path.iterdir())
         run_dir.prepare(config, config, [tmp_path / "images"], lock, resumes=False)
-        assert lock.held
+        assert lock.is_locked
         lock.release()
 
-    def test_the_lock_is_that_on_the_file_that_is_there(self, holder: "subprocess.Popen[str]", tmp_path: Path) -> None:
-        """Waiting for a file that is removed meanwhile and made again."""
-        lock = RunLock(tmp_path)
-        waiting = threading.Thread(target=lock.take, kwargs={"make": True})
-        waiting.start()
-        time.sleep(0.3)
-        assert not lock.held or waiting.is_alive()
-        (tmp_path / "log.txt").unlink()
-        holder.kill()
-        waiting.join(20)
-        assert lock.held and (tmp_path / "log.txt").exists()
-        lock.release()
-
-    def test_a_new_run_in_it_is_refused_at_once_and_before_data_is_read(
+    def test_a_new_run_is_refused_before_data_is_read(
         self, plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert main(flags(data=tmp_path / "gone", output=plain)) == 2
@@ -407,9 +382,9 @@ class TestFolderInUse:
         assert steps == list(range(1, 2 * STEPS + 1))
         assert sorted(checkpoint.load(path)["step"] for path in (folder / "checkpoints").iterdir()) == steps
 
-    def test_a_run_that_began_while_this_one_waited_is_not_begun_again(self, tmp_path: Path) -> None:
+    def test_a_run_begun_meanwhile_is_not_begun_again(self, tmp_path: Path) -> None:
         """Neither had found a checkpoint when it looked."""
-        folder, lock = tmp_path / "run", RunLock(tmp_path / "run")
+        folder, lock = tmp_path / "run", run_dir.lock_of(tmp_path / "run")
         config = Config(data=tmp_path / "images", output=folder, resume="auto")
         run_dir.prepare(config, config, [], lock, resumes=False)
         checkpoint.save(folder / "checkpoints", {"step": 3}, keep=1)
@@ -418,34 +393,6 @@ class TestFolderInUse:
             run_dir.prepare(config, config, [], lock, resumes=False)
         run_dir.prepare(config, config, [], lock, resumes=True)
         lock.release()
-
-
-def test_restarted_ranks_do_not_meet_the_dead_in_the_launchers_store() -> None:
-    """torchrun keeps its store, in which a name of the last start stands."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-    def clients() -> list[dist.Store]:
-        return [dist.TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=30)) for _ in range(3)]
-
-    names: set[str] = set()
-    for late in (0, 2, 1):  # whichever rank comes last, the main one included
-        found: dict[int, str] = {}
-
-        def meet(rank: int, client: dist.Store, found: dict[int, str] = found) -> None:
-            found[rank] = meeting.attempt(client, Place(rank, 3, rank, 3))
-
-        threads = [threading.Thread(target=meet, args=pair) for pair in enumerate(clients())]
-        for rank, thread in enumerate(threads):
-            if rank != late:
-                thread.start()
-        threads[late].join(0.3) if threads[late].ident else threading.Event().wait(0.3)
-        assert not found
-        threads[late].start()
-        for thread in threads:
-            thread.join(30)
-        assert len(set(found.values())) == 1 and found.keys() == {0, 1, 2}
-        assert found[0] not in names
-        names.add(found[0])
 
 
 def test_the_log_of_samples_is_json_of_whole_batches(without_norm: Path) -> None:
@@ -457,7 +404,7 @@ def test_the_log_of_samples_is_json_of_whole_batches(without_norm: Path) -> None
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("loader", ["dali", "torch"])
-def test_on_a_gpu_it_goes_on_within_the_noise_between_two_runs(photo_folder: Path, tmp_path: Path, loader: str) -> None:
+def test_gpu_resume_is_within_run_to_run_noise(photo_folder: Path, tmp_path: Path, loader: str) -> None:
     options = {"data": photo_folder, "gpus": 1, "loader": loader, "log_samples": True}
     for name in ("one", "two"):
         assert main(flags(**options, **EVERY_STEP, output=tmp_path / name)) == 0
@@ -489,7 +436,7 @@ def test_other_loaders_go_on_in_mid_epoch_as_well(photo_beton: Path, tmp_path: P
     assert [row["index"] for row in rows] == [row["index"] for row in expected]
 
 
-def test_whatever_it_was_writing_when_it_was_killed_it_goes_on(tmp_path: Path) -> None:
+def test_a_run_killed_while_writing_resumes(tmp_path: Path) -> None:
     """Killed while it makes its folder, locks it, syncs or renames a checkpoint, removes an old one."""
     options = PLAIN | EVERY_STEP | {"loader": "synthetic", "synthetic_images": 24, "keep_checkpoints": 2}
     moments = ["0.04", "0.1", "0.35", "0.6", "1"]
@@ -503,7 +450,7 @@ def test_whatever_it_was_writing_when_it_was_killed_it_goes_on(tmp_path: Path) -
         folder = tmp_path / str(moment)
         assert_same_bits(final_state(folder), final_state(tmp_path / "whole"))
         assert [line["step"] for line in metrics(folder, "samples")] == list(range(1, 2 * STEPS + 1)), where
-        assert not list(folder.rglob(".*")), where
+        assert not list(folder.rglob(f".*{atomic.TEMPORARY}")), where
 
 
 def test_dropout_goes_on_with_the_same_draws(tmp_path: Path) -> None:

@@ -46,19 +46,13 @@ def lines(folder: Path) -> int:
     return path.read_text().count('"samples"') if path.exists() else 0
 
 
-def stands_still(folder: Path) -> bool:
-    before = lines(folder)
-    time.sleep(1)
-    return lines(folder) == before
-
-
 def final(folder: Path) -> dict:
     found = checkpoint.newest(folder / "checkpoints")
     assert found is not None and found[1]["step"] == 3 * EPOCHS
     return found[1]["training"]
 
 
-def test_a_signal_stops_a_run_that_goes_on_later_as_if_nothing_had_been(photo_folder: Path, tmp_path: Path) -> None:
+def test_a_stopped_run_resumes_bit_for_bit(photo_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     arguments = flags(data=photo_folder, val_data=photo_folder, output=folder, **OPTIONS)
     for number, code in ((signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)):
@@ -123,26 +117,20 @@ class TestTheFirstSeconds:
 
 
 class TestSignals:
-    def test_before_training_they_end_the_process_at_once(self) -> None:
-        with pytest.raises(signals.Stopped, match="SIGTERM before a step was made") as caught, signals.obeyed():
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(10)
-        assert caught.value.code == 75 and signals.requested() == 0
-
-    def test_during_training_they_are_noted_and_an_echo_of_one_is_no_second(self) -> None:
+    def test_the_first_is_noted_and_its_echo_ignored(self) -> None:
         before = signal.getsignal(signal.SIGTERM)
-        with signals.obeyed(), signals.deferred():
-            signals.progress()
+        with signals.handled(lambda message, code: None):
+            signals.defer()
             for number in (signal.SIGUSR1, signal.SIGTERM):  # a scheduler's to the launcher and to its ranks
                 os.kill(os.getpid(), number)
             assert signals.requested() == signal.SIGUSR1
-        assert signal.getsignal(signal.SIGTERM) is before
+        assert signals.requested() == 0 and signal.getsignal(signal.SIGTERM) is before
 
     def test_ignored_ones_stay_ignored(self) -> None:
         """As under nohup, whose processes outlive their terminal."""
         before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
         try:
-            with signals.obeyed(), signals.deferred():
+            with signals.handled(lambda message, code: None):
                 os.kill(os.getpid(), signal.SIGHUP)
                 assert signals.requested() == 0
         finally:
@@ -150,9 +138,9 @@ class TestSignals:
 
     def test_a_second_one_ends_the_process_at_once(self) -> None:
         program = (
-            "import os, signal, time\nfrom cocor import stop\n"
-            "with signals.obeyed(), signals.deferred():\n"
-            "    signals.progress()\n"
+            "import os, signal, time\nfrom cocor.distributed import signals\n"
+            "with signals.handled(print):\n"
+            "    signals.defer()\n"
             "    os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.7)\n"
             "    os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)\n"
         )
@@ -162,10 +150,10 @@ class TestSignals:
         assert time.monotonic() - begin < 20
 
 
-def test_while_the_first_step_compiles_a_signal_ends_it_at_once() -> None:
+def test_a_signal_before_the_first_step_ends_at_once() -> None:
     program = (
-        "import os, signal, sys, time\nfrom cocor import stop\n"
-        "with signals.at_once(lambda text, code: print(text)), signals.obeyed(), signals.deferred():\n"
+        "import os, signal, sys, time\nfrom cocor.distributed import signals\n"
+        "with signals.handled(lambda text, code: print(text)):\n"
         "    try: os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)\n"
         "    except BaseException: sys.exit('it was caught')\n"
     )
@@ -201,7 +189,7 @@ def wait_for_the_end_of(processes: list[int]) -> None:
         time.sleep(0.05)
 
 
-def test_ranks_start_again_after_a_death_and_stop_together(photo_folder: Path, tmp_path: Path) -> None:
+def test_ranks_restart_after_a_death_and_stop_together(photo_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     options = OPTIONS | {"epochs": 2000, "checkpoint_every_minutes": 1e-9, "cpu_ranks": 2, "max_restarts": 1}
     command = [sys.executable, "-m", "cocor.train", *flags(data=photo_folder, output=folder, **options)]
@@ -235,7 +223,7 @@ def test_no_rank_outlives_its_launcher(photo_folder: Path, tmp_path: Path) -> No
     wait_for_the_end_of(ranks)
 
 
-def test_torchrun_restarts_a_killed_rank_and_it_goes_on(photo_folder: Path, tmp_path: Path) -> None:
+def test_torchrun_restarts_a_killed_rank(photo_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     options = OPTIONS | {"epochs": 4, "checkpoint_every_minutes": 1e-9}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
@@ -253,7 +241,7 @@ def test_torchrun_restarts_a_killed_rank_and_it_goes_on(photo_folder: Path, tmp_
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
-def test_a_signal_to_the_whole_group_does_not_take_the_data_away(photo_folder: Path, number: signal.Signals) -> None:
+def test_a_group_signal_leaves_data_workers_alive(photo_folder: Path, number: signal.Signals) -> None:
     """As scancel and Ctrl-C send it: data workers get it as well, and what the parent still does may need them."""
     dataset = open_folder(photo_folder)
     plan, order = ViewPlan(16, 0, (), "shared", lengths=()), BatchOrder(len(dataset), 2)
@@ -290,85 +278,6 @@ def test_a_data_worker_that_dies_is_named(photo_folder: Path, number: signal.Sig
             os.kill(worker.pid, number)
         with pytest.raises(UserError, match=r"a data worker was killed.*lower --workers or --batch-size"):
             list(batches)
-
-
-HANGS = """
-import os, sys, time
-from cocor import train
-from cocor.distributed import signals
-from loaders.datasets import decode
-
-signals.PATIENCE, opener, (gate, *arguments) = 1.0, decode.without_waiting, sys.argv[1:]
-
-def hangs(path, flags):
-    while path.endswith("chelsea/3.jpg") and os.path.exists(gate):
-        time.sleep(0.1)
-    return opener(path, flags)
-
-decode.without_waiting = hangs
-sys.exit(train.main(arguments))
-"""
-
-
-def test_a_disk_that_does_not_answer_delays_the_end_by_seconds(photo_folder: Path, tmp_path: Path) -> None:
-    folder, gate = tmp_path / "run", tmp_path / "gate"
-    options = OPTIONS | {"epochs": 2000, "workers": 2}
-    command = [sys.executable, "-c", HANGS, str(gate), *flags(data=photo_folder, output=folder, **options)]
-    with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as process:
-        wait_for(lambda: lines(folder) > 2, process)
-        gate.touch()
-        wait_for(lambda: stands_still(folder), process)
-        children = ranks_of(process.pid, folder)
-        os.kill(process.pid, signal.SIGTERM)
-        error = process.communicate(timeout=300)[1]
-    last = error.splitlines()[-1]
-    assert process.returncode == 75, error
-    assert f"stopped by SIGTERM after step {lines(folder)} of 6,000: no data for 1 s, while reading" in last
-    assert f"{photo_folder}/chelsea/3.jpg; the same command with --resume" in last
-    found = checkpoint.newest(folder / "checkpoints")
-    assert found is not None and found[1]["step"] == lines(folder)
-    assert len(children) == 2  # data workers, one of which waits for the disk
-    wait_for_the_end_of(children)
-
-
-def assert_left_without_data(program: str, name: str) -> None:
-    """The Python ``program`` is left as signal ``name`` asks for, long before what it waits for would end."""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False, timeout=300
-    )
-    assert done.returncode == 75 and done.stderr.startswith(f"stopped by {name} without data; the same command")
-
-
-def test_signals_are_heard_while_the_main_thread_is_inside_of_a_library() -> None:
-    program = (
-        "import ctypes, os, signal, threading\nfrom cocor import stop\nstop.PATIENCE = 0.5\n"
-        "def hangs():\n"
-        "    mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)\n"
-        "    while True: libc.pthread_mutex_lock(mutex)\n"
-        "    yield\n"
-        "threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()\n"
-        "with signals.obeyed(), signals.deferred():\n"
-        "    signals.progress()\n"
-        "    signals.without_data(lambda number: signals.leave(signals.Stopped(number, 'without data')))\n"
-        "    list(signals.awaited(hangs()))\n"
-    )
-    assert_left_without_data(program, "SIGUSR1")
-
-
-def test_a_disk_that_does_not_answer_does_not_hold_up_the_end_of_what_is_read_ahead() -> None:
-    """The step has its data when the signal comes, but not those of the next."""
-    program = (
-        "import os, signal, time\nfrom contextlib import closing\nfrom cocor import stop\nstop.PATIENCE = 0.5\n"
-        "def hangs():\n"
-        "    try: yield 1\n"
-        "    finally: time.sleep(1000)\n"
-        "with signals.obeyed(), signals.deferred(), closing(signals.awaited(hangs())) as batches:\n"
-        "    signals.progress()\n"
-        "    signals.without_data(lambda number: signals.leave(signals.Stopped(number, 'without data')))\n"
-        "    next(batches)\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
-    )
-    assert_left_without_data(program, "SIGTERM")
 
 
 def test_a_small_limit_of_open_files_is_named(photo_folder: Path, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def interrupted(unbroken: Path, folder: Path, step: int) -> None:
 
 class TestRunFolder:
     def test_it_holds_what_the_documentation_says(self, unbroken: Path) -> None:
-        names = {"config.yaml", "log.txt", "metrics.jsonl", "checkpoints", "backbone.safetensors", "views.png"}
+        names = {"config.yaml", "log.txt", "metrics.jsonl", "checkpoints", "backbone.safetensors", "views.png", ".lock"}
         assert {path.name for path in unbroken.iterdir()} == names
         with Image.open(unbroken / "views.png") as sheet:
             assert sheet.width > 6 * 144  # original, two views, three composites
@@ -161,7 +161,7 @@ class TestResume:
         log = (folder / "log.txt").read_text()
         assert f"going on from {folder}/checkpoints/step_{step:07d}.pt: {step} of 6 steps done" in log
 
-    def test_simsiam_with_the_reference_loader_goes_on_as_well(self, photo_folder: Path, tmp_path: Path) -> None:
+    def test_simsiam_resumes_with_the_torch_loader(self, photo_folder: Path, tmp_path: Path) -> None:
         options = {"method": "simsiam", "loader": "torch", "recipe": "released", "released_originals": 2}
         options |= {"consistency": "abs", "data": photo_folder, "checkpoint_every_minutes": 1e-9}
         whole, folder = tmp_path / "whole", tmp_path / "run"
@@ -170,9 +170,7 @@ class TestResume:
         assert main(flags(**options, output=folder, resume="auto")) == 0
         assert_same_bits(final_state(folder), final_state(whole))
 
-    def test_a_killed_process_loses_nothing_that_was_saved(
-        self, unbroken: Path, photo_folder: Path, tmp_path: Path
-    ) -> None:
+    def test_a_killed_process_keeps_what_was_saved(self, unbroken: Path, photo_folder: Path, tmp_path: Path) -> None:
         folder = tmp_path / "run"
         arguments = flags(data=photo_folder, val_data=photo_folder, output=folder, checkpoint_every_minutes=1e-9)
         with subprocess.Popen(command(*arguments), env=environment(), stderr=subprocess.DEVNULL) as process:
@@ -198,9 +196,7 @@ class TestResume:
         assert main([*arguments, "--resume"]) == 0
         assert "no checkpoint" in (folder / "log.txt").read_text()
 
-    def test_a_checkpoint_elsewhere_may_be_gone_on_from_in_a_new_folder(
-        self, unbroken: Path, photo_folder: Path, tmp_path: Path
-    ) -> None:
+    def test_resume_from_elsewhere_into_a_new_folder(self, unbroken: Path, photo_folder: Path, tmp_path: Path) -> None:
         saved, folder = unbroken / "checkpoints" / "step_0000004.pt", tmp_path / "new"
         assert main(flags(data=photo_folder, val_data=photo_folder, output=folder, resume=saved)) == 0
         assert_same_bits(final_state(folder), final_state(unbroken))
@@ -245,7 +241,7 @@ class TestOutput:
         assert str(precious) in line and "choose another --output" in line
         assert [path.name for path in precious.iterdir()] == ["thesis.tex"]
 
-    def test_overwrite_spares_folders_that_only_look_like_a_run(
+    def test_overwrite_spares_lookalike_folders(
         self, files: Path, photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         short = {"data": photo_folder, "epochs": 1, "loader": "torch", "consistency": "none"}
@@ -296,14 +292,14 @@ class TestOutput:
         assert "overlap" in line
         assert not new.exists() and not (photo_folder / "runs").exists()
 
-    def test_a_run_is_not_continued_in_the_folder_of_another(
+    def test_another_runs_folder_is_not_resumed_into(
         self, files: Path, unbroken: Path, photo_folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         saved = unbroken / "checkpoints" / "step_0000004.pt"
         line = self.refused(capsys, *flags(data=photo_folder, output=files, resume=saved))
         assert "another run" in line
 
-    def test_weights_that_became_no_numbers_are_not_saved(
+    def test_non_finite_weights_are_not_saved(
         self, photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         options = {"data": photo_folder, "loader": "torch", "consistency": "none", "method": "simsiam"}
@@ -314,7 +310,7 @@ class TestOutput:
 
 
 class TestDryRun:
-    def test_it_says_what_a_run_would_be_and_writes_nothing(
+    def test_it_describes_the_run_and_writes_nothing(
         self, photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         before = sorted(photo_folder.rglob("*"))
@@ -346,7 +342,7 @@ class TestRanks:
         log = (tmp_path / "two" / "log.txt").read_text()
         assert "2 x cpu, fp32, eager, 4 images a step and rank" in log and "k-NN accuracy after 2 epochs" in log
 
-    def test_two_ranks_with_batchnorm_over_both_make_the_run_of_one(self, photo_folder: Path, tmp_path: Path) -> None:
+    def test_two_ranks_with_sync_bn_make_the_run_of_one(self, photo_folder: Path, tmp_path: Path) -> None:
         options = {"data": photo_folder, "loader": "torch", "method": "simsiam", "sync_bn": True, "lr": GENTLE}
         assert main(flags(**options, output=tmp_path / "1")) == 0
         done = run(*flags(**options, output=tmp_path / "2", cpu_ranks=2))

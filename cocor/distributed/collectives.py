@@ -1,4 +1,4 @@
-"""Ranks: who this process is, and the few collectives that training needs.
+"""Process groups: who this rank is, and the collectives that training needs.
 
 One process per GPU. The ranks come from the environment of torchrun (which ``--gpus N`` uses) or of Slurm's ``srun``;
 without either there is one rank, no process group exists, and every function here returns at once.
@@ -7,20 +7,26 @@ Anything averaged over the batch is averaged over the *global* batch: :func:`mea
 mean and passes the gradient to its own share, and :func:`reduce_gradients` completes the mean over ranks.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 
-from cocor import leaving, meeting
-from cocor.distributed.env import Place, place
+from cocor.distributed.env import RankEnv
 from loaders.errors import UserError
 
+T = TypeVar("T")
+
 _BUCKET_BYTES = 64 * 2**20
+_TIMEOUT = timedelta(minutes=10)  # long enough for one rank to write a checkpoint to slow storage while others wait
+_STEPS_AHEAD = 4  # that the host may run ahead of the GPU
 
 # Renamed in PyTorch 2.14, which warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -45,36 +51,32 @@ def init(use_gpu: bool) -> World:
     """Join the other ranks, if any: NCCL between GPUs, gloo between CPUs. This rank's GPU becomes the current one.
 
     Raises:
-        UserError: a rank without a GPU of its own.
-        SystemExit: another rank has failed, and printed why.
+        UserError: a rank without a GPU of its own, or a port that another program has taken.
     """
-    here = place() or Place(0, 1, 0, 1)
+    env = RankEnv.read()
     device = torch.device("cpu")
     if use_gpu:
-        device = torch.device("cuda", _gpu(here.local_rank))
+        device = torch.device("cuda", _gpu(env.local_rank))
         torch.cuda.set_device(device)  # before anything else, or every rank would also open a context on GPU 0
-    if here.size > 1:
-        identity: dict[str, Any] = {"device_id": device} if use_gpu else {}
-        with meeting.met(here) as store:
-            dist.init_process_group(
-                "nccl" if use_gpu else "gloo",
-                store=store,
-                rank=here.rank,
-                world_size=here.size,
-                timeout=meeting.TIMEOUT,
-                **identity,
-            )
-    return World(here.rank, here.local_rank, here.size, device)
-
-
-@contextmanager
-def company() -> Iterator[None]:
-    """The work of ranks that have joined. A rank that fails on its own ends the others as well (:mod:`cocor.leaving`).
-
-    That holds from :func:`init` until the block ends without an exception; after an exception, until the process ends.
-    """
-    yield
-    leaving.part()
+    if env.size > 1:
+        env.set_address()
+        try:
+            store, _, _ = next(rendezvous("env://", env.rank, env.size, timeout=_TIMEOUT))
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            port = os.environ["MASTER_PORT"]
+            raise UserError(f"MASTER_PORT {port}: another program has taken it; set it to one that is free") from None
+        dist.init_process_group(
+            "nccl" if use_gpu else "gloo",
+            # torchrun keeps its store when it restarts ranks, with the addresses of the dead ones in it.
+            store=dist.PrefixStore(f"start {env.restarts}", store),
+            rank=env.rank,
+            world_size=env.size,
+            timeout=_TIMEOUT,
+            device_id=device if use_gpu else None,
+        )
+    return World(env.rank, env.local_rank, env.size, device)
 
 
 def shutdown() -> None:
@@ -185,3 +187,93 @@ def barrier() -> None:
     """Wait until all ranks are here."""
     if ranks() > 1:
         dist.barrier()
+
+
+def on_main(work: Callable[[], object]) -> None:
+    """Do ``work`` on the main rank while the others wait. A UserError there is raised on all ranks."""
+    _raise_on_all(_user_error(work) if _is_main() else None)
+
+
+def main_first(work: Callable[[], T]) -> T:
+    """Do ``work`` on the main rank, then on the others; return this rank's result.
+
+    A UserError on one rank is raised on all, which would otherwise wait for a rank that has exited.
+    """
+    result: list[T] = []
+    for main_turn in (True, False):
+        _raise_on_all(_user_error(lambda: result.append(work())) if _is_main() is main_turn else None)
+    return result[0]
+
+
+def together(work: Callable[[], T]) -> T:
+    """Do ``work`` on all ranks at once; return this rank's result. A UserError on any rank is raised on all."""
+    result: list[T] = []
+    _raise_on_all(_user_error(lambda: result.append(work())))
+    return result[0]
+
+
+def _is_main() -> bool:
+    return ranks() == 1 or dist.get_rank() == 0
+
+
+def _user_error(work: Callable[[], object]) -> UserError | None:
+    """Do ``work``; return the UserError that it raised, if it did."""
+    try:
+        work()
+        return None
+    except UserError as error:
+        return error
+
+
+def _raise_on_all(error: UserError | None) -> None:
+    """Raise this rank's ``error`` or, if it has none, that of the lowest rank that has one. Collective."""
+    if ranks() > 1:
+        messages: list[str | None] = [None] * ranks()
+        dist.all_gather_object(messages, None if error is None else str(error))
+        other = next((message for message in messages if message is not None), None)
+        error = error or (None if other is None else UserError(other))
+    if error is not None:
+        raise error
+
+
+class AsyncMax:
+    """The maximum over ranks of small non-negative integers, in every step and without making the host wait.
+
+    Every rank calls this in the same steps. On the CPU a call returns the maxima of its own numbers. On several GPUs
+    the host would have to wait for them, so a call returns those of ``_STEPS_AHEAD`` calls earlier, and zeros before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._late = _STEPS_AHEAD if device.type == "cuda" and ranks() > 1 else 0
+        self._under_way: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+
+    def __call__(self, *numbers: int) -> tuple[int, ...]:
+        """Contribute ``numbers``, as many in each call; return the maximum of each over all ranks, see the class."""
+        if not self._late:
+            return self.now(*numbers)
+        own = torch.tensor(numbers, dtype=torch.float32, device="cpu").pin_memory()
+        maxima = own.to(self._device, non_blocking=True)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        result, done = torch.empty(len(numbers), device="cpu", pin_memory=True), torch.cuda.Event()
+        result.copy_(maxima, non_blocking=True)
+        done.record()
+        self._under_way.append((result, done))
+        if len(self._under_way) <= self._late:
+            return (0,) * len(numbers)
+        result, done = self._under_way.popleft()
+        done.synchronize()
+        return tuple(int(number) for number in result.tolist())
+
+    def now(self, *numbers: int) -> tuple[int, ...]:
+        """Return the maxima of ``numbers`` themselves, which may be negative. Waits, and drops what is under way."""
+        self.forget()
+        if ranks() == 1:
+            return numbers
+        maxima = torch.tensor(numbers, dtype=torch.float32, device=self._device)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        return tuple(int(number) for number in maxima.tolist())
+
+    def forget(self) -> None:
+        """Drop what is under way, on all ranks at the same step."""
+        self._under_way.clear()

@@ -15,9 +15,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cocor.distributed import launch
+from cocor import cli
 from cocor.eval.datasets.protocols import KNN_K, KNN_TEMPERATURE, PROTOCOLS, SHOT_SEEDS, SHOTS, TASKS, WAYS
-from cocor.versions import check_pair
+from cocor.run_dir import check_pair
 from loaders.arguments import Parser, above_zero, image_size, not_negative, positive, seed, two_or_more, workers
 from loaders.cache import user_cache
 
@@ -27,7 +27,7 @@ _WEIGHTS = "a run's folder, a file of weights of any origin, timm:NAME or random
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
-    return launch.command("cocor-eval", lambda: _run(_parser().parse_all(given)), ranks=True)
+    return cli.command("cocor-eval", lambda: _run(_parser().parse_all(given)))
 
 
 def _run(options: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import torch
 
 from cocor.distributed import collectives
-from cocor.distributed.env import place
+from cocor.distributed.env import RankEnv
 from cocor.eval import figures, options, reports
 from cocor.eval.datasets.protocols import KNN_K, RECIPES, WAY_SHOTS
 from cocor.eval.datasets.splits import Splits
@@ -36,18 +36,17 @@ def on_device(args: argparse.Namespace, run: Callable[[argparse.Namespace], None
     if args.gpu == "yes" and not torch.cuda.is_available():
         raise UserError("--gpu yes: PyTorch finds no GPU; leave the flag out to use the CPU")
     args.world = collectives.init(use_gpu=args.gpu != "no" and torch.cuda.is_available())
-    with collectives.company():
-        set_up_logging(args.world)
-        here = place()
-        if args.workers is None and here is not None:  # the ranks of a machine share its cores
-            args.workers = max(1, available_cores() // here.local_size)
-        options.check_writable(args)
-        if getattr(args, "data", None) is not None:
-            args.data = or_demo(args.data)
-        try:
-            run(args)
-        except (MemoryError, RuntimeError) as error:
-            raise _out_of_memory(error, args) or error from None
+    set_up_logging(args.world)
+    env = RankEnv.read()
+    if args.workers is None and env.launcher is not None:  # the ranks of a machine share its cores
+        args.workers = max(1, available_cores() // env.local_size)
+    options.check_writable(args)
+    if getattr(args, "data", None) is not None:
+        args.data = or_demo(args.data)
+    try:
+        run(args)
+    except (MemoryError, RuntimeError) as error:
+        raise _out_of_memory(error, args) or error from None
     collectives.shutdown()
 
 

@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cocor import atomic
-from cocor.distributed.agreement import together
-from cocor.distributed.collectives import World, barrier
+from cocor.distributed.collectives import World, barrier, together
 from cocor.eval.crops import Crop, CropPlan
 from cocor.eval.probes.online_knn import evaluating
 from cocor.eval.weights.load import Encoder

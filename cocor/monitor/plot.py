@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cocor import atomic
-from cocor.distributed import launch
+from cocor import atomic, cli
 from cocor.log import METRICS
 from cocor.monitor.metrics_file import Record, epochs_of, lengths_of, read_run
 from cocor.panels import check_picture, legend, panels, shown
@@ -45,7 +44,7 @@ _COLUMNS = 3
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
-    return launch.command("cocor-plot", lambda: _plot(_parser().parse_all(given)))
+    return cli.command("cocor-plot", lambda: _plot(_parser().parse_all(given)))
 
 
 def _parser() -> Parser:

@@ -14,17 +14,17 @@ import os
 import shutil
 import sysconfig
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 
-from cocor import compiled_code
 from cocor.config.options import Config
 from cocor.distributed.collectives import World
 from cocor.step.cudagraph import RecordedStep
 from cocor.step.step import Metrics, TrainingStep
 from loaders.batch import Batch
+from loaders.cache import user_cache
 from loaders.errors import UserError
 
 _log = logging.getLogger(__name__)
@@ -88,12 +88,21 @@ def executable(step: TrainingStep, execution: str, parallel: bool | None = None)
 
 def compile_backbones(step: TrainingStep, backend: str = "inductor") -> None:
     """Compile the backbones of ``step`` in place, at their first use; names of parameters stay as they are."""
-    compiled_code.keep(step.config)
+    _keep_compiled_code()
     # The passes of a step differ in gradients, batch size and whether running statistics move: each is compiled apart.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
     for name, module in step.method.named_children():
         if name.endswith("backbone"):
             module.compile(dynamic=False, backend=backend)
+
+
+def _keep_compiled_code() -> None:
+    """Let torch.compile cache its work beside our other caches, not in /tmp, which machines empty and do not share."""
+    variable, folder = "TORCHINDUCTOR_CACHE_DIR", user_cache() / "compiled"
+    if Path(os.environ.get(variable, "torchinductor_")).name.startswith("torchinductor_"):  # PyTorch's own default
+        with suppress(OSError):  # then PyTorch's has to do
+            folder.mkdir(parents=True, exist_ok=True)
+            os.environ[variable] = str(folder)
 
 
 @contextmanager

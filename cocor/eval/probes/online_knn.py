@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from cocor.config.options import Config
-from cocor.distributed import signals
 from cocor.eval.probes.knn import KnnResult, knn_accuracy
 from loaders.batch import Loader
 from loaders.errors import UserError
@@ -43,7 +42,7 @@ class OnlineKnn:
     ) -> tuple[Tensor, Tensor]:
         features, labels = [], []
         device = next(backbone.parameters()).device
-        with closing(signals.awaited(loader.epoch(0))) as batches:
+        with closing(loader.epoch(0)) as batches:
             for batch in batches:
                 with torch.autocast(device.type, self.precision, enabled=self.precision != torch.float32):
                     features.append(backbone(batch.original).float())

@@ -28,12 +28,11 @@ import torchvision
 from torch import Tensor, nn
 
 import cocor
-from cocor import atomic, checkpoint
-from cocor.distributed import launch
+from cocor import atomic, checkpoint, cli
 from cocor.eval.weights.load import Encoder, digest, load_encoder
 from cocor.export import export_backbone
 from cocor.models import build_backbone, fixed_size
-from cocor.versions import check_pair
+from cocor.run_dir import check_pair
 from loaders.arguments import Parser
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
 from loaders.errors import UserError
@@ -260,7 +259,7 @@ _FORMATS: dict[Format, tuple[str, Callable[[Encoder, Path], None], Callable[[Enc
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
-    return launch.command("cocor-export", lambda: _export(_parser().parse_all(given)))
+    return cli.command("cocor-export", lambda: _export(_parser().parse_all(given)))
 
 
 def _parser() -> Parser:
