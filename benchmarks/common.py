@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from cocor import atomic
-from loaders.text import available_cores
+from loaders.cpus import available_cores
+from loaders.files import write_text
 
 PACKAGES = ("torch", "torchvision", "numpy", "numba", "pillow", "nvidia-dali-cuda130", "ffcv")
 RESULTS = Path(__file__).parent / "results"
@@ -58,7 +58,7 @@ def device_slug(machine: dict[str, Any]) -> str:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write ``content``, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomic.write_text(path, json.dumps(content, indent=1) + "\n")
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from typing import Any, get_args
 
 import torch
 
-from cocor import atomic, panels
+from cocor import panels
 from cocor.config import options, resolve
 from cocor.data import held_out_images
 from cocor.distributed import launch
@@ -41,10 +41,10 @@ from evidence_report import Row, draw, measured, table
 from evidence_runs import Crew, Training
 from evidence_studies import STUDIES, Flags, Variant
 from loaders.arguments import Parser, not_negative, positive, zero_or_more
+from loaders.cpus import available_cores
 from loaders.errors import UserError
+from loaders.files import check_folder, write_text
 from loaders.prep.demo import DEMO, or_demo
-from loaders.text import available_cores
-from loaders.writable import check_folder
 
 _CONFIGS = str(Path(__file__).resolve().parent.parent / "configs" / "cifar10_{method}.yaml")
 _CURVE = 20  # points of an accuracy curve
@@ -267,7 +267,7 @@ def _report(options: argparse.Namespace, rows: list[Row], given: Sequence[str]) 
     }
     write_json(stem.with_suffix(".json"), content)
     lines = "\n".join(map(machine_line, machines)) or "the runs did not note their machine"
-    atomic.write_text(stem.with_suffix(".md"), f"{text}\n\n{lines}\n\n    {command}\n")
+    write_text(stem.with_suffix(".md"), f"{text}\n\n{lines}\n\n    {command}\n")
     draw(rows, stem.with_suffix(".png"), clock=options.study == "clock")
     print(f"\n{text}\n\n{stem}.md, {stem}.json, {stem}.png")
 

@@ -21,12 +21,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cocor import atomic
 from cocor.config.arguments import flag
 from cocor.config.options import Config
 from cocor.distributed import signals
 from common import describe_machine
 from loaders.errors import UserError
+from loaders.files import write_text
 
 _PATIENCE = 120.0  # seconds for a run to write its checkpoint and stop
 _LOOK = 0.2  # seconds between two looks at the processes
@@ -94,11 +94,11 @@ class Training:
         evaluated = self._beside("linear.json")
         if self.is_trained():
             shutil.rmtree(self._features, ignore_errors=True)
-            atomic.write_text(evaluated, json.dumps({"linear": str(self.linear)}) + "\n")
+            write_text(evaluated, json.dumps({"linear": str(self.linear)}) + "\n")
         else:
             evaluated.unlink(missing_ok=True)  # of former weights
             done = {**self._asked(), _SETTINGS: self.settings, _MACHINE: describe_machine()}
-            atomic.write_text(self._beside("done.json"), json.dumps(done, indent=1) + "\n")
+            write_text(self._beside("done.json"), json.dumps(done, indent=1) + "\n")
 
     def command(self) -> list[str]:
         """The training, or the evaluation if the run is trained."""

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from loaders.cache import user_cache
+from loaders.cpus import available_cores
+from loaders.files import user_cache
 from loaders.prep.demo import photograph_folder
 from loaders.prep.output import staged
-from loaders.text import available_cores
 
 PHOTOGRAPHS = (
     *("astronaut.png", "chelsea.png", "coffee.png", "hubble_deep_field.jpg"),

@@ -22,12 +22,12 @@ from PIL import Image
 
 from cocor.distributed.launch import command
 from loaders.arguments import Parser, positive
+from loaders.cpus import available_cores
+from loaders.files import check_folder
 from loaders.prep.convert import Target, convert
 from loaders.prep.encode import Settings, target_size
 from loaders.prep.source import Source
 from loaders.prep.sources import open_source
-from loaders.text import available_cores
-from loaders.writable import check_folder
 
 
 def main() -> None:

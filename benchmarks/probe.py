@@ -16,15 +16,15 @@ from pathlib import Path
 
 import torch
 
-from cocor import atomic
 from cocor.distributed.launch import command
 from cocor.eval.features import Features
 from cocor.eval.peer import against_sklearn
 from cocor.eval.probes.linear import PENALTIES, linear_probe
 from cocor.eval.probes.softmax_regression import SoftmaxRegression
 from loaders.arguments import Parser, above_zero, positive, writable
+from loaders.cpus import available_cores
 from loaders.errors import UserError
-from loaders.text import available_cores
+from loaders.files import write_text
 
 
 def draw(images: int, dimensions: int, classes: int, seed: int) -> Features:
@@ -81,7 +81,7 @@ def run(argv: Sequence[str] | None = None) -> None:
 
 def _keep(numbers: dict[str, object], path: Path | None) -> None:
     if path is not None:
-        atomic.write_text(path, json.dumps(numbers, indent=1) + "\n")
+        write_text(path, json.dumps(numbers, indent=1) + "\n")
 
 
 def _machine(device: torch.device) -> str:

@@ -29,7 +29,7 @@ from common import RESULTS, Column, describe_machine, device_slug, header, machi
 from images import open_images
 from loaders.arguments import Parser, above_zero, positive, writable
 from loaders.errors import UserError
-from loaders.writable import check_file
+from loaders.files import check_file
 from photographs import make_photographs
 from processes import alone
 from sources import Contender

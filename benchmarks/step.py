@@ -48,7 +48,7 @@ from cocor.monitor.profile import CONTRASTIVE_COST
 from common import RESULTS, Column, describe_machine, device_slug, header, machine_line, row, write_json
 from loaders.arguments import Parser, above_zero, nearest, positive, writable
 from loaders.errors import UserError
-from loaders.writable import check_file
+from loaders.files import check_file
 from step_cost import measure
 
 COLUMNS = (

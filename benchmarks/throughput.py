@@ -58,7 +58,7 @@ from common import RESULTS, describe_machine, device_slug, header, machine_line,
 from images import open_images
 from loaders.arguments import Parser, above_zero, not_negative, positive, share, writable
 from loaders.errors import UserError
-from loaders.writable import check_file
+from loaders.files import check_file
 from photographs import make_photographs
 from processes import alone
 from sources import CONTENDERS, STAGES_OF, Contender

@@ -65,9 +65,9 @@ def _command(name: str, module: str) -> int:
 
 def _without(name: str, error: Exception) -> int:
     """Report in one line what the machine lacks to import the command's modules; raises ``error`` if it is a bug."""
-    from loaders.lacking import lacking
+    from loaders.errors import explain
 
-    lack = lacking(error)
+    lack = explain(error)
     if not lack:
         raise error
     print(f"{name}: error: {lack}", file=sys.stderr)

@@ -28,7 +28,7 @@ import torch
 
 from cocor.config.options import Config
 from cocor.distributed.collectives import ranks
-from loaders.cache import user_cache
+from loaders.files import user_cache
 from loaders.text import printable
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"

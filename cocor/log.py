@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from cocor import atomic
 from cocor.cli import drop_unwritten
 from cocor.clock import Clock
 from cocor.distributed.collectives import World, mean_over_ranks
+from loaders.files import replacing
 
 Item = TypeVar("Item")
 
@@ -221,7 +221,7 @@ def _truncate(path: Path, step: int, again: Collection[str]) -> None:
         return
     with (
         path.open(encoding="utf-8", errors="replace", newline="\n") as old,
-        atomic.replacing(path) as temporary,
+        replacing(path) as temporary,
         temporary.open("w", encoding="utf-8") as new,
     ):
         for line in old:

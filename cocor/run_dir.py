@@ -12,14 +12,14 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from cocor import atomic, run_lock
+from cocor import run_lock
 from cocor.config.options import Config
 from cocor.run_lock import RunLock
 from cocor.versions import versions
 from loaders.datasets.layout import training_splits
 from loaders.errors import UserError
+from loaders.files import TEMPORARY, check_file, check_folder
 from loaders.text import printable
-from loaders.writable import check_file, check_folder
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
@@ -86,7 +86,7 @@ def prepare(config: Config, asked: Config, images: Sequence[Path], lock: RunLock
         _empty(folder)
     elif not resumes and checkpoints(folder / CHECKPOINTS):  # while this one waited for the lock
         raise UserError(f"--output {folder}: another process has begun this run meanwhile; start the command again")
-    for leftover in folder.glob(f".*{atomic.TEMPORARY}"):  # of killed runs
+    for leftover in folder.glob(f".*{TEMPORARY}"):  # of killed runs
         leftover.unlink(missing_ok=True)
     _save_config(config, asked)
 
@@ -116,7 +116,7 @@ def _is_content(entry: Path) -> bool:
     if entry.name == CHECKPOINTS and entry.is_dir():
         return any(entry.iterdir())
     begun = entry.name == run_lock.FILE and entry.stat().st_size == 0
-    return not begun and not (entry.name.startswith(".") and entry.name.endswith(atomic.TEMPORARY))
+    return not begun and not (entry.name.startswith(".") and entry.name.endswith(TEMPORARY))
 
 
 def _accept(config: Config, is_run: bool) -> None:

@@ -4,8 +4,7 @@ import platform
 from importlib import metadata
 
 import cocor
-from loaders.errors import UserError
-from loaders.lacking import lacking
+from loaders.errors import UserError, explain
 
 _PACKAGES = ("torch", "torchvision", "timm", "numpy")
 
@@ -22,7 +21,7 @@ def check_pair() -> None:
     try:
         import torchvision  # noqa: F401
     except (ImportError, RuntimeError, OSError) as error:
-        if lacking(error):  # a full disk, say, not a library that does not fit
+        if explain(error):  # a full disk, say, not a library that does not fit
             raise
         torch = _version("torch")
         fitting = _fitting(torch)

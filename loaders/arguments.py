@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from loaders.errors import UserError
+from loaders.files import check_file
 from loaders.text import printable
-from loaders.writable import check_file
 
 _MOST = 2**31 - 1
 

@@ -23,7 +23,7 @@ from typing import Any, TypeVar, cast
 import numba
 from numba.core.caching import FunctionCache
 
-from loaders.private import private_folder
+from loaders.files import private_folder
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -1,4 +1,4 @@
-"""File names as text that survives undecodable bytes, and the number of usable cores.
+"""File names as text that survives undecodable bytes.
 
 A file name is bytes. Inside the program it is ``str`` with surrogate escapes (``os.fsdecode``), which any name
 survives; what a person or a JSON file gets to see goes through :func:`printable`. A terminal may lack characters of
@@ -45,8 +45,3 @@ def bare(name: str) -> str:
 def stays_inside(name: str) -> bool:
     """Whether a relative name with "/" between folders leads to a place inside the folder it is relative to."""
     return not name.startswith("/") and "\0" not in name and ".." not in name.split("/")
-
-
-def available_cores() -> int:
-    """The cores that this process may run on, which a container or ``taskset`` may have limited."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

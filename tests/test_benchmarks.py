@@ -36,10 +36,10 @@ import timing  # noqa: E402
 from cells import Absent, Measured, Settings, measure  # noqa: E402
 from cocor.distributed import launch  # noqa: E402
 from images import open_images, store  # noqa: E402
+from loaders.cpus import available_cores  # noqa: E402
 from loaders.datasets.stored import open_stored  # noqa: E402
 from loaders.errors import UserError  # noqa: E402
 from loaders.synthetic import SyntheticLoader  # noqa: E402
-from loaders.text import available_cores  # noqa: E402
 from photographs import IMAGENET, make_photographs  # noqa: E402
 from processes import alone, in_processes  # noqa: E402
 from sources import STAGES_OF, Contender, Request, open_source  # noqa: E402

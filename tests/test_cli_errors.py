@@ -19,7 +19,7 @@ from cocor import cli, loopback
 from cocor.distributed import launch
 from cocor.eval.weights.export_cli import main as export
 from cocor.train import main
-from loaders.lacking import lacking
+from loaders.errors import explain
 
 Refused = Callable[..., str]
 
@@ -220,7 +220,7 @@ class TestMachine:
         ],
     )
     def test_what_the_machine_lacks_is_told_in_a_line_and_bugs_are_not(self, error: Exception, line: str) -> None:
-        told = lacking(error)
+        told = explain(error)
         assert told.startswith(line) and bool(told) == bool(line) and len(told.splitlines()) <= 1
 
     def test_more_gpus_than_there_are(self, refused: Refused, photo_folder: Path) -> None:
@@ -309,7 +309,7 @@ class TestMachine:
     def test_no_files_for_a_launcher(self) -> None:
         with few_more_files(0), pytest.raises(OSError, match="Too many open files") as caught:
             loopback.check()
-        assert "raise the limit of open files (ulimit -n 4096)" in lacking(caught.value)
+        assert "raise the limit of open files (ulimit -n 4096)" in explain(caught.value)
 
     def test_no_threads_for_a_launcher(
         self, refused: Refused, photo_folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -30,7 +30,7 @@ from test_train import (
 )
 from torch import Tensor
 
-from cocor import atomic, checkpoint, meeting, run_dir, run_lock
+from cocor import checkpoint, meeting, run_dir, run_lock
 from cocor.config.options import Config
 from cocor.config.resolve import load
 from cocor.distributed import launch
@@ -38,6 +38,7 @@ from cocor.distributed.env import Place
 from cocor.run_lock import RunLock
 from cocor.train import main
 from loaders.errors import UserError
+from loaders.files import TEMPORARY
 
 EVERY_STEP = {"checkpoint_every_minutes": 1e-9}
 PLAIN = {"consistency": "none", "loader": "torch"}
@@ -264,7 +265,7 @@ class TestTheSameCommandAgain:
     def test_whatever_a_killed_start_left_it_begins(self, photo_folder: Path, tmp_path: Path) -> None:
         folder = tmp_path / "run"
         (folder / "checkpoints").mkdir(parents=True)
-        (folder / f".config.yaml.123{atomic.TEMPORARY}").write_text("ep")
+        (folder / f".config.yaml.123{TEMPORARY}").write_text("ep")
         (folder / "log.txt").touch()
         arguments = [*flags(data=photo_folder, output=folder, **PLAIN, epochs=1), "--resume"]
         assert main(arguments) == 0

@@ -41,8 +41,7 @@ from cocor.distributed.failures import (
     tell,
 )
 from loaders.dali import cuda_env
-from loaders.errors import UserError
-from loaders.lacking import lacking
+from loaders.errors import UserError, explain
 from loaders.text import print_everything
 
 # Environment variables that the launcher sets for its ranks.
@@ -96,7 +95,7 @@ def _code(name: str, body: Callable[[], None], ranks: bool) -> int:
     except Exception as error:
         if isinstance(error, OSError) and cli.give_up_output() and isinstance(error, BrokenPipeError):
             return fail_alone("", UNREAD)
-        lack = lacking(error)
+        lack = explain(error)
         if lack:
             return fail_alone(f"{name}: error: {lack}", USER_ERROR, ranks)
         if begins():

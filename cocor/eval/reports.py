@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cocor import atomic
 from cocor.eval.datasets.splits import Splits
 from cocor.eval.features import Features, summary
 from cocor.eval.weights.load import Encoder
+from loaders.files import write_text
 
 
 def title(encoder: Encoder, splits: Splits) -> str:
@@ -54,4 +54,4 @@ def finish(
 
 
 def save(path: Path, report: dict[str, Any]) -> None:
-    atomic.write_text(path, json.dumps(report, indent=1, default=str) + "\n")
+    write_text(path, json.dumps(report, indent=1, default=str) + "\n")

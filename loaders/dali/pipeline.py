@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from loaders.errors import UserError
-from loaders.lacking import lacking
+from loaders.errors import UserError, explain
 from loaders.views.plan import Filter
 
 _AT_EXIT = 2.0  # seconds; what has not ended by then ends with the process
@@ -30,7 +29,7 @@ def load_dali() -> Any:
             for part in ("fn", "types"):
                 importlib.import_module(f"nvidia.dali.{part}")
     except ImportError as fault:
-        if lacking(fault):
+        if explain(fault):
             raise
         raise UserError(f"--loader dali needs NVIDIA DALI, which cannot be imported ({fault}): {_INSTALL}") from fault
     version = str(getattr(dali, "__version__", "unknown"))

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from loaders.datasets.manifest import Record
 from loaders.errors import UnusableImage, UserError
-from loaders.regular import open_regular
+from loaders.files import open_regular
 from loaders.text import printable
 
 VERSION = 2

@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from loaders.cpus import available_cores
 from loaders.datasets.bad_samples import Incidents
 from loaders.datasets.decode import EncodedImage, ImageFile
 from loaders.datasets.folder import Listing, list_folder
@@ -23,7 +24,7 @@ from loaders.datasets.labels import read_labels, read_names
 from loaders.datasets.layout import refuse_shards, refuse_what_is_no_class
 from loaders.datasets.size_index import size_index
 from loaders.errors import UserError
-from loaders.text import available_cores, printable
+from loaders.text import printable
 
 OnError = Literal["stop", "skip"]
 

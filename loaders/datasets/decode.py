@@ -18,9 +18,8 @@ from typing import BinaryIO, Protocol
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-from loaders.errors import UnusableImage, UserError
-from loaders.lacking import no_fault_of_a_file
-from loaders.regular import without_waiting
+from loaders.errors import UnusableImage, UserError, no_fault_of_a_file
+from loaders.files import without_waiting
 from loaders.text import printable
 
 MAX_PIXELS = 178_000_000

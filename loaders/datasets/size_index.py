@@ -20,12 +20,11 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from loaders.cache import user_cache
 from loaders.datasets.decode import MAX_PIXELS, Header, ImageFault, decode_file, describe, read_header
 from loaders.datasets.folder import Listing
-from loaders.lacking import no_fault_of_a_file
+from loaders.errors import no_fault_of_a_file
+from loaders.files import open_regular, user_cache, without_waiting
 from loaders.progress import track
-from loaders.regular import open_regular, without_waiting
 
 CACHE_NAME = ".cocor-index.npz"
 

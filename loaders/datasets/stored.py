@@ -18,9 +18,9 @@ from PIL import Image
 from loaders.datasets.beton import JPEG, RAW, Beton, open_beton
 from loaders.datasets.dataset import ImageDataset, number_classes
 from loaders.datasets.decode import MAX_PIXELS, ImageFault, decode_file, describe
-from loaders.datasets.jpeg import stated_size
 from loaders.datasets.labels import read_labels
 from loaders.errors import UnusableImage, UserError
+from loaders.jit import jit
 from loaders.text import printable
 
 
@@ -190,3 +190,26 @@ def _refuse_impossible(beton: Beton) -> None:
             f"{printable(beton.root)}: {printable(beton.names[row])} (image {row}): its size and its bytes do not fit; "
             "run cocor-prep convert again"
         )
+
+
+@jit
+def stated_size(data: npt.NDArray[np.uint8]) -> tuple[int, int]:
+    """Find (height, width) in the first frame header of the JPEG file ``data`` (n,); zeros if there is none.
+
+    Markers are found as libjpeg finds them: bytes between two segments are stepped over.
+    """
+    at = 2
+    while at + 9 < len(data):
+        if data[at] != 0xFF or data[at + 1] == 0xFF or data[at + 1] == 0:
+            at += 1
+            continue
+        marker = data[at + 1]
+        if 0xC0 <= marker <= 0xCF and marker != 0xC4 and marker != 0xC8 and marker != 0xCC:
+            return int(data[at + 5]) * 256 + int(data[at + 6]), int(data[at + 7]) * 256 + int(data[at + 8])
+        if marker == 0xDA or marker == 0xD9:  # pixels, or the end, before a frame header
+            return 0, 0
+        if marker == 0x01 or 0xD0 <= marker <= 0xD8:  # without content
+            at += 2
+        else:
+            at += 2 + int(data[at + 2]) * 256 + int(data[at + 3])
+    return 0, 0

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
+from loaders.cpus import available_cores
 from loaders.data_worker import Reading
 from loaders.datasets.dataset import ImageDataset, OnError
 from loaders.errors import UserError
@@ -27,7 +28,7 @@ from loaders.pipeline import prefetch
 from loaders.pipeline.buffers import Recycler
 from loaders.pipeline.jobs import Job, Jobs
 from loaders.pipeline.prefetch import InConsumer, Prefetch
-from loaders.text import available_cores, printable
+from loaders.text import printable
 from loaders.views.order import BatchOrder
 from loaders.views.plan import ViewPlan
 

@@ -18,16 +18,16 @@ import torch
 
 from cocor.eval.datasets.archives import ARCHIVES, Listed
 from cocor.eval.datasets.protocols import CALTECH_SPLIT, DEFAULT_VAL_SHARE, PROTOCOLS, VAL_SHARE, Protocol, of_folder
+from loaders.cpus import available_cores
 from loaders.datasets.dataset import ImageDataset, OnError, open_folder
 from loaders.datasets.folder import Listing
+from loaders.datasets.labels import stratified_split
 from loaders.datasets.layout import TEST, TRAIN, VAL, find_split
 from loaders.datasets.size_index import size_index
-from loaders.datasets.split import stratified_split
 from loaders.datasets.stored import StoredDataset
 from loaders.errors import UserError
 from loaders.open import open_images
 from loaders.prep.classes import read_classes
-from loaders.text import available_cores
 
 _IMAGENET = ("", "imagenet", "imagenet1k", "ILSVRC2012", "ILSVRC/Data/CLS-LOC")
 _VAL_LABELS = ("LOC_val_solution.csv", "ILSVRC2012_validation_ground_truth.txt")

@@ -12,7 +12,7 @@ from cocor.distributed import launch
 from cocor.versions import check_pair
 from loaders.arguments import Parser
 from loaders.errors import UserError
-from loaders.writable import check_folder
+from loaders.files import check_folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
