@@ -17,17 +17,15 @@ from cocor import leaving, resume
 from cocor.distributed import signals
 from cocor.run import Run
 from loaders.errors import UserError
-from loaders.text import printable
 
 _OTHERS_WAIT = 7.0  # seconds for the main rank to save: when a rank exits, its launcher ends the others
 _SAVING = 60.0  # seconds after which the disk of the run folder is taken to hang as well
-_SHOWN = 3  # files named in the message
 _log = logging.getLogger(__name__)
 
 
 def leave(run: Run, signum: int) -> NoReturn:
     """End this process, as signal ``signum`` has asked; the main rank first saves the last finished step if it can."""
-    position = f"after step {run.done:,} of {run.total:,}: no data for {signals.PATIENCE:.0f} s{_awaited(run)}"
+    position = f"after step {run.done:,} of {run.total:,}: no data for {signals.PATIENCE:.0f} s"
     _log.warning(f"{signal.Signals(signum).name} {position}")
     saved = threading.Event()
     leaving.alone()
@@ -46,9 +44,3 @@ def _save(run: Run, saved: threading.Event) -> None:
         saved.set()
     except UserError as error:
         _log.error(str(error))
-
-
-def _awaited(run: Run) -> str:
-    names = run.reading()
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f", while reading {', '.join(map(printable, names[:_SHOWN]))}{more}" if names else ""

@@ -49,11 +49,6 @@ class Run:
             if part is not None:
                 part.close()
 
-    def reading(self) -> list[str]:
-        """The names of the files that the loaders are reading at this moment, as far as they know."""
-        loaders = [self.loader, self.labelled, *((self.knn.bank, self.knn.queries) if self.knn is not None else ())]
-        return sorted({name for loader in loaders if loader is not None for name in loader.reading()})
-
     def pairs(self, epoch: int, first: int) -> Generator[tuple[Batch, Batch | None], None, None]:
         """Batches of an epoch from step ``first`` on, each with its labelled batch or, if it has none, None."""
         turns, number = self.step.turns, epoch * self.loader.steps_per_epoch + first

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from loaders.datasets.stored import StoredDataset
 from loaders.errors import UnusableImage, UserError
-from loaders.pipeline.delivery import Delivery
 from loaders.pipeline.jobs import Job
+from loaders.pipeline.loader import PipelineLoader
 from loaders.text import printable
 from loaders.torch_loader import resized_crop
 
@@ -85,9 +85,9 @@ class Request:
 class Feed:
     """Makes requests of jobs. ``on_host`` bool (N,): the images of the data set that DALI must not decode."""
 
-    def __init__(self, delivery: Delivery) -> None:
-        self._delivery = delivery
-        dataset = delivery.dataset
+    def __init__(self, loader: PipelineLoader) -> None:
+        self._loader = loader
+        dataset = loader.dataset
         self.pixels = dataset.sizes.astype(np.int64).prod(axis=1)
         huge = self.pixels > HOST_PIXELS
         self.on_host: NDArray[np.bool_] = ~dataset.plain | huge
@@ -95,11 +95,11 @@ class Feed:
 
     def request(self, jobs: list[Job], pool: Executor, on_host: bool = False) -> Request:
         """A request for ``jobs``, made in the threads of ``pool``, with all images decoded ``on_host`` or as few as
-        possible. Unusable images are skipped or raised, as the delivery's ``on_error`` says."""
-        dataset, size = self._delivery.dataset, self._delivery.plan.size
+        possible. Unusable images are skipped or raised, as the loader's ``on_error`` says."""
+        dataset, size = self._loader.dataset, self._loader.plan.size
         stored = isinstance(dataset, StoredDataset)
         while True:
-            jobs = [self._delivery.jobs.renewed(job) for job in jobs]
+            jobs = [self._loader.jobs.renewed(job) for job in jobs]
             index = np.concatenate([job.planned.index for job in jobs])
             boxes = np.concatenate([job.planned.boxes for job in jobs])
             changed = index[self._changed(index, pool)]
@@ -113,7 +113,7 @@ class Feed:
             if not faults:
                 break
             for place, fault in faults.items():
-                self._delivery.jobs.skip(int(index[place]), fault)
+                self._loader.jobs.skip(int(index[place]), fault)
         self._log_changed(changed)
         contents = {place: item for place, item in found.items() if not isinstance(item, UnusableImage)}
         boxes = boxes.astype(np.float32)
@@ -129,13 +129,13 @@ class Feed:
 
     def renewed(self, request: Request, pool: Executor) -> Request:
         """``request`` without images that have turned out unusable since it was made."""
-        jobs = [self._delivery.jobs.renewed(job) for job in request.jobs]
+        jobs = [self._loader.jobs.renewed(job) for job in request.jobs]
         same = all(new is old for new, old in zip(jobs, request.jobs, strict=True))
         return request if same else self.request(jobs, pool, request.on_host)
 
     def _content(self, index: int, boxes: NDArray[np.int32], host: bool) -> NDArray[np.uint8] | UnusableImage:
         """The bytes of an image file that DALI is to decode: the stored one, or a PPM of the crops, side by side."""
-        dataset, plan = self._delivery.dataset, self._delivery.plan
+        dataset, plan = self._loader.dataset, self._loader.plan
         try:
             if isinstance(dataset, StoredDataset) and not host:
                 return dataset.encoded(int(index))
@@ -148,27 +148,27 @@ class Feed:
 
     def _changed(self, index: NDArray[np.int64], pool: Executor) -> NDArray[np.bool_]:
         """Which of the files have another length than when the data set was opened, or are no files any more."""
-        expected = self._delivery.dataset.file_sizes
+        expected = self._loader.dataset.file_sizes
         if expected is None:
             return np.zeros(len(index), np.bool_)
-        paths = self._delivery.dataset.paths
+        paths = self._loader.dataset.paths
         lengths = pool.map(
-            lambda part: [_length(paths[i]) for i in part], np.array_split(index, max(1, self._delivery.workers))
+            lambda part: [_length(paths[i]) for i in part], np.array_split(index, max(1, self._loader.workers))
         )
         return np.fromiter(chain.from_iterable(lengths), np.int64, len(index)) != expected[index]
 
     def _log_changed(self, changed: NDArray[np.int64]) -> None:
         """Log the names of changed images, each once."""
-        dataset = self._delivery.dataset
-        new = dataset.incidents.untold("changed", [dataset.names[i] for i in changed])
+        dataset = self._loader.dataset
+        new = dataset.bad_samples.unreported("changed", [dataset.names[i] for i in changed])
         if new:
             shown = _listed([printable(name) for name in new])
             _log.warning(f"changed since the data set was opened, so decoded by Pillow from now on: {shown}")
 
     def _log_huge(self, huge: NDArray[np.int64]) -> None:
         """Log the names of huge images, each once."""
-        dataset = self._delivery.dataset
-        new = set(dataset.incidents.untold("huge", [dataset.names[i] for i in huge]))
+        dataset = self._loader.dataset
+        new = set(dataset.bad_samples.unreported("huge", [dataset.names[i] for i in huge]))
         found = [i for i in huge if dataset.names[i] in new]
         if found:
             height_and_width = (dataset.sizes[i] for i in found)

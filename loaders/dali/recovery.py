@@ -19,7 +19,7 @@ from loaders.dali.pipeline import load_dali, undecodable
 from loaders.datasets.dataset import ImageDataset
 from loaders.datasets.stored import StoredDataset
 from loaders.errors import UnusableImage, UserError
-from loaders.pipeline.delivery import Delivery
+from loaders.pipeline.loader import PipelineLoader
 from loaders.text import printable
 
 LARGE_PIXELS = 4_000_000
@@ -32,8 +32,8 @@ _log = logging.getLogger(__name__)
 class Recovery:
     """Makes the requests of one loader again after an error."""
 
-    def __init__(self, delivery: Delivery, feed: Feed) -> None:
-        self._delivery, self._feed = delivery, feed
+    def __init__(self, loader: PipelineLoader, feed: Feed) -> None:
+        self._loader, self._feed = loader, feed
 
     def after(self, fault: Exception, requests: Sequence[Request], pool: Executor) -> list[Request]:
         """The requests for a new pipeline, after ``fault`` in one of ``requests``, which were in flight.
@@ -65,7 +65,7 @@ class Recovery:
 
         def fault_of(index: int) -> UnusableImage | None:
             try:
-                self._delivery.dataset.image(index).decode()
+                self._loader.dataset.image(index).decode()
             except UnusableImage as fault:
                 return fault
             return None
@@ -74,29 +74,29 @@ class Recovery:
         index = self._decoded_by_dali(requests).tolist()
         for i, fault in zip(index, pool.map(fault_of, index), strict=True):
             if fault is not None:
-                self._delivery.jobs.skip(i, fault)
+                self._loader.jobs.skip(i, fault)
                 found = True
         return found
 
     def _move_undecodable_to_host(self, requests: Sequence[Request]) -> bool:
         """Move images that DALI's CPU decoder refuses, or gives another size, to the host; whether there were any."""
-        dataset, index = self._delivery.dataset, self._decoded_by_dali(requests)
+        dataset, index = self._loader.dataset, self._decoded_by_dali(requests)
         files = (_encoded(dataset, i) for i in index.tolist())
         found = index[undecodable(files, dataset.sizes[index])]
         self._feed.on_host[found] = True
-        for name in dataset.incidents.untold("undecodable", [dataset.names[i] for i in found]):
+        for name in dataset.bad_samples.unreported("undecodable", [dataset.names[i] for i in found]):
             _log.warning(f"{printable(name)}: DALI cannot decode it; decoded by Pillow from now on")
         return bool(len(found))
 
     def _move_largest_to_host(self, requests: Sequence[Request]) -> None:
         """After memory has run out: move the largest image in flight, and all as large, to the host. UserError if it is
         too small to be the cause."""
-        index, pixels, dataset = self._decoded_by_dali(requests), self._feed.pixels, self._delivery.dataset
+        index, pixels, dataset = self._decoded_by_dali(requests), self._feed.pixels, self._loader.dataset
         everything = np.concatenate([request.index for request in requests])
         largest = int(everything[pixels[everything].argmax()]) if not len(index) else int(index[pixels[index].argmax()])
         height, width = dataset.sizes[largest].tolist()
         what = f"{printable(dataset.names[largest])} ({width} x {height} pixels)"
-        where = "the GPU" if self._delivery.on_gpu else "this machine"
+        where = "the GPU" if self._loader.on_gpu else "this machine"
         if not len(index) or pixels[largest] < LARGE_PIXELS:
             raise UserError(
                 f"DALI ran out of memory on {where}; the largest image that it was working on is {what}: "
@@ -104,7 +104,7 @@ class Recovery:
             )
         _log.warning(f"DALI ran out of memory on {where}; {what} and larger images are decoded on the CPU from now on")
         self._feed.on_host |= pixels >= pixels[largest]
-        if self._delivery.on_gpu:
+        if self._loader.on_gpu:
             torch.cuda.empty_cache()
             load_dali().backend.ReleaseUnusedMemory()
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loaders.cpus import available_cores
-from loaders.datasets.bad_samples import Incidents
+from loaders.datasets.bad_samples import BadSamples
 from loaders.datasets.decode import EncodedImage, ImageFile
 from loaders.datasets.folder import Listing, list_folder
 from loaders.datasets.labels import read_labels, read_names
@@ -40,7 +40,7 @@ class ImageDataset:
     - ``skipped``: (name, reason) of the files left out.
     - ``file_sizes`` int64 (N,): bytes of every file when the set was opened, by which DALI's loader sees that one has
       changed; None for images that are no files of their own.
-    - ``incidents``: problems that loaders have met since; shared with subsets.
+    - ``bad_samples``: problems that loaders have met since; shared with subsets.
     """
 
     root: Path
@@ -51,7 +51,7 @@ class ImageDataset:
     plain: npt.NDArray[np.bool_]
     skipped: tuple[tuple[str, str], ...] = ()
     file_sizes: npt.NDArray[np.int64] | None = None
-    incidents: Incidents = field(default_factory=Incidents, kw_only=True)
+    bad_samples: BadSamples = field(default_factory=BadSamples, kw_only=True)
 
     def __post_init__(self) -> None:
         columns = (self.labels, self.sizes, self.plain, self.file_sizes)

@@ -88,10 +88,10 @@ class Jobs:
         """Record that the image of sample ``index`` is unusable. Raises ``fault`` instead if ``on_error`` is "stop"."""
         if self._on_error == "stop":
             raise fault
-        self._dataset.incidents.skip(self._dataset.names[index], str(fault))
+        self._dataset.bad_samples.skip(self._dataset.names[index], str(fault))
 
     def _unusable(self) -> frozenset[str]:
-        return self._dataset.incidents.unusable if self._on_error == "skip" else frozenset()
+        return self._dataset.bad_samples.unusable if self._on_error == "skip" else frozenset()
 
     def _samples(self, epoch: int, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The samples of a step and their passes, with stand-ins for unusable ones."""
@@ -132,4 +132,4 @@ class Jobs:
         for index in [i for i, name in enumerate(self._dataset.names) if name in unusable] if unusable else []:
             with suppress(UnusableImage):
                 self._dataset.image(index).decode()
-                self._dataset.incidents.restore(self._dataset.names[index])
+                self._dataset.bad_samples.restore(self._dataset.names[index])
