@@ -88,18 +88,23 @@ def _remove_old(current: Path) -> None:
 
 
 def _digest() -> str:
-    """Of all sources with compiled functions, and of all in this package that these import, directly or not."""
-    sources = {path: path.read_bytes() for path in sorted(_PACKAGE.rglob("*.py"))}
-    wanted = [path for path, source in sources.items() if b"@jit" in source]
+    """Digest the sources of compiled functions."""
+    digest = hashlib.sha256()
+    for path in sources():
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def sources() -> list[Path]:
+    """List all files with compiled functions, and all in this package that these import, directly or not."""
+    texts = {path: path.read_bytes() for path in sorted(_PACKAGE.rglob("*.py"))}
+    wanted = [path for path, text in texts.items() if b"@jit" in text]
     chosen = set(wanted)
     while wanted:
-        for module, names in _IMPORT.findall(sources[wanted.pop()]):
+        for module, names in _IMPORT.findall(texts[wanted.pop()]):
             place = _PACKAGE.joinpath(*module.decode().split(".")[1:])
             parts = [place / name.strip() for name in names.decode().split(",")]  # modules, or what is in this one
-            found = {path.with_suffix(".py") for path in (place, *parts)} & sources.keys() - chosen
+            found = {path.with_suffix(".py") for path in (place, *parts)} & texts.keys() - chosen
             chosen |= found
             wanted += found
-    digest = hashlib.sha256()
-    for path in sorted(chosen):
-        digest.update(sources[path])
-    return digest.hexdigest()[:12]
+    return sorted(chosen)

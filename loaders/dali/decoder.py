@@ -18,7 +18,7 @@ from torch import Tensor
 
 from loaders.dali.inputs import Feed, Request
 from loaders.dali.pipeline import build_pipeline, working
-from loaders.dali.recovery import Recovery
+from loaders.dali.recovery import recover
 from loaders.datasets.stored import StoredDataset
 from loaders.kernels.resize import resize_crops
 from loaders.pipeline.jobs import Job
@@ -41,7 +41,6 @@ class DaliDecoder:
 
     def __init__(self, loader: PipelineLoader, feed: Feed, hw_decoder_load: float) -> None:
         self._loader, self._feed, self._hw_decoder_load = loader, feed, hw_decoder_load
-        self._recovery = Recovery(loader, feed)
         self._crops_by_dali = loader.on_gpu or loader.plan.filter != "bilinear"
         # A GPU decodes large batches faster than small ones, and DALI costs the host the same for either.
         self._steps_at_once = -(-GPU_BATCH // loader.order.local_batch_size) if loader.on_gpu else 1
@@ -110,7 +109,7 @@ class DaliDecoder:
         mended."""
         self._pipeline = None
         requests, self._in_flight = list(self._in_flight), deque()
-        self._again.extendleft(reversed(self._recovery.after(fault, requests, self._pool)))
+        self._again.extendleft(reversed(recover(self._loader, self._feed, fault, requests, self._pool)))
         self._pipeline = self._build()
 
     def _drain(self) -> None:

@@ -1,8 +1,7 @@
 """DALI's input: for each image its file's name (or its bytes, if it is stored in a ``.beton`` file) and its boxes.
 
-Some images are decoded on the host by :mod:`loaders.datasets.decode` and cropped there. DALI gets their crops side
-by side as
-raw pixels (PPM), in a memory file where it expects a name, and passes them on unchanged:
+Some images are decoded on the host by :mod:`loaders.datasets.decode` and cropped there. DALI gets their crops side by
+side as raw pixels (PPM), in a memory file where it expects a name, and passes them on unchanged:
 
 - those whose pixels depend on the decoder: alpha, 16 bits, CMYK and the like;
 - huge ones, one after the other, so that memory stays bounded on the host and on the GPU;
@@ -35,6 +34,7 @@ HOST_PIXELS = 50_000_000
 """A larger image is decoded on the host, GPU or not: the GPU's decoder would need hundreds of megabytes for it."""
 
 _SHOWN = 5  # names in a message
+_CHANGED = "changed since the data set was opened, so decoded by Pillow from now on"
 _log = logging.getLogger(__name__)
 _one_decode = Lock()
 
@@ -83,7 +83,7 @@ class Request:
 
 
 class Feed:
-    """Makes requests of jobs. ``on_host`` bool (N,): the images of the data set that DALI must not decode."""
+    """Make requests of jobs. ``on_host`` bool (N,): the images of the data set that DALI must not decode."""
 
     def __init__(self, loader: PipelineLoader) -> None:
         self._loader = loader
@@ -91,11 +91,13 @@ class Feed:
         self.pixels = dataset.sizes.astype(np.int64).prod(axis=1)
         huge = self.pixels > HOST_PIXELS
         self.on_host: NDArray[np.bool_] = ~dataset.plain | huge
-        self._log_huge(np.flatnonzero(huge))
+        self._report(logging.INFO, f"decoded on the CPU, for more than {HOST_PIXELS:,} pixels", np.flatnonzero(huge))
 
     def request(self, jobs: list[Job], pool: Executor, on_host: bool = False) -> Request:
-        """A request for ``jobs``, made in the threads of ``pool``, with all images decoded ``on_host`` or as few as
-        possible. Unusable images are skipped or raised, as the loader's ``on_error`` says."""
+        """Make a request for ``jobs`` in the threads of ``pool``, decoding all images ``on_host`` or as few as need be.
+
+        Unusable images are skipped or raised, as the loader's ``on_error`` says.
+        """
         dataset, size = self._loader.dataset, self._loader.plan.size
         stored = isinstance(dataset, StoredDataset)
         while True:
@@ -114,7 +116,7 @@ class Feed:
                 break
             for place, fault in faults.items():
                 self._loader.jobs.skip(int(index[place]), fault)
-        self._log_changed(changed)
+        self._report(logging.WARNING, _CHANGED, changed)
         contents = {place: item for place, item in found.items() if not isinstance(item, UnusableImage)}
         boxes = boxes.astype(np.float32)
         boxes[host] = [(0, c * size, size, size) for c in range(boxes.shape[1])]
@@ -157,31 +159,13 @@ class Feed:
         )
         return np.fromiter(chain.from_iterable(lengths), np.int64, len(index)) != expected[index]
 
-    def _log_changed(self, changed: NDArray[np.int64]) -> None:
-        """Log the names of changed images, each once."""
+    def _report(self, level: int, topic: str, index: NDArray[np.int64]) -> None:
+        """Log ``topic`` with the names of the images ``index``, each once."""
         dataset = self._loader.dataset
-        new = dataset.bad_samples.unreported("changed", [dataset.names[i] for i in changed])
+        new = dataset.bad_samples.unreported(topic, [dataset.names[i] for i in index])
         if new:
-            shown = _listed([printable(name) for name in new])
-            _log.warning(f"changed since the data set was opened, so decoded by Pillow from now on: {shown}")
-
-    def _log_huge(self, huge: NDArray[np.int64]) -> None:
-        """Log the names of huge images, each once."""
-        dataset = self._loader.dataset
-        new = set(dataset.bad_samples.unreported("huge", [dataset.names[i] for i in huge]))
-        found = [i for i in huge if dataset.names[i] in new]
-        if found:
-            height_and_width = (dataset.sizes[i] for i in found)
-            shown = [
-                f"{printable(dataset.names[i])} ({width} x {height})"
-                for i, (height, width) in zip(found, height_and_width, strict=True)
-            ]
-            _log.info(f"decoded on the CPU, for more than {HOST_PIXELS:,} pixels: {_listed(shown)}")
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+            more = f" and {len(new) - _SHOWN:,} more" if len(new) > _SHOWN else ""
+            _log.log(level, f"{topic}: {', '.join(map(printable, new[:_SHOWN]))}{more}")
 
 
 def _length(path: str) -> int:

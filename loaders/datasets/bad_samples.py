@@ -19,6 +19,9 @@ class BadSamples:
         self._reported: set[tuple[str, str]] = set()
         self._lock = Lock()
 
+    def __reduce__(self) -> tuple[type["BadSamples"], tuple[()]]:
+        return BadSamples, ()  # a data set that is sent to another process starts anew there
+
     @property
     def unusable(self) -> frozenset[str]:
         """The names of the images that cannot be used at present."""

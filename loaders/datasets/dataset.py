@@ -8,10 +8,10 @@ command reads the order from here.
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from loaders.errors import UserError
 from loaders.text import printable
 
 OnError = Literal["stop", "skip"]
+SHARED: dict[str, bool] = {"shared": True}  # metadata of a field that has no value per image
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,20 +44,24 @@ class ImageDataset:
     - ``bad_samples``: problems that loaders have met since; shared with subsets.
     """
 
-    root: Path
+    root: Path = field(metadata=SHARED)
     names: list[str]
     labels: npt.NDArray[np.int64]
-    classes: list[str]
+    classes: list[str] = field(metadata=SHARED)
     sizes: npt.NDArray[np.int32]
     plain: npt.NDArray[np.bool_]
-    skipped: tuple[tuple[str, str], ...] = ()
+    skipped: tuple[tuple[str, str], ...] = field(default=(), metadata=SHARED)
     file_sizes: npt.NDArray[np.int64] | None = None
-    bad_samples: BadSamples = field(default_factory=BadSamples, kw_only=True)
+    bad_samples: BadSamples = field(default_factory=BadSamples, kw_only=True, metadata=SHARED)
 
     def __post_init__(self) -> None:
-        columns = (self.labels, self.sizes, self.plain, self.file_sizes)
-        if any(column is not None and len(column) != len(self.names) for column in columns):
-            raise ValueError(f"{len(self.names)} names, but {[None if c is None else len(c) for c in columns]} values")
+        lengths = {name: len(column) for name, column in self._columns().items() if column is not None}
+        if any(length != len(self.names) for length in lengths.values()):
+            raise ValueError(f"fields of different lengths: {lengths}")
+
+    def _columns(self) -> dict[str, Any]:
+        """The fields with a value per image."""
+        return {part.name: getattr(self, part.name) for part in fields(self) if not part.metadata.get("shared")}
 
     def __len__(self) -> int:
         return len(self.names)
@@ -80,18 +85,26 @@ class ImageDataset:
         height, width = self.sizes[index].tolist()
         return ImageFile(self.paths[index], (width, height))
 
-    def subset(self, indices: Sequence[int] | npt.NDArray[np.integer]) -> "ImageDataset":
-        """The images ``indices`` in that order, with the same classes."""
+    def subset(self, indices: Sequence[int] | npt.NDArray[np.integer]) -> Self:
+        """Take the images ``indices`` in that order, with the same classes."""
         chosen = np.asarray(indices, np.int64)
-        return replace(
-            self,
-            names=[self.names[i] for i in chosen],
-            labels=self.labels[chosen],
-            sizes=self.sizes[chosen],
-            plain=self.plain[chosen],
-            skipped=(),
-            file_sizes=None if self.file_sizes is None else self.file_sizes[chosen],
-        )
+        columns = self._columns()
+        for name, column in columns.items():
+            if column is not None:
+                columns[name] = [column[i] for i in chosen] if isinstance(column, list) else column[chosen]
+        return replace(self, skipped=(), **columns)
+
+    def joined(self, other: Self) -> Self:
+        """Join the images of two subsets of one data set. What is not per image is taken from the first."""
+        columns, others = self._columns(), other._columns()
+        for name, column in columns.items():
+            if column is None or others[name] is None:
+                columns[name] = None
+            else:
+                columns[name] = (
+                    [*column, *others[name]] if isinstance(column, list) else np.concatenate([column, others[name]])
+                )
+        return replace(self, **columns)
 
 
 def open_folder(

@@ -6,7 +6,7 @@ is named instead of shown. Files of other writers have none; there a decoder mus
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
@@ -16,11 +16,10 @@ import numpy.typing as npt
 from PIL import Image
 
 from loaders.datasets.beton import JPEG, RAW, Beton, open_beton
-from loaders.datasets.dataset import ImageDataset, number_classes
+from loaders.datasets.dataset import SHARED, ImageDataset, number_classes
 from loaders.datasets.decode import MAX_PIXELS, ImageFault, decode_file, describe
 from loaders.datasets.labels import read_labels
 from loaders.errors import UnusableImage, UserError
-from loaders.jit import jit
 from loaders.text import printable
 
 
@@ -106,13 +105,8 @@ class StoredImage:
 class StoredDataset(ImageDataset):
     """N images of a ``.beton`` file; ``rows`` int64 (N,) are their places in it. ``root`` is the file."""
 
-    file: StoredFile = field(kw_only=True)
+    file: StoredFile = field(kw_only=True, metadata=SHARED)
     rows: npt.NDArray[np.int64] = field(kw_only=True)
-
-    def subset(self, indices: Sequence[int] | npt.NDArray[np.integer]) -> "StoredDataset":
-        chosen = super().subset(indices)
-        assert isinstance(chosen, StoredDataset)
-        return replace(chosen, rows=self.rows[np.asarray(indices, np.int64)])
 
     def image(self, index: int) -> StoredImage:
         return StoredImage(self.file.path, int(self.rows[index]))
@@ -127,11 +121,10 @@ class StoredDataset(ImageDataset):
         height, width = self.sizes[index].tolist()
         if self.file.is_raw(row):
             return np.frombuffer(b"P6 %d %d 255\n" % (width, height) + data, np.uint8)
-        encoded = np.frombuffer(data, np.uint8)
-        stated = stated_size(encoded)
+        stated = stated_size(data)
         if stated != (height, width):  # a decoder that trusts it could fill all memory
             raise self.file.damaged(row, f"{stated[1]} x {stated[0]} pixels instead of {width} x {height}")
-        return encoded
+        return np.frombuffer(data, np.uint8)
 
 
 def open_stored(
@@ -192,24 +185,22 @@ def _refuse_impossible(beton: Beton) -> None:
         )
 
 
-@jit
-def stated_size(data: npt.NDArray[np.uint8]) -> tuple[int, int]:
-    """Find (height, width) in the first frame header of the JPEG file ``data`` (n,); zeros if there is none.
+def stated_size(data: memoryview) -> tuple[int, int]:
+    """Find (height, width) in the first frame header of the JPEG file ``data``; zeros if there is none.
 
     Markers are found as libjpeg finds them: bytes between two segments are stepped over.
     """
     at = 2
     while at + 9 < len(data):
-        if data[at] != 0xFF or data[at + 1] == 0xFF or data[at + 1] == 0:
-            at += 1
-            continue
         marker = data[at + 1]
-        if 0xC0 <= marker <= 0xCF and marker != 0xC4 and marker != 0xC8 and marker != 0xCC:
-            return int(data[at + 5]) * 256 + int(data[at + 6]), int(data[at + 7]) * 256 + int(data[at + 8])
-        if marker == 0xDA or marker == 0xD9:  # pixels, or the end, before a frame header
-            return 0, 0
-        if marker == 0x01 or 0xD0 <= marker <= 0xD8:  # without content
+        if data[at] != 0xFF or marker in (0x00, 0xFF):
+            at += 1
+        elif 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            return int.from_bytes(data[at + 5 : at + 7], "big"), int.from_bytes(data[at + 7 : at + 9], "big")
+        elif marker in (0xD9, 0xDA):  # the end, or pixels, before a frame header
+            break
+        elif marker == 0x01 or 0xD0 <= marker <= 0xD8:  # without content
             at += 2
         else:
-            at += 2 + int(data[at + 2]) * 256 + int(data[at + 3])
+            at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
     return 0, 0
