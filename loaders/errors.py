@@ -1,4 +1,4 @@
-"""Errors for which no bug is to blame: a user's mistake, an unusable image, a lack of resources."""
+"""Errors that are no bug: a user's mistake, an unusable image, a lack of resources."""
 
 import errno
 import os
@@ -27,22 +27,22 @@ class UserError(Exception):
 
 
 class UnusableImage(UserError):
-    """One image cannot be used, on any machine. A loader that may skip images goes on without it."""
+    """One image cannot be used, on any machine: a loader may go on without it."""
 
 
 def remedy(number: int | None, otherwise: str) -> str:
-    """Name the remedy for a failed write by its errno: raising a limit, or else ``otherwise``."""
+    """Name the remedy for a failed write: raising a limit, or else ``otherwise``."""
     return _REMEDIES[number] if number in (errno.EFBIG, errno.EMFILE, errno.ENFILE) else otherwise
 
 
 def no_fault_of_a_file(error: Exception) -> bool:
-    """Whether reading failed for want of memory or file handles, so that the file may be sound."""
+    """Tell a want of memory or handles from a fault of the file that was read."""
     memory = isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
     return memory or (isinstance(error, OSError) and error.errno in _OF_THE_MACHINE)
 
 
 def explain(error: Exception) -> str:
-    """Explain an error that the machine rather than a bug caused: one line with a remedy, else ""."""
+    """Explain an error that no bug caused in one line with a remedy; else ""."""
     words = " ".join(str(error).split())
     shown = words[:300]
     memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"

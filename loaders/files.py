@@ -1,4 +1,4 @@
-"""Files and folders: opening what is not a pipe, writing whole or not at all, caches, checks of an output."""
+"""Files and folders: opened without waiting, written whole or not at all; caches."""
 
 import errno
 import os
@@ -47,7 +47,7 @@ def _irregular(path: str | os.PathLike[str], wanted: str) -> UserError:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Replace ``path`` by what the block writes to a temporary path beside it, whole or not at all. Makes folders.
+    """Replace ``path`` by what the block writes to a temporary path, or not at all.
 
     A killed process or a full disk leaves no half file under the final name, and a file that was there stays.
 
@@ -92,14 +92,14 @@ def _sync(path: Path) -> None:
 
 
 def check_file(flag: str, path: Path) -> None:
-    """Check that ``path`` can be written, leaving nothing behind. UserError, naming ``flag``, if not."""
+    """Check that ``path`` can be written. UserError, naming ``flag``, if not."""
     if path.is_dir():
         raise UserError(f"{flag} {printable(path)} is a folder; name a file")
     check_folder(flag, path.parent, named=path)
 
 
 def check_folder(flag: str, folder: Path, named: Path | None = None) -> None:
-    """Check that files can be written in ``folder``, or where it would be made, leaving nothing behind.
+    """Check that files can be written in ``folder``, or where it would be made.
 
     UserError, naming ``flag`` and the path (``named``, if that is another), if not.
     """
@@ -119,7 +119,7 @@ def check_folder(flag: str, folder: Path, named: Path | None = None) -> None:
 
 
 def private_folder() -> Path:
-    """Make a folder below the temporary one that only this user can write to. OSError if there can be none."""
+    """Make a temporary folder that only this user can write to. OSError if impossible."""
     folder = Path(tempfile.gettempdir(), f"cocor-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()  # a link may lead anywhere

@@ -1,4 +1,4 @@
-"""numba's ``njit`` with the project's settings: the GIL released, compiled code cached, strict arithmetic.
+"""numba's ``njit`` with the project's settings: no GIL, cached, strict arithmetic.
 
 ``fastmath`` stays off because the executors promise Pillow's bits, and ``parallel`` because numba's threading layers
 abort on concurrent use and do not survive a fork: callers spread samples over a thread pool instead.
@@ -47,7 +47,7 @@ def jit(function: Function) -> Function:
 
 
 class _Cache(FunctionCache):
-    """On a full disk or a truncated file, compiles anew instead of failing."""
+    """Compile anew on a full disk or a truncated file, instead of failing."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
@@ -64,7 +64,7 @@ class _Cache(FunctionCache):
 
 @cache
 def _cache_folder() -> str:
-    """Beside the sources, or in the temporary folder for read-only installations; NUMBA_CACHE_DIR comes first."""
+    """Find NUMBA_CACHE_DIR, a place beside the sources or, if read-only, a temporary one."""
     beside = Path(__file__).parent / "__pycache__"
     chosen = os.environ.get("NUMBA_CACHE_DIR")
     for place in [lambda: Path(chosen)] if chosen else [lambda: beside, private_folder]:
@@ -78,7 +78,7 @@ def _cache_folder() -> str:
 
 
 def _remove_old(current: Path) -> None:
-    """Mark ``current`` as used now, and remove the folders beside it that have been unused for a month."""
+    """Mark ``current`` as used, and remove its neighbours unused for a month."""
     with suppress(OSError):
         os.utime(current)
     for folder in current.parent.glob("numba-*"):
@@ -96,7 +96,7 @@ def _digest() -> str:
 
 
 def sources() -> list[Path]:
-    """List all files with compiled functions, and all in this package that these import, directly or not."""
+    """List all files with compiled functions, and all that these import from here."""
     texts = {path: path.read_bytes() for path in sorted(_PACKAGE.rglob("*.py"))}
     wanted = [path for path, text in texts.items() if b"@jit" in text]
     chosen = set(wanted)

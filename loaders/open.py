@@ -26,7 +26,7 @@ def open_images(
     *,
     classes: Sequence[str] | None = None,
 ) -> ImageDataset:
-    """Open the images of a folder or ``.beton`` file; see :func:`loaders.datasets.dataset.open_folder`.
+    """Open a folder or ``.beton`` file; see :func:`loaders.datasets.dataset.open_folder`.
 
     cocor-prep has verified what it stored in a ``.beton`` file, so ``on_error`` matters to folders only.
     """
@@ -44,7 +44,7 @@ def open_loader(
     hw_decoder_load: float = 0.65,
     **options: Unpack[LoaderOptions],
 ) -> Loader:
-    """Open a loader of ``dataset`` that shows what ``plan`` draws in the batches of ``order``.
+    """Open a loader of ``dataset`` for the views of ``plan`` in the batches of ``order``.
 
     Every name gives the same images, labels, boxes and programs; pixels differ by decoder and resize only (synthetic
     ones are noise). ``options`` are those of :class:`loaders.pipeline.loader.PipelineLoader`. ``hw_decoder_load``,

@@ -1,4 +1,4 @@
-"""Synthetic loader: random crops, made once on the device. The upper bound of any loader's speed, and for tests.
+"""Synthetic loader: random crops, made once. The upper bound of any loader's speed.
 
 The plan is drawn and its programs are executed all the same, unless ``execute`` is off: then the first batch of a shape
 is handed out again and again, and only the order's indices and labels change.
@@ -25,7 +25,7 @@ _HEIGHT_WIDTH = 375, 500
 
 
 def synthetic_dataset(count: int) -> ImageDataset:
-    """Invent ``count`` images, with labels in turn and ImageNet's number of classes and mean size."""
+    """Invent ``count`` images with ImageNet's mean size and number of classes."""
     return ImageDataset(
         Path("synthetic"),
         [f"{i:08d}" for i in range(count)],

@@ -1,4 +1,4 @@
-"""Reference loader: PyTorch's DataLoader and Pillow. Slow, but simple enough to be checked by eye.
+"""Reference loader: PyTorch's DataLoader and Pillow, to be checked by eye.
 
 Worker processes get planned samples, that is a path (or a place in a ``.beton`` file) and its crop boxes. They decode
 the image, resize every box with Pillow's antialiased filter, and write the crops to memory that they share with the
@@ -13,6 +13,7 @@ import signal
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from functools import partial
+from multiprocessing.context import ForkContext, ForkProcess
 from typing import Any
 
 import numpy as np
@@ -39,16 +40,25 @@ class TorchLoader(PipelineLoader):
         slots = _AHEAD * self.workers + 1  # a task is given out when an earlier one's crops are taken
         shape = (slots, self.order.local_batch_size, self.plan.layout.crops, self.plan.size, self.plan.size, 3)
         shared = torch.frombuffer(mmap.mmap(-1, int(np.prod(shape))), dtype=torch.uint8).view(shape)
-        pending: deque[tuple[Job, int]] = deque()
         decoder = _Decoder(shared, self.plan.filter)
+        pending: deque[tuple[Job, int]] = deque()
 
         def tasks() -> Iterator[tuple[int, list[_Sample]]]:
             for number, job in enumerate(self.jobs.epoch(epoch, start_step)):
                 pending.append((job, number % slots))
                 yield number % slots, self._samples(job, range(len(job.planned.index)))
 
+        loader: Any = DataLoader(
+            decoder,
+            batch_size=None,
+            sampler=tasks(),
+            collate_fn=_unchanged,
+            num_workers=self.workers,
+            multiprocessing_context=_Fork() if self.workers else None,
+            prefetch_factor=_AHEAD if self.workers else None,
+        )
         try:
-            for faults in self._started(decoder, tasks()):  # in the order of the tasks
+            for faults in loader:  # in the order of the tasks
                 job, slot = pending.popleft()
                 job = self.jobs.mend(job, faults, partial(self._decode, decoder, slot))
                 yield job, self.stage(shared[slot, : len(job.planned.index)])
@@ -62,31 +72,9 @@ class TorchLoader(PipelineLoader):
         """Decode some places of a batch in this process, as workers do."""
         return decoder[slot, self._samples(job, places)]
 
-    def _started(self, decoder: "_Decoder", tasks: Iterator[tuple[int, list[_Sample]]]) -> Iterator[Faults]:
-        """Start workers, which only their parent can end."""
-        loader: Any = DataLoader(
-            decoder,
-            batch_size=None,
-            sampler=tasks,
-            collate_fn=_unchanged,
-            num_workers=self.workers,
-            multiprocessing_context="fork" if self.workers else None,  # they share memory, and start at once
-            worker_init_fn=_keep_garbage,
-            prefetch_factor=_AHEAD if self.workers else None,
-        )
-        # Schedulers and terminals signal whole process groups, but the parent may need the data to finish its step.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_PARENT)
-        try:
-            batches = iter(loader)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for worker in getattr(batches, "_workers", ()):  # SIGTERM is blocked in them
-            worker._popen.terminate = worker._popen.kill
-        return batches
-
 
 class _Decoder(Dataset):
-    """Decode tasks (slot, samples) into ``crops`` uint8 (slots, B, C, S, S, 3); the items are the faults by place."""
+    """Decode tasks (slot, samples) into ``crops``; the items are the faults by place."""
 
     def __init__(self, crops: Tensor, filter: Filter) -> None:
         self._crops, self._filter = crops.numpy(), filter
@@ -105,17 +93,33 @@ class _Decoder(Dataset):
         return faults
 
 
+class _Worker(ForkProcess):
+    """Forked, as it shares memory with its parent. Only that may end it."""
+
+    def start(self) -> None:
+        # Schedulers and terminals signal whole process groups, but the parent may need the data to finish its step.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_PARENT)
+        try:
+            super().start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._popen.terminate = self._popen.kill  # type: ignore[attr-defined]  # as SIGTERM is blocked in it
+
+    def run(self) -> None:
+        gc.freeze()  # its parent's garbage, such as a DALI pipeline, which would wait for threads that are not here
+        super().run()
+
+
+class _Fork(ForkContext):
+    Process = _Worker
+
+
 def _unchanged(faults: Any) -> Any:
     return faults
 
 
-def _keep_garbage(worker: int) -> None:
-    """Never collect the parent's garbage: a dead DALI pipeline would wait for threads that a worker does not have."""
-    gc.freeze()
-
-
 def resized_crop(image: Image.Image, box: np.ndarray, size: int, filter: Filter = "bilinear") -> np.ndarray:
-    """Resize the box (top, left, height, width) of ``image`` to uint8 (size, size, 3), antialiased."""
+    """Resize a box (top, left, height, width) to uint8 (size, size, 3), antialiased."""
     top, left, height, width = (int(value) for value in box)
     corners = (left, top, left + width, top + height)
     return np.asarray(image.resize((size, size), Image.Resampling[filter.upper()], box=corners))

@@ -1,4 +1,4 @@
-"""DALI at work: requests go into a pipeline, crops come out of it in the same order.
+"""Decoding by DALI: requests go into a pipeline, crops come out in the same order.
 
     requests -> file names and boxes (external source) -> io.file.read -> decoders.image -> C resizes -> stack -> torch
 
@@ -51,7 +51,7 @@ class DaliDecoder:
         self._in_flight: deque[Request] = deque()
 
     def crops(self, epoch: int, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
-        """Jobs and their crops uint8 (B, C, S, S, 3) on the loader's device."""
+        """Yield jobs and their crops uint8 (B, C, S, S, 3) on the loader's device."""
         threads = max(1, self._loader.workers)
         with (
             DaemonPool(threads, "cocor-decode") as self._pool,
@@ -76,7 +76,7 @@ class DaliDecoder:
             yield self._feed.request(together, self._pool)
 
     def _run(self) -> Tensor | None:
-        """The crops of the oldest request in flight; None at the epoch's end."""
+        """Return the crops of the oldest request in flight; None at the epoch's end."""
         stream = torch.cuda.current_stream(self._loader.device) if self._loader.on_gpu else None
         while True:
             try:
@@ -89,7 +89,7 @@ class DaliDecoder:
             self._start_anew(fault)
 
     def _crop(self, images: Any) -> Tensor:
-        """The crops of the oldest request's whole images, made in the pool's threads."""
+        """Cut the crops of the oldest request from its images, in the pool's threads."""
         request, size = self._in_flight[0], self._loader.plan.size
         crops = self._loader.room(request.jobs[0])
         out, boxes = crops.numpy(), request.boxes.astype(np.int32)
@@ -105,15 +105,14 @@ class DaliDecoder:
         return crops
 
     def _start_anew(self, fault: Exception) -> None:
-        """Build a new pipeline and queue what was in flight when ``fault`` killed the last one. Raises what cannot be
-        mended."""
+        """Build a new pipeline and queue again what was in flight at ``fault``."""
         self._pipeline = None
         requests, self._in_flight = list(self._in_flight), deque()
         self._again.extendleft(reversed(recover(self._loader, self._feed, fault, requests, self._pool)))
         self._pipeline = self._build()
 
     def _drain(self) -> None:
-        """Run DALI's queue empty and discard the results, so that the pipeline is ready for another epoch."""
+        """Run DALI's queue empty, so that the pipeline is ready for another epoch."""
         self._requests = iter(())
         self._again.clear()
         try:
@@ -127,7 +126,7 @@ class DaliDecoder:
         self._in_flight.clear()
 
     def _next_inputs(self) -> list[Any]:
-        """DALI's external source: files, then begin and end (y, x) of every crop's region."""
+        """Give DALI files, then begin and end (y, x) of every crop's region."""
         request = self._again.popleft() if self._again else next(self._requests)
         request = self._feed.renewed(request, self._pool)
         self._in_flight.append(request)
@@ -155,7 +154,7 @@ class DaliDecoder:
         )
 
     def _gpu_options(self) -> dict[str, Any]:
-        """The hardware decoder's share, and room for the largest image, so that it does not stall later to grow."""
+        """Set the hardware decoder's share, and room for the largest image at once."""
         sizes = self._loader.dataset.sizes[~self._feed.on_host]
         height, width = np.minimum(sizes.max(axis=0, initial=1), _LARGEST_HINT).tolist()
         return {

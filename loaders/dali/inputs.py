@@ -1,4 +1,4 @@
-"""DALI's input: for each image its file's name (or its bytes, if it is stored in a ``.beton`` file) and its boxes.
+"""Inputs of DALI: for each image its file's name, or its bytes, and its boxes.
 
 Some images are decoded on the host by :mod:`loaders.datasets.decode` and cropped there. DALI gets their crops side by
 side as raw pixels (PPM), in a memory file where it expects a name, and passes them on unchanged:
@@ -40,7 +40,7 @@ _one_decode = Lock()
 
 
 class MemoryFile:
-    """``content`` in an anonymous file, closed with its last reference; errors call it ``name``."""
+    """``content`` in an anonymous file, closed with its last reference."""
 
     def __init__(self, content: NDArray[np.uint8], name: str) -> None:
         try:
@@ -83,7 +83,7 @@ class Request:
 
 
 class Feed:
-    """Make requests of jobs. ``on_host`` bool (N,): the images of the data set that DALI must not decode."""
+    """Make requests of jobs; ``on_host`` bool (N,) are the images that DALI must not decode."""
 
     def __init__(self, loader: PipelineLoader) -> None:
         self._loader = loader
@@ -130,13 +130,13 @@ class Feed:
         return Request(jobs, files, boxes, sizes, on_host, list(kept.values()))
 
     def renewed(self, request: Request, pool: Executor) -> Request:
-        """``request`` without images that have turned out unusable since it was made."""
+        """Renew ``request`` without images that have turned out unusable meanwhile."""
         jobs = [self._loader.jobs.renewed(job) for job in request.jobs]
         same = all(new is old for new, old in zip(jobs, request.jobs, strict=True))
         return request if same else self.request(jobs, pool, request.on_host)
 
     def _content(self, index: int, boxes: NDArray[np.int32], host: bool) -> NDArray[np.uint8] | UnusableImage:
-        """The bytes of an image file that DALI is to decode: the stored one, or a PPM of the crops, side by side."""
+        """Make an image file for DALI: the stored bytes, or a PPM of the crops side by side."""
         dataset, plan = self._loader.dataset, self._loader.plan
         try:
             if isinstance(dataset, StoredDataset) and not host:
@@ -149,7 +149,7 @@ class Feed:
         return np.frombuffer(b"P6 %d %d 255\n" % (crops.shape[1], plan.size) + crops.tobytes(), np.uint8)
 
     def _changed(self, index: NDArray[np.int64], pool: Executor) -> NDArray[np.bool_]:
-        """Which of the files have another length than when the data set was opened, or are no files any more."""
+        """Find files that have another length than at the opening, or are no files any more."""
         expected = self._loader.dataset.file_sizes
         if expected is None:
             return np.zeros(len(index), np.bool_)
@@ -169,7 +169,7 @@ class Feed:
 
 
 def _length(path: str) -> int:
-    """Bytes of a file; -1 if there is none, or it is no regular file."""
+    """Return the bytes of a file; -1 if there is none, or it is no regular file."""
     try:
         status = os.stat(path)  # noqa: PTH116 (making a Path takes as long as the call)
     except OSError:

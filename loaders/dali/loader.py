@@ -1,4 +1,4 @@
-"""The DALI loader: every file is read and decoded once, and every crop is a region-of-interest resize of that decode.
+"""DALI loader: every file is read and decoded once, every crop cut from that decode.
 
     plan -> file names and boxes (loaders.dali.inputs) -> DALI (loaders.dali.decoder) -> crops -> torch
 
@@ -66,7 +66,7 @@ class DaliLoader(PipelineLoader):
 
 
 def _allow_open_files(count: int) -> None:
-    """Raise this process's soft limit by ``count`` open files, as far as its hard limit allows."""
+    """Raise this process's limit by ``count`` open files, as far as is allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + 1024
     if hard != resource.RLIM_INFINITY:

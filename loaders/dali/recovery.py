@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 def recover(
     loader: PipelineLoader, feed: Feed, fault: Exception, requests: Sequence[Request], pool: Executor
 ) -> list[Request]:
-    """Make the ``requests`` that were in flight at ``fault`` again, for a new pipeline.
+    """Make the ``requests`` in flight at ``fault`` again, for a new pipeline.
 
     Raises:
         UserError: an image that cannot be used, if none may be skipped, or too little memory.
@@ -49,7 +49,7 @@ def recover(
 
 
 def _skip_unusable(loader: PipelineLoader, index: list[int], pool: Executor) -> bool:
-    """Skip (or raise) the images that Pillow cannot decode either; whether there were any."""
+    """Skip (or raise) images that Pillow cannot decode either; False if there are none."""
 
     def fault_of(i: int) -> UnusableImage | None:
         try:
@@ -65,7 +65,7 @@ def _skip_unusable(loader: PipelineLoader, index: list[int], pool: Executor) -> 
 
 
 def _move_undecodable(dataset: ImageDataset, feed: Feed, index: list[int]) -> bool:
-    """Move images that DALI's CPU decoder refuses, or gives another size, to the host; whether there were any."""
+    """Move images that DALI's CPU decoder refuses to the host; False if none."""
     files = (_encoded(dataset, i) for i in index)
     found = [index[place] for place in undecodable(files, dataset.sizes[index])]
     feed.on_host[found] = True
@@ -84,7 +84,7 @@ def _encoded(dataset: ImageDataset, index: int) -> np.ndarray:
 
 
 def _move_largest(loader: PipelineLoader, feed: Feed, index: list[int], everything: np.ndarray) -> None:
-    """Move the largest of the images ``index``, and all as large, to the host. UserError if it is too small."""
+    """Move the largest image, and all as large, to the host. UserError if it is too small."""
     largest = max(index or everything.tolist(), key=lambda i: int(feed.pixels[i]))
     height, width = loader.dataset.sizes[largest].tolist()
     what = f"{printable(loader.dataset.names[largest])} ({width} x {height} pixels)"

@@ -24,12 +24,12 @@ class BadSamples:
 
     @property
     def unusable(self) -> frozenset[str]:
-        """The names of the images that cannot be used at present."""
+        """Name the images that cannot be used at present."""
         with self._lock:
             return frozenset(self._unusable)
 
     def skip(self, name: str, why: str) -> None:
-        """Note that ``name`` cannot be used; ``why`` (a line that names it) is logged the first time."""
+        """Note that ``name`` cannot be used, and log ``why`` (a line with it) the first time."""
         with self._lock:
             self._unusable.add(name)
             count = len(self._unusable)
@@ -42,7 +42,7 @@ class BadSamples:
             self._unusable.discard(name)
 
     def unreported(self, topic: str, names: Sequence[str]) -> list[str]:
-        """Those of ``names`` not yet reported under ``topic``; from now on they count as reported."""
+        """Pick those of ``names`` not yet reported under ``topic``, and take them as reported."""
         with self._lock:
             new = [name for name in names if (topic, name) not in self._reported]
             self._reported.update((topic, name) for name in new)

@@ -1,4 +1,4 @@
-"""FFCV's file format (``.beton``, version 2), read and described without FFCV.
+"""File format of FFCV (``.beton``, version 2), read and described without FFCV.
 
     header · field descriptors · one row a sample · stored images · cocor's index · allocation table
 
@@ -101,12 +101,12 @@ class Beton:
         return np.stack([self.table["height"], self.table["width"]], axis=1).astype(np.int32)
 
     def read(self, index: int) -> memoryview:
-        """The stored bytes of an image (a JPEG file, or height x width x 3 pixels in raw mode), not copied."""
+        """Return the stored bytes, not copied: a JPEG file, or height x width x 3 pixels in raw mode."""
         start = int(self.table["data_ptr"][index])
         return memoryview(self.data)[start : start + int(self.sizes_in_bytes[index])]
 
     def check(self, index: int) -> None:
-        """Raise :class:`UnusableImage` naming file and image if the stored bytes are not those that were written."""
+        """Check an image's stored bytes. UnusableImage, naming file and image, if they differ."""
         if self.record is not None and zlib.crc32(self.read(index)) != int(self.record.crcs[index]):
             raise UnusableImage(
                 f"{printable(self.root)}: {printable(self.names[index])} (image {index}) is damaged: "
@@ -115,12 +115,12 @@ class Beton:
 
 
 def is_beton(path: str | os.PathLike[str]) -> bool:
-    """Whether a path names a ``.beton`` file (by its suffix, so that a damaged file is reported as one)."""
+    """Tell whether a path names a ``.beton`` file, damaged or not, by its suffix."""
     return Path(path).suffix.lower() == ".beton"
 
 
 def open_beton(path: str | os.PathLike[str]) -> Beton:
-    """Open a file, checking that it is complete. Raises :class:`UserError` naming it otherwise."""
+    """Open a file and check that it is complete. UserError naming it if not."""
     place = Path(path)
     try:
         with open_regular(place, "a .beton file") as file:
@@ -189,7 +189,7 @@ def _check_labels(path: Path, labels: np.ndarray, record: Record | None) -> None
 
 
 def field_descriptors(record_at: tuple[int, int]) -> np.ndarray:
-    """FIELD (2,): an RGB image and an integer label; ``record_at`` is offset and length of the record."""
+    """Describe an RGB image and an integer label: FIELD (2,); the record lies at (offset, length)."""
     fields = np.zeros(2, FIELD)
     kinds: Mapping[str, int] = dict(zip(FIELD_NAMES, (IMAGE_FIELD, INT_FIELD), strict=True))
     for field, (name, kind) in zip(fields, kinds.items(), strict=True):

@@ -1,4 +1,4 @@
-"""A data set of image files: which files, which labels, which sizes. Opened once, then a set of plain arrays.
+"""Data set of image files: their names, labels and sizes, as plain arrays.
 
 ``open_folder`` accepts class folders (``root/class/.../image``) and flat folders with or without a label file. Classes
 are sorted as plain text, so "10" comes before "2"; a class's label is its place in that order. Every loader and every
@@ -60,7 +60,7 @@ class ImageDataset:
             raise ValueError(f"fields of different lengths: {lengths}")
 
     def _columns(self) -> dict[str, Any]:
-        """The fields with a value per image."""
+        """Collect the fields with a value per image."""
         return {part.name: getattr(self, part.name) for part in fields(self) if not part.metadata.get("shared")}
 
     def __len__(self) -> int:
@@ -74,14 +74,14 @@ class ImageDataset:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over names, labels, classes and sizes: equal for equal data sets, wherever they lie."""
+        """SHA-256 over names, labels, classes and sizes, wherever the images lie."""
         digest = hashlib.sha256("\0".join(self.classes).encode("utf-8", "surrogateescape"))
         digest.update(b"\0\0" + b"\0".join(os.fsencode(name) for name in self.names) + b"\0")
         digest.update(np.ascontiguousarray(self.labels).tobytes() + np.ascontiguousarray(self.sizes).tobytes())
         return digest.hexdigest()
 
     def image(self, index: int) -> EncodedImage:
-        """Where image ``index`` is; its ``decode`` gives the pixels."""
+        """Say where image ``index`` is; its ``decode`` gives the pixels."""
         height, width = self.sizes[index].tolist()
         return ImageFile(self.paths[index], (width, height))
 
@@ -95,7 +95,7 @@ class ImageDataset:
         return replace(self, skipped=(), **columns)
 
     def joined(self, other: Self) -> Self:
-        """Join the images of two subsets of one data set. What is not per image is taken from the first."""
+        """Join two subsets of one data set. What is not per image is the first's."""
         columns, others = self._columns(), other._columns()
         for name, column in columns.items():
             if column is None or others[name] is None:
@@ -150,7 +150,7 @@ def open_folder(
 
 
 def read_label_split(path: str | os.PathLike[str], dataset: ImageDataset) -> npt.NDArray[np.int64]:
-    """The images of ``dataset`` listed in the text file ``path``, one relative name a line: int64 (M,), in its order.
+    """Find the images listed in a text file, one relative name a line: int64 (M,), in its order.
 
     A list made for another form of the same images will do (see :class:`loaders.datasets.labels.NameLookup`). Every
     listed image
@@ -192,7 +192,7 @@ def _same_file(path: Path, other: Path) -> bool:
 
 
 def _labels(listing: Listing, path: str | os.PathLike[str] | None) -> tuple[dict[int, str], dict[str, str]]:
-    """The label of each image by its place, and faults by name: images that lack a label, labels that lack an image."""
+    """Find labels by image place, and faults by name: images without label, labels without image."""
     names = listing.names
     if path is not None:
         labels, unknown = read_labels(Path(path), names)
@@ -213,7 +213,7 @@ def _refuse(root: Path, faults: dict[str, str]) -> None:
 def number_classes(
     root: Path, found: list[str | None], folders: list[str], classes: Sequence[str] | None, allow_empty: bool
 ) -> tuple[list[str], npt.NDArray[np.int64]]:
-    """The classes, and each image's place among them (-1 for None). ``folders`` are classes even without images."""
+    """List the classes, and number each image's (-1 for None). ``folders`` are classes even if empty."""
     present = {label for label in found if label is not None}
     empty = [folder for folder in folders if folder not in present]
     if empty and not allow_empty:

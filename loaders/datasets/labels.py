@@ -1,4 +1,4 @@
-"""Labels: text files that give them or list images, ImageNet's official lists, and the choice of the few labelled.
+"""Labels: text files that give or list them, ImageNet's own lists, the labelled split.
 
 Names are relative to the data set's folder, "/" between folders; where a file of the same last name is unique, that
 name alone will do (the published ImageNet lists have no folders). Suffixes of image files matter only where names
@@ -32,7 +32,7 @@ _WAYS: tuple[_Way, ...] = get_args(_Way)
 
 
 class NameLookup:
-    """Finds images by relative name or, where that is unique, by last name, with or without the suffixes.
+    """Find images by relative name or, where unique, last name, suffixes or not.
 
     ``label_of`` are the images' class names, if they have any: ``class/name`` then means the image ``name`` of a flat
     folder as well, since cocor-prep sorts such images into class folders (:func:`class_first`).
@@ -43,7 +43,7 @@ class NameLookup:
         self._places: dict[tuple[_Way, bool], dict[str, int | None]] = {}
 
     def find(self, name: str) -> int | None:
-        """The image's place, or None."""
+        """Return the image's place, or None."""
         name = name.removeprefix("./")
         given = [name]
         if bare(name) != name:
@@ -59,7 +59,7 @@ class NameLookup:
         return next((place for place in places if place is not None), None)
 
     def _by(self, way: _Way, stripped: bool) -> dict[str, int | None]:
-        """Places by one kind of name, made when first needed: a million names take their time and memory."""
+        """Index places by one kind of name when first needed: a million take time and memory."""
         if (way, stripped) not in self._places:
             kinds: dict[_Way, Iterable[str]] = {
                 "whole": self._names,
@@ -72,7 +72,7 @@ class NameLookup:
 
 
 def class_first(name: str, label: str | None) -> str:
-    """The name of an image in a prepared set: first the folder of its class, if it has one, then no other folder."""
+    """Name an image as a prepared set does: first the folder of its class, then no other."""
     if label is not None and name.startswith(f"{label}/"):
         return name
     flat = name.replace("/", "_")
@@ -80,7 +80,7 @@ def class_first(name: str, label: str | None) -> str:
 
 
 def _unique(names: Iterable[str]) -> dict[str, int | None]:
-    """The place of each name; None for those that occur more than once."""
+    """Find the place of each name; None for those that occur more than once."""
     places: dict[str, int | None] = {}
     for place, name in enumerate(names):
         places[name] = None if name in places else place
@@ -88,7 +88,7 @@ def _unique(names: Iterable[str]) -> dict[str, int | None]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number, text) of the lines that are neither blank nor comments. Undecodable bytes become surrogate escapes."""
+    """Yield (number, text) of the lines that are neither blank nor comments; bad bytes as surrogate escapes."""
     with open_regular(path, "a text file") as file:
         if os.fstat(file.fileno()).st_size > LARGEST_LIST:
             raise UserError(f"{printable(path)}: too large for a list; give a text file with a line an image")
@@ -102,7 +102,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_labels(path: Path, names: Sequence[str]) -> tuple[dict[int, str], list[tuple[str, str]]]:
-    """Labels by image place, and (name, reason) of lines about images that are not there.
+    """Read labels by image place, and (name, reason) of lines without an image.
 
     A line is ``name,label``, ``name<TAB>label`` or ``name label``; a header line is allowed. So are ImageNet's two
     official validation lists. A file without a label of any image is refused: no image is to blame for it.
@@ -144,7 +144,7 @@ def _plain_labels(
 
 
 def _splits(line: str) -> Iterator[tuple[str, str]]:
-    """The ways to read a line as (name, label), since a name may itself hold blanks or commas."""
+    """Yield the ways to read a line as (name, label); a name may hold blanks or commas."""
     for separator in ("\t", ",", None):
         parts = line.rsplit(separator, 1)
         if len(parts) == 2:
@@ -152,7 +152,7 @@ def _splits(line: str) -> Iterator[tuple[str, str]]:
 
 
 def read_names(path: Path, names: Sequence[str], label_of: Sequence[str | None] = ()) -> list[int]:
-    """Places of the images listed in ``path``, one name a line, in the list's order; see :class:`NameLookup`."""
+    """Find the images listed in ``path``, one name a line, in its order; see :class:`NameLookup`."""
     lookup = NameLookup(names, label_of)
     line_of: dict[int, int] = {}
     for number, line in read_lines(path):
@@ -173,7 +173,7 @@ def read_names(path: Path, names: Sequence[str], label_of: Sequence[str | None] 
 
 
 def _imagenet_labels(path: Path, lines: Sequence[tuple[int, str]], names: Sequence[str]) -> dict[int, str] | None:
-    """Read ImageNet's own lists: class identifiers by image place; None if ``lines`` are no such list.
+    """Read ImageNet's own lists: classes by image place; None if ``lines`` are no such list.
 
     The competition site's ``LOC_val_solution.csv`` has names without suffix, the class first in a field of boxes. The
     development kit's ``ILSVRC2012_validation_ground_truth.txt`` has a number a line, in the order of the file names.
@@ -234,7 +234,7 @@ def _devkit_classes(path: Path) -> dict[int, str]:
 
 
 def stratified_split(labels: npt.NDArray[np.int64], fraction: float, seed: int) -> npt.NDArray[np.int64]:
-    """Choose ``fraction`` of every class in ``labels`` (N,): their places int64 (M,), ascending; -1 is no class.
+    """Choose ``fraction`` of every class in ``labels`` (N,): places int64 (M,), ascending.
 
     Of a class of n images ``round(fraction * n)`` (half rounded up), at least one, are chosen: the first ones in an
     order that depends on ``seed`` and place alone, so that a smaller fraction's images are among a larger one's.

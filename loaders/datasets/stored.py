@@ -1,4 +1,4 @@
-"""A data set inside a ``.beton`` file: the same fields as a folder of images, and the bytes of each image.
+"""Data set in a ``.beton`` file: the fields of a folder, and the bytes of each image.
 
 Files that cocor-prep wrote carry a checksum of every image, which is compared when the image is first read, so damage
 is named instead of shown. Files of other writers have none; there a decoder must notice.
@@ -24,7 +24,7 @@ from loaders.text import printable
 
 
 class StoredFile:
-    """An open ``.beton`` whose images are compared with their checksums when first read. ``row`` is a place in it."""
+    """An open ``.beton`` that compares its images (by ``row``) with their checksums once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -33,7 +33,7 @@ class StoredFile:
         _refuse_impossible(self.beton)
 
     def damage(self, rows: npt.NDArray[np.int64]) -> dict[int, UnusableImage]:
-        """By row, what is wrong with those of ``rows`` whose bytes are not those that were written."""
+        """Find what is wrong, by row, with those of ``rows`` whose bytes have changed."""
         found = {}
         for row in rows[self._unchecked[rows]].tolist():
             try:
@@ -45,7 +45,7 @@ class StoredFile:
         return found
 
     def read(self, row: int) -> memoryview:
-        """The stored bytes: a JPEG file, or height x width x 3 values in raw mode. Raises if they are damaged."""
+        """Return the stored bytes: a JPEG, or height x width x 3 values. Raises if damaged."""
         for fault in self.damage(np.array([row])).values():
             raise fault
         return self.beton.read(row)
@@ -54,7 +54,7 @@ class StoredFile:
         return bool(self.beton.table["mode"][row] == RAW)
 
     def decode(self, row: int) -> Image.Image:
-        """The image, mode RGB, as :mod:`loaders.datasets.decode` gives it. Raises :class:`UnusableImage` naming it."""
+        """Decode an image as :mod:`loaders.datasets.decode` does. UnusableImage naming it."""
         size: tuple[int, int] = tuple(self.beton.sizes[row, ::-1].tolist())
         data = self.read(row)
         if self.is_raw(row):
@@ -68,7 +68,7 @@ class StoredFile:
         return image
 
     def damaged(self, row: int, why: str) -> UnusableImage:
-        """The error for an image that cannot be decoded."""
+        """Make the error for an image that cannot be decoded."""
         return UnusableImage(
             f"{printable(self.path)}: {printable(self.beton.names[row])} (image {row}): {why}; "
             "run cocor-prep convert again"
@@ -81,7 +81,7 @@ def _opened(path: Path, identity: tuple[int, int, int]) -> StoredFile:
 
 
 def open_file(path: str | os.PathLike[str]) -> StoredFile:
-    """The file at ``path``; opened once in a process, unless it has changed since."""
+    """Open the file at ``path`` once in a process, unless it has changed since."""
     place = Path(path).absolute()
     try:
         status = place.stat()
@@ -103,7 +103,7 @@ class StoredImage:
 
 @dataclass(frozen=True, eq=False)
 class StoredDataset(ImageDataset):
-    """N images of a ``.beton`` file; ``rows`` int64 (N,) are their places in it. ``root`` is the file."""
+    """N images of the ``.beton`` file ``root``, at the places ``rows`` int64 (N,) in it."""
 
     file: StoredFile = field(kw_only=True, metadata=SHARED)
     rows: npt.NDArray[np.int64] = field(kw_only=True)
@@ -112,7 +112,7 @@ class StoredDataset(ImageDataset):
         return StoredImage(self.file.path, int(self.rows[index]))
 
     def encoded(self, index: int) -> npt.NDArray[np.uint8]:
-        """An image file that holds image ``index``: the stored JPEG, not copied, or a PPM file of raw pixels.
+        """Return an image file: the stored JPEG, not copied, or a PPM file of raw pixels.
 
         Raises :class:`UnusableImage` if the stored bytes are damaged, or state another size than the file's table.
         """
@@ -171,7 +171,7 @@ def _label_names(file: StoredFile, labels: str | os.PathLike[str] | None) -> lis
 
 
 def _refuse_impossible(beton: Beton) -> None:
-    """Compiled code trusts the table, so that it must fit the stored bytes."""
+    """Refuse a table that does not fit the stored bytes: compiled code trusts it."""
     modes, sizes = beton.table["mode"], beton.sizes.astype(np.int64)
     raw = modes == RAW
     possible = (raw | (modes == JPEG)) & (sizes.min(axis=1, initial=1 << 16) > 0) & (beton.sizes_in_bytes > 0)
@@ -186,7 +186,7 @@ def _refuse_impossible(beton: Beton) -> None:
 
 
 def stated_size(data: memoryview) -> tuple[int, int]:
-    """Find (height, width) in the first frame header of the JPEG file ``data``; zeros if there is none.
+    """Find (height, width) in the JPEG ``data``'s first frame header; zeros without one.
 
     Markers are found as libjpeg finds them: bytes between two segments are stepped over.
     """

@@ -1,4 +1,4 @@
-"""The FFCV loader: one prepared file, every image decoded once, every crop of the plan cut from that decode.
+"""FFCV loader: one prepared file, every image decoded once to all crops of the plan.
 
     plan -> FFCV's loader finds a batch's bytes -> threads decode and resize -> crops, in pinned memory for a GPU
 

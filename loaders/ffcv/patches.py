@@ -1,4 +1,4 @@
-"""Import of FFCV: what to install where it fails, and patches of what FFCV does to the process it is imported into.
+"""Import of FFCV, and patches of what it does to the process it is imported into.
 
 FFCV 1.0.2 is the last release. Importing it fixes multiprocessing's start method and sets the thread count of torch
 and numba to 1; its loader sets them again at every epoch, from a background thread, and makes numba's one type of byte
@@ -30,7 +30,7 @@ TURBOJPEG = ("tjInitDecompress", "tjDestroy", "tjDecompressHeader3", "tjDecompre
 
 
 def load_ffcv() -> Any:
-    """Import the package ``ffcv`` and undo its side effects. UserError naming what is missing and how to install it."""
+    """Import ``ffcv`` and undo its side effects. UserError with what to install."""
     try:
         return _load()
     except (ImportError, OSError, AttributeError) as fault:
@@ -59,7 +59,7 @@ def _load() -> Any:
 
 
 def _tame() -> None:
-    """Keep FFCV from setting thread counts, changing numba's types and using CUDA, none of which is needed here."""
+    """Keep FFCV from setting thread counts, changing numba's types and using CUDA."""
     compiler: Any = importlib.import_module("ffcv.pipeline.compiler").Compiler
     iterators: Any = importlib.import_module("ffcv.loader.epoch_iterator")
 
@@ -80,7 +80,7 @@ def bytes_at(address, file):  # type: ignore[no-untyped-def]
 
 
 def _missing(fault: Exception) -> str:
-    """The name of the package, library or symbol that an import did not find."""
+    """Name the package, library or symbol that an import did not find."""
     if isinstance(fault, ModuleNotFoundError) and fault.name:
         return f"the Python package {fault.name}"
     return str(fault).splitlines()[0]

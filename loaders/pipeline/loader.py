@@ -7,10 +7,10 @@ are made on the host) in pinned memory; the executor is launched by the consumer
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from threading import Lock
-from typing import Protocol, TypedDict, TypeVar
+from typing import TypedDict, TypeVar
 from weakref import WeakSet
 
 import numpy as np
@@ -30,14 +30,7 @@ from loaders.views.plan import ViewPlan
 
 Item = TypeVar("Item")
 Work = TypeVar("Work", bound="Prefetch | InConsumer")
-
-
-class JobCrops(Protocol):
-    """An iterator of jobs and their crops uint8 (B, C, S, S, 3) that can be closed early."""
-
-    def __iter__(self) -> Iterator[tuple[Job, Tensor]]: ...
-
-    def close(self) -> None: ...
+JobCrops = Generator[tuple[Job, Tensor], None, None] | Prefetch[tuple[Job, Tensor]] | InConsumer[tuple[Job, Tensor]]
 
 
 class LoaderOptions(TypedDict, total=False):
@@ -52,7 +45,7 @@ class LoaderOptions(TypedDict, total=False):
 
 
 class PipelineLoader(ABC):
-    """Batches of ``dataset`` as ``plan`` and ``order`` say. A subclass makes the crops (:meth:`crops`).
+    """Batches of ``dataset`` as ``plan`` and ``order`` say; subclasses make the crops.
 
     - ``device``, ``dtype``: where images arrive, normalised by ``mean`` and ``std`` of the values in [0, 1].
     - ``workers``: threads or processes that decode; None means one per core.
@@ -89,14 +82,14 @@ class PipelineLoader(ABC):
 
     @abstractmethod
     def crops(self, epoch: int, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
-        """Yield the jobs of ``epoch`` from ``start_step`` on, each with its crops uint8 (B, C, S, S, 3)."""
+        """Yield the jobs from ``start_step`` on, with their crops uint8 (B, C, S, S, 3)."""
 
     @property
     def steps_per_epoch(self) -> int:
         return self.order.steps
 
     def epoch(self, e: int, start_step: int = 0) -> Generator[Batch, None, None]:
-        """Yield the batches of epoch ``e`` from ``start_step`` on. Ends the epoch that was open before."""
+        """Yield the batches from ``start_step`` on. Ends the epoch that was open before."""
         self._end_epoch()
         self._epoch = epoch = object()
         crops = self.crops(e, start_step)
@@ -126,7 +119,7 @@ class PipelineLoader(ABC):
         return tensor.pin_memory() if self.on_gpu else tensor
 
     def room(self, job: Job) -> Tensor:
-        """Allocate memory for the crops of ``job``, uint8 (B, C, S, S, 3); pinned if they go to a GPU."""
+        """Allocate memory for a job's crops uint8 (B, C, S, S, 3), pinned for a GPU."""
         shape = (len(job.planned.index), self.plan.layout.crops, self.plan.size, self.plan.size, 3)
         if self.on_gpu:
             return torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -137,12 +130,12 @@ class PipelineLoader(ABC):
         return self._register(Prefetch(self._on_device(source), depth))
 
     def use_device(self) -> None:
-        """Make this GPU current in the calling thread, which may pin memory: a new thread starts on GPU 0."""
+        """Make this GPU current in the calling thread: a new one starts on GPU 0."""
         if self.on_gpu:
             torch.cuda.set_device(self.device)
 
     def finish(self, job: Job, crops: Tensor) -> Batch:
-        """Run the programs on ``crops`` (B, C, S, S, 3) uint8, on the current stream if on a GPU."""
+        """Run the programs on crops uint8 (B, C, S, S, 3), on a GPU's current stream."""
         here = {name: tensor.to(self.device, non_blocking=True) for name, tensor in job.tensors.items()}
         crops = crops.to(self.device, non_blocking=True)
         shape = (self.plan.layout.views, len(crops), *crops.shape[2:])
@@ -175,7 +168,7 @@ class PipelineLoader(ABC):
 
 
 def assemble(images: Tensor, tensors: dict[str, Tensor], plan: ViewPlan, dtype: torch.dtype) -> Batch:
-    """Cut views (T, B, S, S, 3) into a batch, without copying them if they have the right type."""
+    """Cut views (T, B, S, S, 3) into a batch, uncopied if of the right type."""
     layout, size = plan.layout, plan.size
     channels_last = images.to(dtype).permute(0, 1, 4, 2, 3)
     views, original, composites = channels_last.split([layout.contrastive, layout.originals, layout.composites])
@@ -190,7 +183,7 @@ def assemble(images: Tensor, tensors: dict[str, Tensor], plan: ViewPlan, dtype: 
 
 
 def usable_device(device: torch.device | str) -> torch.device:
-    """Complete ``device`` by its GPU's number. Raises :class:`UserError` if there is no such GPU."""
+    """Complete ``device`` by its GPU's number. UserError if there is no such GPU."""
     device = torch.device(device)
     if device.type != "cuda":
         return device

@@ -1,4 +1,4 @@
-"""Work ahead in one background thread: a bounded queue between a generator and the loop that consumes it.
+"""Prefetching: one background thread, and a queue between generator and consumer.
 
 The producer's exceptions appear in the consumer. Leaving the loop early, closing the loader, losing the last reference
 and the end of the program all stop the thread, and the generator's ``finally`` clauses run in it.
@@ -36,7 +36,7 @@ _END = object()
 
 
 class Prefetch(Generic[Item]):
-    """Iterate ``source`` in a thread that works up to ``depth`` items ahead. A context manager."""
+    """Iterate ``source`` in a thread, up to ``depth`` items ahead. A context manager."""
 
     def __init__(self, source: Generator[Item, None, None], depth: int = 2) -> None:
         self._ready: queue.Queue[object] = queue.Queue(depth)
@@ -74,7 +74,7 @@ class Prefetch(Generic[Item]):
 
 
 class InConsumer(Generic[Item]):
-    """Iterate ``source`` in the consumer's thread. Only an early end, which may block on a disk, is another's work.
+    """Iterate ``source`` in the consumer's thread, but end it early in another.
 
     That thread begins with ``prepare``; what it raises appears in the caller of :meth:`close`.
     """
