@@ -2,10 +2,9 @@
 
     header · field descriptors · one row a sample · stored images · cocor's index · allocation table
 
-A file made by ``cocor-prep`` carries a :class:`loaders.datasets.manifest.Record` between images and allocation
-table; the
-otherwise unused arguments of the image field say where. FFCV's own loader ignores it, and a file without it (made by
-FFCV's writer) is read as well, with numbers for names and classes.
+A file made by ``cocor-prep`` carries a :class:`loaders.datasets.manifest.Record` between images and allocation table;
+the otherwise unused arguments of the image field say where. FFCV's own loader ignores it, and a file without it (made
+by FFCV's writer) is read as well, with numbers for names and classes.
 
 The layout follows the published format; a test holds it against FFCV's own reader.
 """

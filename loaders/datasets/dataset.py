@@ -153,8 +153,7 @@ def read_label_split(path: str | os.PathLike[str], dataset: ImageDataset) -> npt
     """Find the images listed in a text file, one relative name a line: int64 (M,), in its order.
 
     A list made for another form of the same images will do (see :class:`loaders.datasets.labels.NameLookup`). Every
-    listed image
-    must have a label. Raises :class:`UserError` naming file and line.
+    listed image must have a label. Raises :class:`UserError` naming file and line.
     """
     label_of = [dataset.classes[label] if label >= 0 else None for label in dataset.labels]
     places = np.array(read_names(Path(path), dataset.names, label_of), np.int64)

@@ -136,8 +136,7 @@ def open_stored(
     """Open a ``.beton`` file of images.
 
     ``labels`` names a text file that replaces the stored labels (see :func:`loaders.datasets.labels.read_labels`);
-    ``classes``
-    fixes the classes, such as the training set's for a validation set. Raises :class:`UserError`.
+    ``classes`` fixes the classes, such as the training set's for a validation set. Raises :class:`UserError`.
     """
     file = open_file(path)
     beton, count = file.beton, len(file.beton)

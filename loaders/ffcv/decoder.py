@@ -3,8 +3,8 @@
 They use the libjpeg-turbo that FFCV is linked to, through decompressors of their own: FFCV's decoders drop the return
 code, so that a damaged image shows half of itself or of its neighbour; its binding never frees the decompressors of a
 thread; and its fast inverse transform differs from Pillow's. Where the code is not success,
-:mod:`loaders.datasets.decode`
-decides: if the stored bytes are those that cocor-prep wrote, the code was a harmless warning.
+:mod:`loaders.datasets.decode` decides: if the stored bytes are those that cocor-prep wrote, the code was a harmless
+warning.
 
 Import this module only after :func:`loaders.ffcv.patches.load_ffcv`.
 """

@@ -3,9 +3,8 @@
     BatchOrder + ViewPlan -> samples of a step -> Job (which images, boxes, programs)
 
 If an image turns out unusable while a loader runs that may skip it, a stand-in replaces the sample (see
-:meth:`loaders.views.order.BatchOrder.stand_ins`), with the stand-in's own label and index and the views that the
-plan draws
-for it. So a batch is a function of the plan and of the set of unusable images.
+:meth:`loaders.views.order.BatchOrder.stand_ins`), with the stand-in's own label and index and the views that the plan
+draws for it. So a batch is a function of the plan and of the set of unusable images.
 """
 
 from collections.abc import Callable, Generator, Mapping
@@ -32,9 +31,8 @@ Faults = Mapping[int, UserError]
 class Job:
     """A planned batch of B samples as the executor takes it: C crops, T views of up to P ops, L composites.
 
-    ``epoch`` and ``step`` say which batch.
-    ``tensors``: flips (B, C) uint8, codes (B, T, P) uint8, params (B, T, P, 8) int32, composition (L, B, 14) uint8,
-    label (B,) int64, index (B,) int64.
+    ``epoch`` and ``step`` say which batch. ``tensors``: flips (B, C) uint8, codes (B, T, P) uint8, params (B, T, P, 8)
+    int32, composition (L, B, 14) uint8, label (B,) int64, index (B,) int64.
     """
 
     epoch: int

@@ -1,8 +1,7 @@
 """Draws of a view plan, compiled: pure functions of (seed, epoch, sample, view).
 
-:class:`loaders.views.plan.ViewPlan` says in tables what to draw from; each draw has a number of its own in the
-stream of its
-crop or view (:mod:`loaders.views.philox`), so that none depends on how many were made before.
+:class:`loaders.views.plan.ViewPlan` says in tables what to draw from; each draw has a number of its own in the stream
+of its crop or view (:mod:`loaders.views.philox`), so that none depends on how many were made before.
 """
 
 import math
