@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from cocor.atomic import write_text
 from cocor.cli import command
-from loaders.text import available_cores
+from loaders.cpus import available_cores
+from loaders.files import write_text
 
 PACKAGES = ("torch", "torchvision", "numpy", "numba", "pillow", "nvidia-dali-cuda130", "ffcv")
 RESULTS = Path(__file__).parent / "results"

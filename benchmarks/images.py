@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from loaders.cache import user_cache
+from loaders.cpus import available_cores
 from loaders.datasets.beton import is_beton
 from loaders.datasets.dataset import ImageDataset, open_folder
 from loaders.errors import UserError
+from loaders.files import user_cache
 from loaders.prep.byte_ranges import FileBytes
 from loaders.prep.convert import convert
 from loaders.prep.demo import photograph_folder
 from loaders.prep.encode import Settings
 from loaders.prep.output import staged
 from loaders.prep.source import Source
-from loaders.text import available_cores
 
 PHOTOGRAPHS = (
     *("astronaut.png", "chelsea.png", "coffee.png", "hubble_deep_field.jpg"),

@@ -35,17 +35,17 @@ if __name__ == "__main__":
 from benchmarks.common import script
 from loaders.arguments import Parser, positive
 from loaders.batch import IMAGENET_STD, Batch
+from loaders.cpus import available_cores
 from loaders.datasets.dataset import ImageDataset, open_folder
 from loaders.datasets.stored import open_stored
+from loaders.files import check_folder
 from loaders.open import LoaderName, open_loader
 from loaders.prep.convert import Target, convert
 from loaders.prep.encode import Settings, target_size
 from loaders.prep.source import Source
 from loaders.prep.sources import open_source
-from loaders.text import available_cores
 from loaders.views.order import BatchOrder
 from loaders.views.plan import ViewPlan
-from loaders.writable import check_folder
 
 _BOUNDS: dict[LoaderName, float] = {"torch": 0.0, "dali": 0.5, "ffcv": 0.5}  # mean over the pixels of any one original
 _EPOCH, _SEED = 2, 1

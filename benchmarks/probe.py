@@ -24,8 +24,8 @@ from cocor.eval.features import Features
 from cocor.eval.probes.linear import PENALTIES, linear_probe
 from cocor.eval.probes.softmax_regression import SoftmaxRegression
 from loaders.arguments import Parser, above_zero, positive, whole, writable
+from loaders.cpus import available_cores
 from loaders.progress import patience
-from loaders.text import available_cores
 
 Result = TypeVar("Result")
 _ITERATIONS = 5000  # at most, of either solver

@@ -40,8 +40,8 @@ from benchmarks.processes import alone
 from cocor.config.options import Execution
 from loaders.arguments import Parser, above_zero, positive, writable
 from loaders.errors import UserError
+from loaders.files import check_file
 from loaders.open import LoaderName
-from loaders.writable import check_file
 
 COLUMNS = {  # by the keys of ``row_of``
     "loader": Column("loader", -10), "images_per_gpu": Column("a GPU", 6), "gpus": Column("GPUs", 5),

@@ -67,7 +67,7 @@ from cocor.step.step import TrainingStep
 from loaders.arguments import Parser, above_zero, nearest, positive, writable
 from loaders.batch import Batch
 from loaders.errors import UserError
-from loaders.writable import check_file
+from loaders.files import check_file
 
 COLUMNS = {  # by the keys of a row
     "name": Column("step", -18), "execution": Column("execution", -10), "batch_size": Column("batch", 6),

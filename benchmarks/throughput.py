@@ -58,7 +58,7 @@ from cocor.config.options import Execution
 from cocor.panels import check_picture
 from loaders.arguments import Parser, above_zero, not_negative, positive, share, writable
 from loaders.errors import UserError
-from loaders.writable import check_file
+from loaders.files import check_file
 
 Place = tuple[Contender, Stage]
 

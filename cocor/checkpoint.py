@@ -18,13 +18,12 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from cocor import atomic
 from cocor.config.options import FREE_TO_CHANGE, Config
 from cocor.run_dir import CHECKPOINTS as FOLDER
 from cocor.run_dir import checkpoints, step_of, versions
 from loaders.datasets.decode import describe as describe_fault
-from loaders.errors import UserError
-from loaders.lacking import no_fault_of_a_file
+from loaders.errors import UserError, no_fault_of_a_file
+from loaders.files import TEMPORARY, replacing
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _log = logging.getLogger(__name__)
@@ -41,9 +40,9 @@ def save(folder: Path, state: Mapping[str, Any], *, keep: int, milestones: int =
         TypeError: something in ``state`` is no tensor, number, string, list or dict; names its path.
     """
     path = folder / f"step_{state['step']:07d}.pt"
-    with atomic.replacing(path) as temporary:
+    with replacing(path) as temporary:
         write(portable(state), temporary)
-    for stale in folder.glob(f".*{atomic.TEMPORARY}"):  # of killed runs
+    for stale in folder.glob(f".*{TEMPORARY}"):  # of killed runs
         _remove(stale)
     # Files of later steps are damaged, or another run's: neither counted nor removed.
     for old in [other for other in _listed(folder) if step_of(other) <= step_of(path)][keep:]:

@@ -82,10 +82,9 @@ def _command(name: str, module: str, first: Callable[[], None] | None = None) ->
 
 def _why_not_imported(error: Exception) -> str:
     """Return in one line what the machine lacks to import a command's modules; raises ``error`` if it is a bug."""
-    from loaders.errors import UserError
-    from loaders.lacking import lacking
+    from loaders.errors import UserError, explain
 
-    if lack := lacking(error):
+    if lack := explain(error):
         return lack
     from cocor.run_dir import check_pair
 
@@ -129,8 +128,7 @@ def _explain(name: str, error: Exception) -> tuple[str, int]:
     whose traceback Python prints."""
     from cocor.distributed.env import RankEnv
     from cocor.distributed.signals import Ended, Stopped
-    from loaders.errors import UserError
-    from loaders.lacking import lacking
+    from loaders.errors import UserError, explain
 
     if isinstance(error, UserError):
         return f"{name}: error: {error}", USER_ERROR
@@ -138,7 +136,7 @@ def _explain(name: str, error: Exception) -> tuple[str, int]:
         return (f"{name}: {error}" if isinstance(error, Stopped) else str(error)), error.code
     if isinstance(error, OSError) and _reader_has_gone() and isinstance(error, BrokenPipeError):
         return "", UNREAD
-    if lack := lacking(error):
+    if lack := explain(error):
         return f"{name}: error: {lack}", USER_ERROR
     env = RankEnv.read()
     if env.launcher is None:

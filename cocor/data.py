@@ -16,8 +16,8 @@ from cocor.distributed.collectives import World
 from cocor.step.subsample import guided_steps
 from loaders.batch import Loader
 from loaders.datasets.dataset import ImageDataset, read_label_split
+from loaders.datasets.labels import stratified_split
 from loaders.datasets.layout import folder_above, training_splits
-from loaders.datasets.split import stratified_split
 from loaders.errors import UserError
 from loaders.open import open_images, open_loader
 from loaders.prep.demo import or_demo

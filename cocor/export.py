@@ -21,8 +21,8 @@ from pathlib import Path
 import safetensors.torch
 from torch import nn
 
-from cocor import atomic
 from cocor.checkpoint import portable
+from loaders.files import replacing
 
 
 def export_backbone(backbone: nn.Module, path: Path, metadata: Mapping[str, object]) -> None:
@@ -34,5 +34,5 @@ def export_backbone(backbone: nn.Module, path: Path, metadata: Mapping[str, obje
     # safetensors takes neither channels-last tensors nor two names for one memory.
     weights = {name: value.contiguous().clone() for name, value in portable(backbone.state_dict()).items()}
     content = safetensors.torch.save(weights, {"format": "pt", **{key: str(value) for key, value in metadata.items()}})
-    with atomic.replacing(path) as temporary:
+    with replacing(path) as temporary:
         temporary.write_bytes(content)

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from cocor import atomic
 from cocor.cli import drop_unwritten
 from cocor.distributed.collectives import World, mean_over_ranks
+from loaders.files import replacing
 
 Item = TypeVar("Item")
 
@@ -275,7 +275,7 @@ def _truncate(path: Path, step: int, again: Collection[str]) -> None:
         return
     with (
         path.open(encoding="utf-8", errors="replace", newline="\n") as old,
-        atomic.replacing(path) as temporary,
+        replacing(path) as temporary,
         temporary.open("w", encoding="utf-8") as new,
     ):
         for line in old:

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cocor import atomic
 from loaders.errors import UserError
+from loaders.files import replacing
 from loaders.text import printable
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def panels(path: Path, count: int, columns: int | None = None, width: float = WI
         yield flat[:count]
         for panel in flat[:count]:
             panel.set_title(wrapped(panel.get_title(), round(_TITLE * width)))
-        with atomic.replacing(path) as temporary:
+        with replacing(path) as temporary:
             _save(figure, temporary, path)
     finally:
         plt.close(figure)

@@ -16,7 +16,7 @@ from cocor.monitor.health import HealthMonitor
 from cocor.step.compile import choose
 from cocor.step.step import TrainingStep
 from loaders.batch import Batch, Loader
-from loaders.text import available_cores
+from loaders.cpus import available_cores
 
 
 @dataclass

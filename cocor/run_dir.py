@@ -18,13 +18,11 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 import cocor
-from cocor import atomic
 from cocor.config.options import Config
 from loaders.datasets.layout import training_splits
-from loaders.errors import UserError
-from loaders.lacking import lacking
+from loaders.errors import UserError, explain
+from loaders.files import TEMPORARY, check_file, check_folder
 from loaders.text import printable
-from loaders.writable import check_file, check_folder
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
@@ -127,7 +125,7 @@ def prepare(config: Config, given: Config, images: Sequence[Path], lock: FileLoc
         _empty(folder)
     elif not resumes and checkpoints(folder / CHECKPOINTS):  # while this one waited for the lock
         raise UserError(f"--output {folder}: another process has begun this run meanwhile; start the command again")
-    for leftover in folder.glob(f".*{atomic.TEMPORARY}"):  # of killed runs
+    for leftover in folder.glob(f".*{TEMPORARY}"):  # of killed runs
         leftover.unlink(missing_ok=True)
     _save_config(config, given)
 
@@ -157,7 +155,7 @@ def _is_content(entry: Path) -> bool:
     if entry.name == CHECKPOINTS and entry.is_dir():
         return any(entry.iterdir())
     begun = entry.name == LOG and entry.stat().st_size == 0
-    leftover = entry.name.startswith(".") and entry.name.endswith(atomic.TEMPORARY)
+    leftover = entry.name.startswith(".") and entry.name.endswith(TEMPORARY)
     return not (begun or leftover or entry.name == _LOCK)
 
 
@@ -228,7 +226,7 @@ def check_pair() -> None:
     try:
         import torchvision  # noqa: F401
     except (ImportError, RuntimeError, OSError) as error:
-        if lacking(error):  # a full disk, say, not a library that does not fit
+        if explain(error):  # a full disk, say, not a library that does not fit
             raise
         torch = _version("torch")
         major, minor, *_ = [*torch.split("."), ""]

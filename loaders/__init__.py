@@ -1,1 +1,1 @@
-"""The data side of cocor: image bytes in, :class:`loaders.batch.Batch` out. Knows nothing of learning."""
+"""Data side of cocor: image bytes in, batches out. Knows nothing of learning."""

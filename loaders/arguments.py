@@ -1,4 +1,4 @@
-"""Command-line parsing with one-line errors: an unknown flag suggests the nearest, a number states its bounds."""
+"""Command-line parsing with one-line errors, nearest names and stated bounds."""
 
 import argparse
 import difflib
@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from loaders.errors import UserError
+from loaders.files import check_file
 from loaders.text import printable
-from loaders.writable import check_file
 
 _MOST = 2**31 - 1
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises :class:`UserError` where argparse would print its usage and exit."""
+    """Raise :class:`UserError` where argparse would print its usage and exit."""
 
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ")
@@ -30,8 +30,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{printable(message)} ({self.prog} --help shows all)")
 
     def parse_all(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-        """Parse ``arguments`` (default: this process's); where there are sub-commands, the first names one. A misspelt
-        flag is reported before a missing argument, of which it is the usual cause."""
+        """Parse ``arguments`` (default: this process's), reporting a misspelt flag first."""
         arguments = sys.argv[1:] if arguments is None else arguments
         choices = next((a.choices for a in self._actions if isinstance(a, argparse._SubParsersAction)), None)
         command = self if choices is None else choices.get(arguments[0]) if arguments else None
@@ -51,13 +50,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def nearest(word: str, known: Iterable[Any]) -> str:
-    """``"; did you mean X?"`` for the nearest known word, else nothing."""
+    """Suggest the nearest known word, as ``"; did you mean X?"`` or nothing."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def whole(low: int, high: int = _MOST) -> Callable[[str], int]:
-    """An argparse ``type``: integers from ``low`` to ``high``."""
+    """Make an argparse ``type``: integers from ``low`` to ``high``."""
     within = f"{low:,} to {high:,}"
     bounds, most = (f"at least {low:,}", f"at most {high:,}") if high == _MOST else (within, within)
 
@@ -80,7 +79,7 @@ image_size = whole(1, 4096)  # pixels a side; batches of larger crops would fill
 
 
 def _real(bounds: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
-    """An argparse ``type``: floats for which ``fits`` holds, which ``bounds`` puts in words. NaN must not fit."""
+    """Make an argparse ``type``: floats for which ``fits`` holds, but never NaN."""
 
     def convert(text: str) -> float:
         try:
@@ -101,7 +100,7 @@ zero_or_more = _real("of 0 or more", lambda value: 0 <= value < math.inf)
 
 
 def writable(text: str) -> Path:
-    """An argparse ``type``: an output file, found writable now although it is written much later."""
+    """Take an output file (an argparse ``type``) that can be written, hours before."""
     try:
         check_file("", Path(text))
     except UserError as error:

@@ -1,4 +1,4 @@
-"""What crosses from the data side to the learning side: a :class:`Batch`, from any :class:`Loader`."""
+"""The contract of the data side: a :class:`Batch`, from any :class:`Loader`."""
 
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -39,11 +39,7 @@ class Loader(Protocol):
     def steps_per_epoch(self) -> int: ...
 
     def epoch(self, e: int, start_step: int = 0) -> Generator[Batch, None, None]:
-        """The batches of epoch ``e`` from ``start_step`` on. Leaving the iterator early is allowed."""
-        ...
-
-    def reading(self) -> list[str]:
-        """The files being read right now, as far as is known: if no batch arrives, the disk fails to deliver these."""
+        """Yield the batches of epoch ``e`` from ``start_step`` on; may be left early."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""numba's ``njit`` with the project's settings: the GIL released, compiled code cached, strict arithmetic.
+"""numba's ``njit`` with the project's settings: no GIL, cached, strict arithmetic.
 
 ``fastmath`` stays off because the executors promise Pillow's bits, and ``parallel`` because numba's threading layers
 abort on concurrent use and do not survive a fork: callers spread samples over a thread pool instead.
@@ -23,7 +23,7 @@ from typing import Any, TypeVar, cast
 import numba
 from numba.core.caching import FunctionCache
 
-from loaders.private import private_folder
+from loaders.files import private_folder
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -47,7 +47,7 @@ def jit(function: Function) -> Function:
 
 
 class _Cache(FunctionCache):
-    """On a full disk or a truncated file, compiles anew instead of failing."""
+    """Compile anew on a full disk or a truncated file, instead of failing."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
@@ -64,7 +64,7 @@ class _Cache(FunctionCache):
 
 @cache
 def _cache_folder() -> str:
-    """Beside the sources, or in the temporary folder for read-only installations; NUMBA_CACHE_DIR comes first."""
+    """Find NUMBA_CACHE_DIR, a place beside the sources or, if read-only, a temporary one."""
     beside = Path(__file__).parent / "__pycache__"
     chosen = os.environ.get("NUMBA_CACHE_DIR")
     for place in [lambda: Path(chosen)] if chosen else [lambda: beside, private_folder]:
@@ -78,7 +78,7 @@ def _cache_folder() -> str:
 
 
 def _remove_old(current: Path) -> None:
-    """Mark ``current`` as used now, and remove the folders beside it that have been unused for a month."""
+    """Mark ``current`` as used, and remove its neighbours unused for a month."""
     with suppress(OSError):
         os.utime(current)
     for folder in current.parent.glob("numba-*"):
@@ -88,18 +88,23 @@ def _remove_old(current: Path) -> None:
 
 
 def _digest() -> str:
-    """Of all sources with compiled functions, and of all in this package that these import, directly or not."""
-    sources = {path: path.read_bytes() for path in sorted(_PACKAGE.rglob("*.py"))}
-    wanted = [path for path, source in sources.items() if b"@jit" in source]
+    """Digest the sources of compiled functions."""
+    digest = hashlib.sha256()
+    for path in sources():
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def sources() -> list[Path]:
+    """List all files with compiled functions, and all that these import from here."""
+    texts = {path: path.read_bytes() for path in sorted(_PACKAGE.rglob("*.py"))}
+    wanted = [path for path, text in texts.items() if b"@jit" in text]
     chosen = set(wanted)
     while wanted:
-        for module, names in _IMPORT.findall(sources[wanted.pop()]):
+        for module, names in _IMPORT.findall(texts[wanted.pop()]):
             place = _PACKAGE.joinpath(*module.decode().split(".")[1:])
             parts = [place / name.strip() for name in names.decode().split(",")]  # modules, or what is in this one
-            found = {path.with_suffix(".py") for path in (place, *parts)} & sources.keys() - chosen
+            found = {path.with_suffix(".py") for path in (place, *parts)} & texts.keys() - chosen
             chosen |= found
             wanted += found
-    digest = hashlib.sha256()
-    for path in sorted(chosen):
-        digest.update(sources[path])
-    return digest.hexdigest()[:12]
+    return sorted(chosen)

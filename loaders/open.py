@@ -1,4 +1,4 @@
-"""The one place that turns a path into a data set and a loader's name into a loader.
+"""Factory of data sets (by path) and loaders (by name).
 
 Modules load lazily: DALI and FFCV are optional and heavy.
 """
@@ -11,7 +11,7 @@ from loaders.batch import Loader
 from loaders.datasets.beton import is_beton
 from loaders.datasets.dataset import ImageDataset, OnError, open_folder
 from loaders.datasets.stored import open_stored
-from loaders.pipeline.delivery import DeliveryOptions
+from loaders.pipeline.loader import LoaderOptions
 from loaders.views.order import BatchOrder
 from loaders.views.plan import ViewPlan
 
@@ -26,7 +26,7 @@ def open_images(
     *,
     classes: Sequence[str] | None = None,
 ) -> ImageDataset:
-    """The images of a folder or ``.beton`` file; see :func:`loaders.datasets.dataset.open_folder`.
+    """Open a folder or ``.beton`` file; see :func:`loaders.datasets.dataset.open_folder`.
 
     cocor-prep has verified what it stored in a ``.beton`` file, so ``on_error`` matters to folders only.
     """
@@ -42,15 +42,13 @@ def open_loader(
     order: BatchOrder,
     *,
     hw_decoder_load: float = 0.65,
-    **options: Unpack[DeliveryOptions],
+    **options: Unpack[LoaderOptions],
 ) -> Loader:
-    """A loader of ``dataset`` that shows what ``plan`` draws in the batches of ``order``.
+    """Open a loader of ``dataset`` for the views of ``plan`` in the batches of ``order``.
 
     Every name gives the same images, labels, boxes and programs; pixels differ by decoder and resize only (synthetic
-    ones are noise). ``options``: ``device``, ``dtype``, ``workers``, ``mean``, ``std`` and ``on_error``, see
-    :class:`loaders.pipeline.delivery.Delivery`. ``hw_decoder_load`` is for ``dali``: the share of JPEGs for the
-    GPU's hardware
-    decoder. UserError if what the loader needs is not installed.
+    ones are noise). ``options`` are those of :class:`loaders.pipeline.loader.PipelineLoader`. ``hw_decoder_load``,
+    for ``dali``, is the share of JPEGs for the GPU's hardware decoder. UserError if what is needed is not installed.
     """
     if name == "dali":
         from loaders.dali.loader import DaliLoader

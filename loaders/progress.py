@@ -1,4 +1,4 @@
-"""Progress of long loops: a bar on a terminal, now and then a plain line elsewhere (log files, batch jobs)."""
+"""Progress of long loops: a bar on a terminal, now and then a line elsewhere."""
 
 import sys
 import threading
@@ -39,20 +39,20 @@ def track(
 
 
 def _left(first: tuple[int, float] | None, done: int, now: float, total: int) -> str:
-    """The time left, by the pace since ``first`` = (how many were done, when)."""
+    """Estimate the time left, by the pace since ``first`` = (how many were done, when)."""
     if first is None or done == first[0]:
         return ""
     return f", about {(now - first[1]) * (total - done) / (done - first[0]):.0f} s left"
 
 
 class Pulse:
-    """A line now and then about one item that may take minutes by itself."""
+    """Print a line now and then about one item that may take minutes by itself."""
 
     def __init__(self) -> None:
         self._due = time.monotonic() + _LINE_EVERY_S
 
     def beat(self, text: str) -> None:
-        """Print ``text``, unless half a minute has not passed since the last line."""
+        """Print ``text``, if the last line is half a minute old."""
         now = time.monotonic()
         if now >= self._due:
             tqdm.write(text, file=sys.stderr)  # above a bar, if there is one
@@ -62,7 +62,7 @@ class Pulse:
 
 @contextmanager
 def patience(text: str) -> Iterator[None]:
-    """While the block runs, print ``text`` and the seconds gone by every half minute, from a thread."""
+    """Print ``text`` and the seconds gone by every half minute of the block."""
     began, over = time.monotonic(), threading.Event()
 
     def say() -> None:

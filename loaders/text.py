@@ -1,4 +1,4 @@
-"""File names as text that survives undecodable bytes, and the number of usable cores.
+"""File names as text that survives undecodable bytes.
 
 A file name is bytes. Inside the program it is ``str`` with surrogate escapes (``os.fsdecode``), which any name
 survives; what a person or a JSON file gets to see goes through :func:`printable`. A terminal may lack characters of
@@ -16,7 +16,7 @@ IMAGE_SUFFIXES = frozenset(
 
 
 def printable(name: str | os.PathLike[str]) -> str:
-    """``name`` with undecodable bytes shown as ``\\xNN`` and control characters escaped, safe to print or to store."""
+    """Escape undecodable bytes and control characters, for print and storage."""
     try:
         text = os.fsencode(name).decode("utf-8", "backslashreplace")
     except UnicodeEncodeError:  # half of a surrogate pair, as JSON can hold; no file has such a name
@@ -25,14 +25,14 @@ def printable(name: str | os.PathLike[str]) -> str:
 
 
 def print_everything() -> None:
-    """Let the standard streams escape characters that their encoding lacks, where ``print`` would raise."""
+    """Let standard streams escape what they cannot encode, where ``print`` would raise."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def bare(name: str) -> str:
-    """``name`` without the suffixes of image files: what cocor-prep's conversions leave as it is.
+    """Strip the suffixes of image files, which cocor-prep's conversions may add to.
 
     They add ``.jpg`` to the name of an image that was no JPEG's, so ``cat/1.png`` becomes ``cat/1.png.jpg``, and both
     are ``cat/1``.
@@ -43,10 +43,5 @@ def bare(name: str) -> str:
 
 
 def stays_inside(name: str) -> bool:
-    """Whether a relative name with "/" between folders leads to a place inside the folder it is relative to."""
+    """Tell whether a relative name leads to a place inside the folder it is relative to."""
     return not name.startswith("/") and "\0" not in name and ".." not in name.split("/")
-
-
-def available_cores() -> int:
-    """The cores that this process may run on, which a container or ``taskset`` may have limited."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

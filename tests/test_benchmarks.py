@@ -33,10 +33,10 @@ from benchmarks.loading.report import case_line
 from benchmarks.loading.stages import Stage
 from benchmarks.loading.timing import Window, milliseconds, time_together, time_windows
 from benchmarks.processes import alone, in_processes
+from loaders.cpus import available_cores
 from loaders.datasets.stored import open_stored
 from loaders.errors import UserError
 from loaders.synthetic import SyntheticLoader
-from loaders.text import available_cores
 
 ROOT = Path(__file__).parents[1]
 LOADERS: tuple[Contender, ...] = ("dali", "torch", "torchvision")

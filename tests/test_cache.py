@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from loaders.cache import user_cache
+from loaders.files import user_cache
 
 
 @pytest.fixture(autouse=True)

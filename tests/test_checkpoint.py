@@ -18,10 +18,11 @@ import torch
 from hostile import few_more_files
 from torch import nn
 
-from cocor import atomic, checkpoint
+from cocor import checkpoint
 from cocor.config.options import Config
 from cocor.export import export_backbone
 from loaders.errors import UserError
+from loaders.files import TEMPORARY
 
 
 def state(step: int) -> dict[str, Any]:
@@ -197,7 +198,7 @@ def test_a_disk_that_takes_no_more_keeps_the_old_checkpoint_and_is_named(tmp_pat
 
 
 def test_what_killed_runs_left_is_cleared_away(tmp_path: Path) -> None:
-    (tmp_path / f".step_0000001.pt.123{atomic.TEMPORARY}").write_bytes(b"half")
+    (tmp_path / f".step_0000001.pt.123{TEMPORARY}").write_bytes(b"half")
     checkpoint.save(tmp_path, state(2), keep=1)
     assert steps(tmp_path) == ["step_0000002.pt"]
 

@@ -17,7 +17,7 @@ from cocor import cli
 from cocor.distributed import launch
 from cocor.eval.weights.export import main as export
 from cocor.train import main
-from loaders.lacking import lacking
+from loaders.errors import explain
 
 Refused = Callable[..., str]
 
@@ -216,7 +216,7 @@ class TestMachine:
         ],
     )
     def test_lacking_resources_are_one_line_and_bugs_not(self, error: Exception, line: str) -> None:
-        told = lacking(error)
+        told = explain(error)
         assert told.startswith(line) and bool(told) == bool(line) and len(told.splitlines()) <= 1
 
     def test_more_gpus_than_there_are(self, refused: Refused, photo_folder: Path) -> None:

@@ -1,8 +1,10 @@
 """Opening image folders: what counts as a sample, in which order, with which size, and what the errors name."""
 
 import os
+import pickle
 import time
 import zlib
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,9 @@ from loaders.datasets.dataset import ImageDataset, open_folder, read_label_split
 from loaders.datasets.decode import decode
 from loaders.datasets.layout import folder_above
 from loaders.datasets.size_index import CACHE_NAME
+from loaders.datasets.stored import StoredDataset
 from loaders.errors import UserError
+from loaders.open import open_images
 from loaders.prep.byte_ranges import FileBytes
 from loaders.prep.encode import Settings, encode
 from loaders.prep.scan import examine
@@ -35,6 +39,29 @@ def small(photos: dict[str, Image.Image]) -> Image.Image:
 
 def open_quietly(root: Path, *arguments: object, **options: object) -> ImageDataset:
     return open_folder(root, *arguments, quiet=True, **options)
+
+
+class TestColumns:
+    @pytest.mark.parametrize("form", ["photo_folder", "photo_beton"])
+    def test_parts_of_a_set_join_to_the_whole(self, request: pytest.FixtureRequest, form: str) -> None:
+        whole = open_images(request.getfixturevalue(form))
+        part = whole.subset([3, 1]).joined(whole.subset([20]))
+        assert type(part) is type(whole)
+        for column in fields(whole):
+            expected, found = getattr(whole, column.name), getattr(part, column.name)
+            if column.metadata.get("shared"):
+                assert found is expected, column.name
+            elif expected is not None:
+                assert list(map(str, found)) == [str(expected[i]) for i in (3, 1, 20)], column.name
+
+    def test_every_array_is_a_column(self) -> None:
+        shared = {column.name for column in fields(StoredDataset) if column.metadata.get("shared")}
+        assert shared == {"root", "classes", "skipped", "bad_samples", "file"}
+
+    def test_a_folder_of_images_can_be_sent_to_a_process(self, photo_folder: Path) -> None:
+        images = open_quietly(photo_folder)
+        received = pickle.loads(pickle.dumps(images))
+        assert received.digest == images.digest and received.bad_samples.unusable == frozenset()
 
 
 class TestFolders:

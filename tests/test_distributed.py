@@ -13,8 +13,8 @@ from cocor.config.resolve import load
 from cocor.distributed import collectives
 from cocor.distributed.env import RankEnv, first_host
 from cocor.distributed.launch import settle
+from loaders.cpus import available_cores
 from loaders.errors import UserError
-from loaders.text import available_cores
 
 TESTS = Path(__file__).parent
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")

@@ -78,10 +78,7 @@ with closing(loader) if closes else nullcontext():
     next(batches)
     if name == "ffcv" or place == "stat":
         stuck.wait(300)
-    deadline = time.monotonic() + 300
-    while name == "torch" and not loader.reading() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.5)
+    time.sleep(2 if name == "torch" else 0.5)
     print("failing", images.names[hung], time.monotonic(), flush=True)
     raise ArithmeticError("the training step failed")
 """
@@ -114,9 +111,7 @@ def test_an_error_ends_a_process_on_a_hanging_disk(
     assert "ArithmeticError: the training step failed\n" in done.stderr
     assert seconds < 20
     if end == "closes":
-        (line,) = [line for line in done.stderr.splitlines() if "does not answer" in line]
-        awaited = data / done.stdout.split()[1] if name == "torch" else data  # others do not know
-        assert line.endswith(f"while reading {awaited}")
+        assert "the disk with the data does not answer: gave up after" in done.stderr
 
 
 def test_the_next_epoch_starts_anew_and_is_whole(photo_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,31 +154,31 @@ class TestBackgroundWork:
             gate.wait(60)
             ended.append(threading.current_thread().name)
 
-    def test_a_blocked_thread_is_abandoned(self) -> None:
-        gate, ended, told = threading.Event(), [], []  # type: ignore[var-annotated]
+    def test_a_blocked_thread_is_abandoned(self, caplog: pytest.LogCaptureFixture) -> None:
+        gate, ended = threading.Event(), []  # type: ignore[var-annotated]
         for depth in (1, 2):
-            items = Prefetch(self.source(gate, ended), depth, lambda: told.append("late"))
+            items = Prefetch(self.source(gate, ended), depth)
             assert next(items) == 1
             items.close()
             items.close()
             assert list(items) == []
-        assert told == ["late"] * 2 and ended == [] and len(threads()) == 2
+        assert len(caplog.records) == 2 and ended == [] and len(threads()) == 2
         gate.set()
         for thread in threading.enumerate():
             if thread.name == "cocor-prefetch":
                 thread.join(10)
         assert len(ended) == 2 and threads() == []
 
-    def test_what_works_in_the_consumer_ends_elsewhere(self) -> None:
-        gate, ended, told = threading.Event(), [], []  # type: ignore[var-annotated]
-        items = InConsumer(self.source(gate, ended), prepare=lambda: None, given_up=lambda: told.append("late"))
+    def test_in_consumer_ends_elsewhere(self, caplog: pytest.LogCaptureFixture) -> None:
+        gate, ended = threading.Event(), []  # type: ignore[var-annotated]
+        items = InConsumer(self.source(gate, ended), prepare=lambda: None)
         assert next(items) == 1
         items.close()
         items.close()
-        assert told == ["late"] and list(items) == [] and threads() == ["cocor-end"]
+        assert len(caplog.records) == 1 and list(items) == [] and threads() == ["cocor-end_0"]
         gate.set()
-        next(thread for thread in threading.enumerate() if thread.name == "cocor-end").join(10)
-        assert ended == ["cocor-end"]
+        next(thread for thread in threading.enumerate() if thread.name == "cocor-end_0").join(10)
+        assert ended == ["cocor-end_0"]
 
     def test_in_consumer_ends_without_a_thread(self) -> None:
         ended: list[str] = []

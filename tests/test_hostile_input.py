@@ -2,10 +2,12 @@
 filled, nothing hangs, and the mistake is one line with exit code 2. Data sets are in test_hostile_data.py.
 """
 
+import ast
 import io
 import os
 import pickle
 import random
+import re
 import shutil
 import struct
 import subprocess
@@ -225,7 +227,7 @@ class TestCompiledCode:
             "import resource, signal, sys\n"
             "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
             "if len(sys.argv) > 1: resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)\n"
-            "from loaders import philox\n"
+            "from loaders.views import philox\n"
             "print(philox.sort_keys(0, 0, 3, 7).tolist())\n"
         )
         call = [sys.executable, "-c", program, *([] if limit is None else [str(limit)])]
@@ -250,9 +252,40 @@ class TestCompiledCode:
         copy = Path(shutil.copytree(package, tmp_path / "loaders", ignore=shutil.ignore_patterns("__pycache__")))
         monkeypatch.setattr(loaders.jit, "_PACKAGE", copy)
         before = loaders.jit._digest()
-        for name, changes in (("ops.py", True), ("kernels/lower.py", True), ("philox.py", True), ("torch.py", False)):
+        needed = ("views/ops.py", "views/draw.py", "views/philox.py", "kernels/lower.py", "kernels/resize.py")
+        for name, changes in [*((name, True) for name in needed), ("torch_loader.py", False), ("text.py", True)]:
             with (copy / name).open("a") as file:
                 file.write("\n# changed\n")
             after = loaders.jit._digest()
             assert (after != before) == changes, name
             before = after
+
+    def test_its_sources_are_those_that_python_imports(self) -> None:
+        package = Path(loaders.jit.__file__).parent
+
+        def imported(path: Path) -> set[Path]:
+            nodes = list(ast.walk(ast.parse(path.read_bytes())))
+            froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+            assert not any(node.level for node in froms), f"{path}: a relative import is not seen by loaders.jit"
+            modules = [f"{node.module}.{name.name}" for node in froms for name in node.names]
+            modules += [node.module or "" for node in froms]
+            modules += [name.name for node in nodes if isinstance(node, ast.Import) for name in node.names]
+            files = (package.parent.joinpath(*name.split(".")).with_suffix(".py") for name in modules)
+            return {file for file in files if file.is_file() and file.is_relative_to(package)}
+
+        expected, wanted = set(), [path for path in package.rglob("*.py") if "@jit" in path.read_text()]
+        while wanted:
+            path = wanted.pop()
+            if path not in expected:
+                expected.add(path)
+                wanted += imported(path)
+        assert loaders.jit.sources() == sorted(expected)
+        assert {"views", "kernels"} <= {path.parent.name for path in expected} and len(expected) > 12
+
+    def test_no_import_escapes_it(self) -> None:
+        """It sees absolute imports of one line only."""
+        hidden = re.compile(
+            r"^\s*(from loaders[\w.]* import (\(|.*\\\\$)|from \.|.*import_module\(.loaders)", re.MULTILINE
+        )
+        for path in Path(loaders.jit.__file__).parent.rglob("*.py"):
+            assert not hidden.search(path.read_text()), path

@@ -11,7 +11,7 @@ from prep_cases import corner_image, jpeg_bytes, png_bytes, write_all
 
 from loaders.datasets.beton import open_beton
 from loaders.datasets.dataset import open_folder, read_label_split
-from loaders.datasets.split import stratified_split
+from loaders.datasets.labels import stratified_split
 from loaders.open import open_images
 from loaders.prep.cli import main
 from loaders.text import bare

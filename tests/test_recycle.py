@@ -5,11 +5,11 @@ import gc
 import numpy as np
 import torch
 
-from loaders.pipeline.buffers import Recycler
+from loaders.pipeline.buffers import BufferPool
 
 
 def test_memory_of_a_forgotten_tensor_is_used_again() -> None:
-    memory = Recycler()
+    memory = BufferPool()
     tensor = memory.empty((1000, 8), np.float32)
     assert tensor.shape == (1000, 8) and tensor.dtype == torch.float32
     place = tensor.data_ptr()
@@ -19,7 +19,7 @@ def test_memory_of_a_forgotten_tensor_is_used_again() -> None:
 
 
 def test_memory_in_use_is_left_alone() -> None:
-    memory = Recycler()
+    memory = BufferPool()
     tensor = memory.empty((4, 1000), np.uint8)
     place = tensor.data_ptr()
     users = [tensor[1:].T, tensor.numpy()[2:], tensor.view(-1).untyped_storage()]
@@ -33,7 +33,7 @@ def test_memory_in_use_is_left_alone() -> None:
 
 
 def test_little_is_kept_and_nothing_after_clearing() -> None:
-    memory = Recycler()
+    memory = BufferPool()
     tensors = [memory.empty((100,), np.uint8) for _ in range(30)]
     del tensors
     assert len(memory._free) == 8

@@ -27,11 +27,12 @@ from test_train import (
 )
 from torch import Tensor
 
-from cocor import atomic, checkpoint, run_dir
+from cocor import checkpoint, run_dir
 from cocor.config.options import Config
 from cocor.config.resolve import load
 from cocor.train import main, resuming_after_restart
 from loaders.errors import UserError
+from loaders.files import TEMPORARY
 
 EVERY_STEP = {"checkpoint_every_minutes": 1e-9}
 PLAIN = {"consistency": "none", "loader": "torch"}
@@ -256,11 +257,11 @@ class TestTheSameCommandAgain:
     def test_whatever_a_killed_start_left_it_begins(self, photo_folder: Path, tmp_path: Path) -> None:
         folder = tmp_path / "run"
         (folder / "checkpoints").mkdir(parents=True)
-        (folder / f".config.yaml.123{atomic.TEMPORARY}").write_text("ep")
+        (folder / f".config.yaml.123{TEMPORARY}").write_text("ep")
         (folder / "log.txt").touch()
         arguments = [*flags(data=photo_folder, output=folder, **PLAIN, epochs=1), "--resume"]
         assert main(arguments) == 0
-        assert not list(folder.glob(f".*{atomic.TEMPORARY}"))
+        assert not list(folder.glob(f".*{TEMPORARY}"))
         before = (folder / "metrics.jsonl").read_text()
         assert main(arguments) == 0 and (folder / "metrics.jsonl").read_text() == before
 
@@ -450,7 +451,7 @@ def test_a_run_killed_while_writing_resumes(tmp_path: Path) -> None:
         folder = tmp_path / str(moment)
         assert_same_bits(final_state(folder), final_state(tmp_path / "whole"))
         assert [line["step"] for line in metrics(folder, "samples")] == list(range(1, 2 * STEPS + 1)), where
-        assert not list(folder.rglob(f".*{atomic.TEMPORARY}")), where
+        assert not list(folder.rglob(f".*{TEMPORARY}")), where
 
 
 def test_dropout_goes_on_with_the_same_draws(tmp_path: Path) -> None:

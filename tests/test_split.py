@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from loaders.datasets.split import stratified_split
+from loaders.datasets.labels import stratified_split
 
 LABELS = np.random.default_rng(0).integers(-1, 10, 5000)
 

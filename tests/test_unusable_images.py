@@ -390,7 +390,7 @@ length = len(whole)
 broken = (b"rubbish".ljust(length, b"\\0"), whole[:20].ljust(length, b"\\0"), bytes(length), whole[: length // 2])
 for content in broken * 2:
     Path(images.paths[13]).write_bytes(content)
-    images.incidents.restore("013.jpg")
+    images.bad_samples.restore("013.jpg")
     loader = open_loader(
         "dali", images, ViewPlan(32), BatchOrder({count}, {count}), device={device!r}, workers=2, on_error="skip"
     )

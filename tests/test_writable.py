@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from hostile import limited
 
-from cocor import atomic
 from loaders.errors import UserError
-from loaders.writable import check_file, check_folder
+from loaders.files import check_file, check_folder, write_text
 
 
 def test_asking_leaves_nothing(tmp_path: Path) -> None:
@@ -38,5 +37,5 @@ def test_a_file_larger_than_allowed_is_not_taken_for_a_full_disk(tmp_path: Path)
         with pytest.raises(UserError, match=r"File too large; raise the limit of a file's size \(ulimit -f\)$"):
             check_file("--json", tmp_path / "out.json")
         with pytest.raises(UserError, match=r"File too large; raise the limit of a file's size \(ulimit -f\)$"):
-            atomic.write_text(tmp_path / "out.json", "x" * 4096)
+            write_text(tmp_path / "out.json", "x" * 4096)
     assert not list(tmp_path.iterdir())

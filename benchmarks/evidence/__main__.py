@@ -35,9 +35,9 @@ from cocor.data import held_out_images
 from cocor.eval.datasets.splits import open_splits
 from cocor.panels import check_picture
 from loaders.arguments import Parser, not_negative, positive, zero_or_more
+from loaders.cpus import available_cores
 from loaders.errors import UserError
 from loaders.prep.demo import or_demo
-from loaders.text import available_cores
 
 _CONFIGS = str(Path(__file__).resolve().parents[2] / "configs" / "cifar10_{method}.yaml")
 WAITS = "waits for those that it is timed by"

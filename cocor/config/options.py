@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import yaml
 
-from cocor import atomic
 from cocor.config.values import option
+from loaders.files import write_text
 from loaders.views.ops import Magnitudes, Order, Pool
 
 Method = Literal["moco", "simsiam", "supcon", "byol", "intl"]
@@ -157,7 +157,7 @@ class Config:
         start (``ONE_START``) are left out."""
         values = {key: value for key, value in self.to_dict().items() if key not in ONE_START}
         comment = "".join(f"# {line}\n" for line in header.splitlines())
-        atomic.write_text(path, comment + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+        write_text(path, comment + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
 
 ONE_START = frozenset({"resume", "overwrite", "dry_run", "profile", "force_data", "force_ranks"})

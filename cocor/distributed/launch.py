@@ -23,8 +23,8 @@ from cocor.config.checks import check_ranks
 from cocor.config.options import Config
 from cocor.distributed import signals
 from cocor.distributed.env import LAUNCHER, RESTARTS, STARTED, RankEnv
+from loaders.cpus import available_cores
 from loaders.errors import UserError
-from loaders.text import available_cores
 
 _MOST_WORKERS = 16
 _EXPECTED = (cli.USER_ERROR, signals.STOPPED, signals.INTERRUPTED)  # exit codes: another start would end alike

@@ -19,7 +19,7 @@ from cocor import cli
 from cocor.eval.datasets.protocols import KNN_K, KNN_TEMPERATURE, PROTOCOLS, SHOT_SEEDS, SHOTS, TASKS, WAYS
 from cocor.run_dir import check_pair
 from loaders.arguments import Parser, above_zero, image_size, not_negative, positive, seed, two_or_more, workers
-from loaders.cache import user_cache
+from loaders.files import user_cache
 
 _WEIGHTS = "a run's folder, a file of weights of any origin, timm:NAME or random:NAME"
 

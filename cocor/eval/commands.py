@@ -22,10 +22,10 @@ from cocor.eval.probes.sgd import sgd_probe, sgd_probe_on_crops, shared_batch, s
 from cocor.eval.transfer import transfer as transfer_table
 from cocor.eval.weights.load import Encoder
 from cocor.log import set_up_logging
+from loaders.cpus import available_cores
 from loaders.datasets.dataset import ImageDataset
 from loaders.errors import UserError
 from loaders.prep.demo import or_demo
-from loaders.text import available_cores
 
 
 def on_device(args: argparse.Namespace, run: Callable[[argparse.Namespace], None]) -> None:

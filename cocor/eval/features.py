@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cocor import atomic
 from cocor.distributed.collectives import World, barrier, together
 from cocor.eval.crops import Crop, CropPlan
 from cocor.eval.probes.online_knn import evaluating
@@ -31,6 +30,7 @@ from cocor.eval.weights.load import Encoder
 from loaders.datasets.dataset import ImageDataset, OnError
 from loaders.datasets.stored import StoredDataset
 from loaders.errors import UserError
+from loaders.files import replacing
 from loaders.open import LoaderName, open_loader
 from loaders.progress import track
 from loaders.views.order import BatchOrder
@@ -208,7 +208,7 @@ def _write_cache(values: Tensor, path: Path | None, how: Extraction) -> None:
     if path is None or not how.world.main:
         return
     try:
-        with atomic.replacing(path) as temporary:
+        with replacing(path) as temporary:
             safetensors.torch.save_file({"features": values.contiguous()}, temporary)
     except (UserError, safetensors.SafetensorError) as error:
         _log.warning(f"features are not kept, and will be made again next time; --cache {path.parent}: {error}")

@@ -20,8 +20,8 @@ from loaders.datasets.beton import is_beton
 from loaders.datasets.dataset import ImageDataset
 from loaders.datasets.layout import SPLITS, TRAIN
 from loaders.errors import UserError
+from loaders.files import check_folder
 from loaders.open import open_images
-from loaders.writable import check_folder
 
 
 def check_writable(args: argparse.Namespace) -> None:

@@ -7,11 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cocor import atomic
 from cocor.eval import options
 from cocor.eval.datasets.splits import Splits
 from cocor.eval.features import Features, summary
 from cocor.eval.weights.load import Encoder
+from loaders.files import write_text
 
 
 def title(encoder: Encoder, splits: Splits) -> str:
@@ -53,4 +53,4 @@ def finish(args: argparse.Namespace, encoder: Encoder, name: str, lines: Sequenc
 
 def save(path: Path, report: dict[str, Any]) -> None:
     """Write ``report`` to ``path`` as JSON."""
-    atomic.write_text(path, json.dumps(report, indent=1, default=str) + "\n")
+    write_text(path, json.dumps(report, indent=1, default=str) + "\n")

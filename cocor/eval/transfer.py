@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cocor import atomic
 from cocor.eval.datasets.protocols import PROTOCOLS
 from cocor.eval.datasets.splits import Absent, Splits, open_named
 from cocor.eval.probes.linear import LinearResult
 from cocor.eval.weights.load import Encoder
 from loaders.errors import UserError
+from loaders.files import write_text
 
 Probe = Callable[[Encoder, Splits], LinearResult]
 
@@ -68,8 +68,8 @@ class Table:
         return text.getvalue()
 
     def save(self, folder: Path) -> None:
-        atomic.write_text(folder / "transfer.csv", self.csv())
-        atomic.write_text(folder / "transfer.md", self.markdown())
+        write_text(folder / "transfer.csv", self.csv())
+        write_text(folder / "transfer.md", self.markdown())
 
 
 def transfer(

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cocor import atomic, cli
+from cocor import cli
 from cocor.log import METRICS
 from cocor.monitor.metrics_file import Record, epochs_of, lengths_of, read_run
 from cocor.panels import check_picture, legend, panels, shown
 from loaders.arguments import Parser
 from loaders.errors import UserError
-from loaders.writable import check_file
+from loaders.files import check_file, write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,7 +71,7 @@ def _plot(options: argparse.Namespace) -> None:
     draw(runs, options.output, options.panels)
     print(f"picture: {options.output}")
     if options.json is not None:
-        atomic.write_text(options.json, json.dumps({name: summary(run) for name, run in runs.items()}, indent=1) + "\n")
+        write_text(options.json, json.dumps({name: summary(run) for name, run in runs.items()}, indent=1) + "\n")
 
 
 def _name(run: Path) -> str:

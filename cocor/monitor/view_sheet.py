@@ -11,8 +11,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from cocor import atomic
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
+from loaders.files import replacing
 from loaders.views.ops import BASIC
 
 _LEAST_TILE = 144  # pixels; smaller images are enlarged by a whole factor
@@ -28,7 +28,7 @@ def save_view_sheet(batch: Batch, path: Path, *, images: int = 8) -> None:
         UserError: the file cannot be written.
     """
     sheet = _draw(_columns(batch, min(images, len(batch.index))))
-    with atomic.replacing(path) as temporary:
+    with replacing(path) as temporary:
         sheet.save(temporary, format="PNG")
 
 

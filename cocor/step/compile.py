@@ -24,8 +24,8 @@ from cocor.distributed.collectives import World
 from cocor.step.cudagraph import RecordedStep
 from cocor.step.step import Metrics, TrainingStep
 from loaders.batch import Batch
-from loaders.cache import user_cache
 from loaders.errors import UserError
+from loaders.files import user_cache
 
 _log = logging.getLogger(__name__)
 Step = Callable[[Batch, Batch | None, int], Metrics]

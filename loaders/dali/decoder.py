@@ -1,4 +1,4 @@
-"""DALI at work: requests go into a pipeline, crops come out of it in the same order.
+"""Decoding by DALI: requests go into a pipeline, crops come out in the same order.
 
     requests -> file names and boxes (external source) -> io.file.read -> decoders.image -> C resizes -> stack -> torch
 
@@ -18,11 +18,11 @@ from torch import Tensor
 
 from loaders.dali.inputs import Feed, Request
 from loaders.dali.pipeline import build_pipeline, working
-from loaders.dali.recovery import Recovery
+from loaders.dali.recovery import recover
 from loaders.datasets.stored import StoredDataset
 from loaders.kernels.resize import resize_crops
-from loaders.pipeline.delivery import Delivery
 from loaders.pipeline.jobs import Job
+from loaders.pipeline.loader import PipelineLoader
 from loaders.pipeline.threads import DaemonPool
 
 GPU_BATCH = 512
@@ -33,30 +33,29 @@ _LARGEST_HINT = 6500  # pixels a side up to which the hardware decoder's memory 
 
 
 class DaliDecoder:
-    """Decodes the jobs of ``delivery``, one epoch at a time. ``hw_decoder_load``: see
+    """Decodes the jobs of ``loader``, one epoch at a time. ``hw_decoder_load``: see
     :class:`loaders.dali.loader.DaliLoader`.
 
     An epoch may be closed by another thread than the one that iterates over it.
     """
 
-    def __init__(self, delivery: Delivery, feed: Feed, hw_decoder_load: float) -> None:
-        self._delivery, self._feed, self._hw_decoder_load = delivery, feed, hw_decoder_load
-        self._recovery = Recovery(delivery, feed)
-        self._crops_by_dali = delivery.on_gpu or delivery.plan.filter != "bilinear"
+    def __init__(self, loader: PipelineLoader, feed: Feed, hw_decoder_load: float) -> None:
+        self._loader, self._feed, self._hw_decoder_load = loader, feed, hw_decoder_load
+        self._crops_by_dali = loader.on_gpu or loader.plan.filter != "bilinear"
         # A GPU decodes large batches faster than small ones, and DALI costs the host the same for either.
-        self._steps_at_once = -(-GPU_BATCH // delivery.order.local_batch_size) if delivery.on_gpu else 1
+        self._steps_at_once = -(-GPU_BATCH // loader.order.local_batch_size) if loader.on_gpu else 1
         self._pipeline: Any = None
         self._pool: DaemonPool  # of the open epoch
         self._requests: Iterator[Request] = iter(())
         self._again: deque[Request] = deque()  # to be made again after an error, before all others
         self._in_flight: deque[Request] = deque()
 
-    def pairs(self, epoch: int, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
-        """Jobs and their crops uint8 (B, C, S, S, 3) on the loader's device."""
-        threads = max(1, self._delivery.workers)
+    def crops(self, epoch: int, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
+        """Yield jobs and their crops uint8 (B, C, S, S, 3) on the loader's device."""
+        threads = max(1, self._loader.workers)
         with (
             DaemonPool(threads, "cocor-decode") as self._pool,
-            self._delivery.prefetch(self._requests_of(epoch, start_step), depth=_AHEAD + 1) as self._requests,
+            self._loader.prefetch(self._requests_of(epoch, start_step), depth=_AHEAD + 1) as self._requests,
             working(lambda: self._pipeline),
         ):
             try:
@@ -72,13 +71,13 @@ class DaliDecoder:
                 self._drain()
 
     def _requests_of(self, epoch: int, start_step: int) -> Generator[Request, None, None]:
-        jobs = self._delivery.jobs.epoch(epoch, start_step)
+        jobs = self._loader.jobs.epoch(epoch, start_step)
         while together := list(islice(jobs, self._steps_at_once)):
             yield self._feed.request(together, self._pool)
 
     def _run(self) -> Tensor | None:
-        """The crops of the oldest request in flight; None at the epoch's end."""
-        stream = torch.cuda.current_stream(self._delivery.device) if self._delivery.on_gpu else None
+        """Return the crops of the oldest request in flight; None at the epoch's end."""
+        stream = torch.cuda.current_stream(self._loader.device) if self._loader.on_gpu else None
         while True:
             try:
                 (output,) = self._pipeline.run(stream)
@@ -90,9 +89,9 @@ class DaliDecoder:
             self._start_anew(fault)
 
     def _crop(self, images: Any) -> Tensor:
-        """The crops of the oldest request's whole images, made in the pool's threads."""
-        request, size = self._in_flight[0], self._delivery.plan.size
-        crops = self._delivery.room(request.jobs[0])
+        """Cut the crops of the oldest request from its images, in the pool's threads."""
+        request, size = self._in_flight[0], self._loader.plan.size
+        crops = self._loader.room(request.jobs[0])
         out, boxes = crops.numpy(), request.boxes.astype(np.int32)
 
         def work(place: int) -> None:
@@ -106,15 +105,14 @@ class DaliDecoder:
         return crops
 
     def _start_anew(self, fault: Exception) -> None:
-        """Build a new pipeline and queue what was in flight when ``fault`` killed the last one. Raises what cannot be
-        mended."""
+        """Build a new pipeline and queue again what was in flight at ``fault``."""
         self._pipeline = None
         requests, self._in_flight = list(self._in_flight), deque()
-        self._again.extendleft(reversed(self._recovery.after(fault, requests, self._pool)))
+        self._again.extendleft(reversed(recover(self._loader, self._feed, fault, requests, self._pool)))
         self._pipeline = self._build()
 
     def _drain(self) -> None:
-        """Run DALI's queue empty and discard the results, so that the pipeline is ready for another epoch."""
+        """Run DALI's queue empty, so that the pipeline is ready for another epoch."""
         self._requests = iter(())
         self._again.clear()
         try:
@@ -128,7 +126,7 @@ class DaliDecoder:
         self._in_flight.clear()
 
     def _next_inputs(self) -> list[Any]:
-        """DALI's external source: files, then begin and end (y, x) of every crop's region."""
+        """Give DALI files, then begin and end (y, x) of every crop's region."""
         request = self._again.popleft() if self._again else next(self._requests)
         request = self._feed.renewed(request, self._pool)
         self._in_flight.append(request)
@@ -141,23 +139,23 @@ class DaliDecoder:
         return inputs
 
     def _build(self) -> Any:
-        on_gpu = self._delivery.on_gpu
+        on_gpu = self._loader.on_gpu
         return build_pipeline(
             self._next_inputs,
-            in_memory=isinstance(self._delivery.dataset, StoredDataset),
-            batch_size=self._steps_at_once * self._delivery.order.local_batch_size,
-            crops=self._delivery.plan.layout.crops,
-            size=self._delivery.plan.size,
-            filter=self._delivery.plan.filter if self._crops_by_dali else None,
-            threads=max(1, self._delivery.workers),
-            device_id=self._delivery.device.index if on_gpu else None,
+            in_memory=isinstance(self._loader.dataset, StoredDataset),
+            batch_size=self._steps_at_once * self._loader.order.local_batch_size,
+            crops=self._loader.plan.layout.crops,
+            size=self._loader.plan.size,
+            filter=self._loader.plan.filter if self._crops_by_dali else None,
+            threads=max(1, self._loader.workers),
+            device_id=self._loader.device.index if on_gpu else None,
             ahead=_AHEAD,
             gpu_decoder=self._gpu_options() if on_gpu else {},
         )
 
     def _gpu_options(self) -> dict[str, Any]:
-        """The hardware decoder's share, and room for the largest image, so that it does not stall later to grow."""
-        sizes = self._delivery.dataset.sizes[~self._feed.on_host]
+        """Set the hardware decoder's share, and room for the largest image at once."""
+        sizes = self._loader.dataset.sizes[~self._feed.on_host]
         height, width = np.minimum(sizes.max(axis=0, initial=1), _LARGEST_HINT).tolist()
         return {
             "hw_decoder_load": self._hw_decoder_load,

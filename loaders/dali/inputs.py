@@ -1,8 +1,7 @@
-"""DALI's input: for each image its file's name (or its bytes, if it is stored in a ``.beton`` file) and its boxes.
+"""Inputs of DALI: for each image its file's name, or its bytes, and its boxes.
 
-Some images are decoded on the host by :mod:`loaders.datasets.decode` and cropped there. DALI gets their crops side
-by side as
-raw pixels (PPM), in a memory file where it expects a name, and passes them on unchanged:
+Some images are decoded on the host by :mod:`loaders.datasets.decode` and cropped there. DALI gets their crops side by
+side as raw pixels (PPM), in a memory file where it expects a name, and passes them on unchanged:
 
 - those whose pixels depend on the decoder: alpha, 16 bits, CMYK and the like;
 - huge ones, one after the other, so that memory stays bounded on the host and on the GPU;
@@ -26,8 +25,8 @@ from numpy.typing import NDArray
 
 from loaders.datasets.stored import StoredDataset
 from loaders.errors import UnusableImage, UserError
-from loaders.pipeline.delivery import Delivery
 from loaders.pipeline.jobs import Job
+from loaders.pipeline.loader import PipelineLoader
 from loaders.text import printable
 from loaders.torch_loader import resized_crop
 
@@ -35,12 +34,13 @@ HOST_PIXELS = 50_000_000
 """A larger image is decoded on the host, GPU or not: the GPU's decoder would need hundreds of megabytes for it."""
 
 _SHOWN = 5  # names in a message
+_CHANGED = "changed since the data set was opened, so decoded by Pillow from now on"
 _log = logging.getLogger(__name__)
 _one_decode = Lock()
 
 
 class MemoryFile:
-    """``content`` in an anonymous file, closed with its last reference; errors call it ``name``."""
+    """``content`` in an anonymous file, closed with its last reference."""
 
     def __init__(self, content: NDArray[np.uint8], name: str) -> None:
         try:
@@ -83,23 +83,25 @@ class Request:
 
 
 class Feed:
-    """Makes requests of jobs. ``on_host`` bool (N,): the images of the data set that DALI must not decode."""
+    """Make requests of jobs; ``on_host`` bool (N,) are the images that DALI must not decode."""
 
-    def __init__(self, delivery: Delivery) -> None:
-        self._delivery = delivery
-        dataset = delivery.dataset
+    def __init__(self, loader: PipelineLoader) -> None:
+        self._loader = loader
+        dataset = loader.dataset
         self.pixels = dataset.sizes.astype(np.int64).prod(axis=1)
         huge = self.pixels > HOST_PIXELS
         self.on_host: NDArray[np.bool_] = ~dataset.plain | huge
-        self._log_huge(np.flatnonzero(huge))
+        self._report(logging.INFO, f"decoded on the CPU, for more than {HOST_PIXELS:,} pixels", np.flatnonzero(huge))
 
     def request(self, jobs: list[Job], pool: Executor, on_host: bool = False) -> Request:
-        """A request for ``jobs``, made in the threads of ``pool``, with all images decoded ``on_host`` or as few as
-        possible. Unusable images are skipped or raised, as the delivery's ``on_error`` says."""
-        dataset, size = self._delivery.dataset, self._delivery.plan.size
+        """Make a request for ``jobs`` in the threads of ``pool``, decoding all images ``on_host`` or as few as need be.
+
+        Unusable images are skipped or raised, as the loader's ``on_error`` says.
+        """
+        dataset, size = self._loader.dataset, self._loader.plan.size
         stored = isinstance(dataset, StoredDataset)
         while True:
-            jobs = [self._delivery.jobs.renewed(job) for job in jobs]
+            jobs = [self._loader.jobs.renewed(job) for job in jobs]
             index = np.concatenate([job.planned.index for job in jobs])
             boxes = np.concatenate([job.planned.boxes for job in jobs])
             changed = index[self._changed(index, pool)]
@@ -113,8 +115,8 @@ class Feed:
             if not faults:
                 break
             for place, fault in faults.items():
-                self._delivery.jobs.skip(int(index[place]), fault)
-        self._log_changed(changed)
+                self._loader.jobs.skip(int(index[place]), fault)
+        self._report(logging.WARNING, _CHANGED, changed)
         contents = {place: item for place, item in found.items() if not isinstance(item, UnusableImage)}
         boxes = boxes.astype(np.float32)
         boxes[host] = [(0, c * size, size, size) for c in range(boxes.shape[1])]
@@ -128,14 +130,14 @@ class Feed:
         return Request(jobs, files, boxes, sizes, on_host, list(kept.values()))
 
     def renewed(self, request: Request, pool: Executor) -> Request:
-        """``request`` without images that have turned out unusable since it was made."""
-        jobs = [self._delivery.jobs.renewed(job) for job in request.jobs]
+        """Renew ``request`` without images that have turned out unusable meanwhile."""
+        jobs = [self._loader.jobs.renewed(job) for job in request.jobs]
         same = all(new is old for new, old in zip(jobs, request.jobs, strict=True))
         return request if same else self.request(jobs, pool, request.on_host)
 
     def _content(self, index: int, boxes: NDArray[np.int32], host: bool) -> NDArray[np.uint8] | UnusableImage:
-        """The bytes of an image file that DALI is to decode: the stored one, or a PPM of the crops, side by side."""
-        dataset, plan = self._delivery.dataset, self._delivery.plan
+        """Make an image file for DALI: the stored bytes, or a PPM of the crops side by side."""
+        dataset, plan = self._loader.dataset, self._loader.plan
         try:
             if isinstance(dataset, StoredDataset) and not host:
                 return dataset.encoded(int(index))
@@ -147,45 +149,27 @@ class Feed:
         return np.frombuffer(b"P6 %d %d 255\n" % (crops.shape[1], plan.size) + crops.tobytes(), np.uint8)
 
     def _changed(self, index: NDArray[np.int64], pool: Executor) -> NDArray[np.bool_]:
-        """Which of the files have another length than when the data set was opened, or are no files any more."""
-        expected = self._delivery.dataset.file_sizes
+        """Find files that have another length than at the opening, or are no files any more."""
+        expected = self._loader.dataset.file_sizes
         if expected is None:
             return np.zeros(len(index), np.bool_)
-        paths = self._delivery.dataset.paths
+        paths = self._loader.dataset.paths
         lengths = pool.map(
-            lambda part: [_length(paths[i]) for i in part], np.array_split(index, max(1, self._delivery.workers))
+            lambda part: [_length(paths[i]) for i in part], np.array_split(index, max(1, self._loader.workers))
         )
         return np.fromiter(chain.from_iterable(lengths), np.int64, len(index)) != expected[index]
 
-    def _log_changed(self, changed: NDArray[np.int64]) -> None:
-        """Log the names of changed images, each once."""
-        dataset = self._delivery.dataset
-        new = dataset.incidents.untold("changed", [dataset.names[i] for i in changed])
+    def _report(self, level: int, topic: str, index: NDArray[np.int64]) -> None:
+        """Log ``topic`` with the names of the images ``index``, each once."""
+        dataset = self._loader.dataset
+        new = dataset.bad_samples.unreported(topic, [dataset.names[i] for i in index])
         if new:
-            shown = _listed([printable(name) for name in new])
-            _log.warning(f"changed since the data set was opened, so decoded by Pillow from now on: {shown}")
-
-    def _log_huge(self, huge: NDArray[np.int64]) -> None:
-        """Log the names of huge images, each once."""
-        dataset = self._delivery.dataset
-        new = set(dataset.incidents.untold("huge", [dataset.names[i] for i in huge]))
-        found = [i for i in huge if dataset.names[i] in new]
-        if found:
-            height_and_width = (dataset.sizes[i] for i in found)
-            shown = [
-                f"{printable(dataset.names[i])} ({width} x {height})"
-                for i, (height, width) in zip(found, height_and_width, strict=True)
-            ]
-            _log.info(f"decoded on the CPU, for more than {HOST_PIXELS:,} pixels: {_listed(shown)}")
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+            more = f" and {len(new) - _SHOWN:,} more" if len(new) > _SHOWN else ""
+            _log.log(level, f"{topic}: {', '.join(map(printable, new[:_SHOWN]))}{more}")
 
 
 def _length(path: str) -> int:
-    """Bytes of a file; -1 if there is none, or it is no regular file."""
+    """Return the bytes of a file; -1 if there is none, or it is no regular file."""
     try:
         status = os.stat(path)  # noqa: PTH116 (making a Path takes as long as the call)
     except OSError:

@@ -1,4 +1,4 @@
-"""The DALI loader: every file is read and decoded once, and every crop is a region-of-interest resize of that decode.
+"""DALI loader: every file is read and decoded once, every crop cut from that decode.
 
     plan -> file names and boxes (loaders.dali.inputs) -> DALI (loaders.dali.decoder) -> crops -> torch
 
@@ -13,26 +13,26 @@ from typing import Unpack
 
 from torch import Tensor
 
-from loaders.batch import Batch
 from loaders.dali import cuda_env
 from loaders.dali.decoder import GPU_BATCH, DaliDecoder
 from loaders.dali.inputs import Feed
 from loaders.dali.pipeline import load_dali
 from loaders.datasets.dataset import ImageDataset
-from loaders.pipeline.delivery import Delivery, DeliveryOptions
 from loaders.pipeline.jobs import Job
+from loaders.pipeline.loader import LoaderOptions, PipelineLoader
 from loaders.views.order import BatchOrder
 from loaders.views.plan import ViewPlan
 
 _OPEN_BATCHES = 8  # more than are in all queues together
 
 
-class DaliLoader:
-    """Batches of ``dataset`` as ``plan`` and ``order`` say, on ``device``.
+class DaliLoader(PipelineLoader):
+    """Batches decoded by ``workers`` threads of DALI.
 
-    ``workers`` is the number of DALI's threads, ``hw_decoder_load`` the share of JPEGs for the GPU's hardware decoder.
-    Other ``options``: :class:`DeliveryOptions`. UserError if DALI or the GPU is missing.
+    ``hw_decoder_load`` is the share of JPEGs for the GPU's hardware decoder. UserError if DALI or the GPU is missing.
     """
+
+    crops_in_background = False
 
     def __init__(
         self,
@@ -41,43 +41,32 @@ class DaliLoader:
         *,
         order: BatchOrder,
         hw_decoder_load: float = 0.65,
-        **options: Unpack[DeliveryOptions],
+        **options: Unpack[LoaderOptions],
     ) -> None:
         load_dali()
         _allow_open_files(_OPEN_BATCHES * max(order.local_batch_size, GPU_BATCH))
-        self._delivery = Delivery(dataset, plan, order, **options)
-        self._feed = Feed(self._delivery)
+        super().__init__(dataset, plan, order=order, **options)
+        self._feed = Feed(self)
         self._hw_decoder_load = hw_decoder_load
-        if self._delivery.on_gpu:
+        if self.on_gpu:
             cuda_env.advise()
         self._decoder: DaliDecoder | None = None
 
-    @property
-    def steps_per_epoch(self) -> int:
-        return self._delivery.order.steps
-
-    def epoch(self, e: int, start_step: int = 0) -> Generator[Batch, None, None]:
-        return self._delivery.deliver(self._pairs(e, start_step), in_background=False)
-
-    def reading(self) -> list[str]:
-        return self._delivery.reading()
-
-    def close(self) -> None:
-        self._delivery.close()
-        self._decoder = None
-
-    def _pairs(self, epoch: int, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
-        """Jobs and their crops uint8 (B, C, S, S, 3) on the loader's device."""
+    def crops(self, epoch: int, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
         # Taken while the epoch is open: if a hung disk keeps it from ending, the next epoch makes a decoder of its own.
-        decoder, self._decoder = self._decoder or DaliDecoder(self._delivery, self._feed, self._hw_decoder_load), None
+        decoder, self._decoder = self._decoder or DaliDecoder(self, self._feed, self._hw_decoder_load), None
         try:
-            yield from decoder.pairs(epoch, start_step)
+            yield from decoder.crops(epoch, start_step)
         finally:
             self._decoder = decoder
 
+    def close(self) -> None:
+        super().close()
+        self._decoder = None
+
 
 def _allow_open_files(count: int) -> None:
-    """Raise this process's soft limit by ``count`` open files, as far as its hard limit allows."""
+    """Raise this process's limit by ``count`` open files, as far as is allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + 1024
     if hard != resource.RLIM_INFINITY:

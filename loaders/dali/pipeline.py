@@ -1,4 +1,4 @@
-"""DALI's side of :mod:`loaders.dali.loader`: the import and its remedies, and the graph from file names to crops."""
+"""DALI's import, and its graph from file names to crops."""
 
 import atexit
 import importlib
@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from loaders.errors import UserError
-from loaders.lacking import lacking
+from loaders.errors import UserError, explain
 from loaders.views.plan import Filter
 
 _AT_EXIT = 2.0  # seconds; what has not ended by then ends with the process
@@ -22,7 +21,7 @@ _INSTALL = "pip install nvidia-dali-cuda130, or choose another --loader"
 
 
 def load_dali() -> Any:
-    """The module ``nvidia.dali``, 2.0 or newer. Raises :class:`UserError` with the command that installs it."""
+    """Import ``nvidia.dali``, 2.0 or newer. UserError with the command that installs it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -30,7 +29,7 @@ def load_dali() -> Any:
             for part in ("fn", "types"):
                 importlib.import_module(f"nvidia.dali.{part}")
     except ImportError as fault:
-        if lacking(fault):
+        if explain(fault):
             raise
         raise UserError(f"--loader dali needs NVIDIA DALI, which cannot be imported ({fault}): {_INSTALL}") from fault
     version = str(getattr(dali, "__version__", "unknown"))
@@ -52,7 +51,7 @@ def build_pipeline(
     ahead: int,
     gpu_decoder: dict[str, Any],
 ) -> Any:
-    """A pipeline with one output, the crops uint8 (C, S, S, 3) of each sample, on the GPU if there is a ``device_id``.
+    """Build a pipeline whose one output is each sample's crops uint8 (C, S, S, 3), on the GPU ``device_id`` if given.
 
     ``source`` gives a batch's file names (bytes as uint8), or the files' bytes if they are ``in_memory``, and then, for
     each crop, the begin and the end (y, x) of its region, float32 (B, 2) in pixels. Without a ``filter`` the output is
@@ -105,7 +104,7 @@ def build_pipeline(
 
 @contextmanager
 def working(pipeline: Callable[[], Any]) -> Iterator[None]:
-    """While open, the pipeline that ``pipeline()`` returns may be stuck in a read without keeping the process alive."""
+    """Let the pipeline that ``pipeline()`` returns be stuck in a read at the exit."""
     atexit.unregister(_end_working)
     atexit.register(_end_working)  # registered after DALI's own hook, so it runs before that
     _working.append(pipeline)
@@ -116,8 +115,7 @@ def working(pipeline: Callable[[], Any]) -> Iterator[None]:
 
 
 def _end_working() -> None:
-    """DALI's own exit hook shuts down all pipelines and waits for their threads without limit. Wait a moment here, then
-    hide the stuck ones from DALI."""
+    """Wait a moment for stuck pipelines, then hide them from DALI's exit hook, which would wait without limit."""
     pipelines = [found for pipeline in list(_working) if (found := pipeline()) is not None]
     threads = [threading.Thread(target=pipeline._shutdown, daemon=True) for pipeline in pipelines]
     for thread in threads:
@@ -130,8 +128,7 @@ def _end_working() -> None:
 
 
 def undecodable(files: Iterable[np.ndarray], sizes: np.ndarray) -> list[int]:
-    """The places of those ``files`` (their bytes, uint8) that DALI cannot decode on the CPU to images of ``sizes``
-    (N, 2) = (height, width)."""
+    """Find those of ``files`` (bytes uint8) that DALI's CPU decoder fails on, or gives other ``sizes`` (N, 2)."""
     dali = load_dali()
     fn = dali.fn
 

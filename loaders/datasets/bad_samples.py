@@ -1,5 +1,7 @@
-"""Problems with a data set's images that show while loaders run. A data set and its subsets share one record, so that
-each problem is logged once per image, however many loaders, threads and epochs meet it.
+"""Bad samples of a data set: images that turn out unusable, or otherwise faulty, while loaders run.
+
+A data set and its subsets share one record, so that each fault is logged once per image, however many loaders, threads
+and epochs meet it.
 """
 
 import logging
@@ -9,26 +11,29 @@ from threading import Lock
 _log = logging.getLogger(__name__)
 
 
-class Incidents:
+class BadSamples:
     """The images that cannot be used at present, and those already reported, by name."""
 
     def __init__(self) -> None:
         self._unusable: set[str] = set()
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
         self._lock = Lock()
+
+    def __reduce__(self) -> tuple[type["BadSamples"], tuple[()]]:
+        return BadSamples, ()  # a data set that is sent to another process starts anew there
 
     @property
     def unusable(self) -> frozenset[str]:
-        """The names of the images that cannot be used at present."""
+        """Name the images that cannot be used at present."""
         with self._lock:
             return frozenset(self._unusable)
 
     def skip(self, name: str, why: str) -> None:
-        """Note that ``name`` cannot be used; ``why`` (a line that names it) is logged the first time."""
+        """Note that ``name`` cannot be used, and log ``why`` (a line with it) the first time."""
         with self._lock:
             self._unusable.add(name)
             count = len(self._unusable)
-        if self.untold("unusable", [name]):
+        if self.unreported("unusable", [name]):
             _log.warning(f"{why}; skipped: another image takes its place ({count:,} so far)")
 
     def restore(self, name: str) -> None:
@@ -36,9 +41,9 @@ class Incidents:
         with self._lock:
             self._unusable.discard(name)
 
-    def untold(self, topic: str, names: Sequence[str]) -> list[str]:
-        """Those of ``names`` not yet reported under ``topic``; from now on they count as reported."""
+    def unreported(self, topic: str, names: Sequence[str]) -> list[str]:
+        """Pick those of ``names`` not yet reported under ``topic``, and take them as reported."""
         with self._lock:
-            new = [name for name in names if (topic, name) not in self._told]
-            self._told.update((topic, name) for name in new)
+            new = [name for name in names if (topic, name) not in self._reported]
+            self._reported.update((topic, name) for name in new)
         return new

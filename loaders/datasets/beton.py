@@ -1,11 +1,10 @@
-"""FFCV's file format (``.beton``, version 2), read and described without FFCV.
+"""File format of FFCV (``.beton``, version 2), read and described without FFCV.
 
     header · field descriptors · one row a sample · stored images · cocor's index · allocation table
 
-A file made by ``cocor-prep`` carries a :class:`loaders.datasets.manifest.Record` between images and allocation
-table; the
-otherwise unused arguments of the image field say where. FFCV's own loader ignores it, and a file without it (made by
-FFCV's writer) is read as well, with numbers for names and classes.
+A file made by ``cocor-prep`` carries a :class:`loaders.datasets.manifest.Record` between images and allocation table;
+the otherwise unused arguments of the image field say where. FFCV's own loader ignores it, and a file without it (made
+by FFCV's writer) is read as well, with numbers for names and classes.
 
 The layout follows the published format; a test holds it against FFCV's own reader.
 """
@@ -26,7 +25,7 @@ import numpy.typing as npt
 
 from loaders.datasets.manifest import Record
 from loaders.errors import UnusableImage, UserError
-from loaders.regular import open_regular
+from loaders.files import open_regular
 from loaders.text import printable
 
 VERSION = 2
@@ -101,12 +100,12 @@ class Beton:
         return np.stack([self.table["height"], self.table["width"]], axis=1).astype(np.int32)
 
     def read(self, index: int) -> memoryview:
-        """The stored bytes of an image (a JPEG file, or height x width x 3 pixels in raw mode), not copied."""
+        """Return the stored bytes, not copied: a JPEG file, or height x width x 3 pixels in raw mode."""
         start = int(self.table["data_ptr"][index])
         return memoryview(self.data)[start : start + int(self.sizes_in_bytes[index])]
 
     def check(self, index: int) -> None:
-        """Raise :class:`UnusableImage` naming file and image if the stored bytes are not those that were written."""
+        """Check an image's stored bytes. UnusableImage, naming file and image, if they differ."""
         if self.record is not None and zlib.crc32(self.read(index)) != int(self.record.crcs[index]):
             raise UnusableImage(
                 f"{printable(self.root)}: {printable(self.names[index])} (image {index}) is damaged: "
@@ -115,12 +114,12 @@ class Beton:
 
 
 def is_beton(path: str | os.PathLike[str]) -> bool:
-    """Whether a path names a ``.beton`` file (by its suffix, so that a damaged file is reported as one)."""
+    """Tell whether a path names a ``.beton`` file, damaged or not, by its suffix."""
     return Path(path).suffix.lower() == ".beton"
 
 
 def open_beton(path: str | os.PathLike[str]) -> Beton:
-    """Open a file, checking that it is complete. Raises :class:`UserError` naming it otherwise."""
+    """Open a file and check that it is complete. UserError naming it if not."""
     place = Path(path)
     try:
         with open_regular(place, "a .beton file") as file:
@@ -189,7 +188,7 @@ def _check_labels(path: Path, labels: np.ndarray, record: Record | None) -> None
 
 
 def field_descriptors(record_at: tuple[int, int]) -> np.ndarray:
-    """FIELD (2,): an RGB image and an integer label; ``record_at`` is offset and length of the record."""
+    """Describe an RGB image and an integer label: FIELD (2,); the record lies at (offset, length)."""
     fields = np.zeros(2, FIELD)
     kinds: Mapping[str, int] = dict(zip(FIELD_NAMES, (IMAGE_FIELD, INT_FIELD), strict=True))
     for field, (name, kind) in zip(fields, kinds.items(), strict=True):

@@ -1,4 +1,4 @@
-"""A data set of image files: which files, which labels, which sizes. Opened once, then a set of plain arrays.
+"""Data set of image files: their names, labels and sizes, as plain arrays.
 
 ``open_folder`` accepts class folders (``root/class/.../image``) and flat folders with or without a label file. Classes
 are sorted as plain text, so "10" comes before "2"; a class's label is its place in that order. Every loader and every
@@ -8,24 +8,26 @@ command reads the order from here.
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from loaders.datasets.bad_samples import Incidents
+from loaders.cpus import available_cores
+from loaders.datasets.bad_samples import BadSamples
 from loaders.datasets.decode import EncodedImage, ImageFile
 from loaders.datasets.folder import Listing, list_folder
 from loaders.datasets.labels import read_labels, read_names
 from loaders.datasets.layout import refuse_shards, refuse_what_is_no_class
 from loaders.datasets.size_index import size_index
 from loaders.errors import UserError
-from loaders.text import available_cores, printable
+from loaders.text import printable
 
 OnError = Literal["stop", "skip"]
+SHARED: dict[str, bool] = {"shared": True}  # metadata of a field that has no value per image
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,23 +41,27 @@ class ImageDataset:
     - ``skipped``: (name, reason) of the files left out.
     - ``file_sizes`` int64 (N,): bytes of every file when the set was opened, by which DALI's loader sees that one has
       changed; None for images that are no files of their own.
-    - ``incidents``: problems that loaders have met since; shared with subsets.
+    - ``bad_samples``: problems that loaders have met since; shared with subsets.
     """
 
-    root: Path
+    root: Path = field(metadata=SHARED)
     names: list[str]
     labels: npt.NDArray[np.int64]
-    classes: list[str]
+    classes: list[str] = field(metadata=SHARED)
     sizes: npt.NDArray[np.int32]
     plain: npt.NDArray[np.bool_]
-    skipped: tuple[tuple[str, str], ...] = ()
+    skipped: tuple[tuple[str, str], ...] = field(default=(), metadata=SHARED)
     file_sizes: npt.NDArray[np.int64] | None = None
-    incidents: Incidents = field(default_factory=Incidents, kw_only=True)
+    bad_samples: BadSamples = field(default_factory=BadSamples, kw_only=True, metadata=SHARED)
 
     def __post_init__(self) -> None:
-        columns = (self.labels, self.sizes, self.plain, self.file_sizes)
-        if any(column is not None and len(column) != len(self.names) for column in columns):
-            raise ValueError(f"{len(self.names)} names, but {[None if c is None else len(c) for c in columns]} values")
+        lengths = {name: len(column) for name, column in self._columns().items() if column is not None}
+        if any(length != len(self.names) for length in lengths.values()):
+            raise ValueError(f"fields of different lengths: {lengths}")
+
+    def _columns(self) -> dict[str, Any]:
+        """Collect the fields with a value per image."""
+        return {part.name: getattr(self, part.name) for part in fields(self) if not part.metadata.get("shared")}
 
     def __len__(self) -> int:
         return len(self.names)
@@ -68,29 +74,37 @@ class ImageDataset:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over names, labels, classes and sizes: equal for equal data sets, wherever they lie."""
+        """SHA-256 over names, labels, classes and sizes, wherever the images lie."""
         digest = hashlib.sha256("\0".join(self.classes).encode("utf-8", "surrogateescape"))
         digest.update(b"\0\0" + b"\0".join(os.fsencode(name) for name in self.names) + b"\0")
         digest.update(np.ascontiguousarray(self.labels).tobytes() + np.ascontiguousarray(self.sizes).tobytes())
         return digest.hexdigest()
 
     def image(self, index: int) -> EncodedImage:
-        """Where image ``index`` is; its ``decode`` gives the pixels."""
+        """Say where image ``index`` is; its ``decode`` gives the pixels."""
         height, width = self.sizes[index].tolist()
         return ImageFile(self.paths[index], (width, height))
 
-    def subset(self, indices: Sequence[int] | npt.NDArray[np.integer]) -> "ImageDataset":
-        """The images ``indices`` in that order, with the same classes."""
+    def subset(self, indices: Sequence[int] | npt.NDArray[np.integer]) -> Self:
+        """Take the images ``indices`` in that order, with the same classes."""
         chosen = np.asarray(indices, np.int64)
-        return replace(
-            self,
-            names=[self.names[i] for i in chosen],
-            labels=self.labels[chosen],
-            sizes=self.sizes[chosen],
-            plain=self.plain[chosen],
-            skipped=(),
-            file_sizes=None if self.file_sizes is None else self.file_sizes[chosen],
-        )
+        columns = self._columns()
+        for name, column in columns.items():
+            if column is not None:
+                columns[name] = [column[i] for i in chosen] if isinstance(column, list) else column[chosen]
+        return replace(self, skipped=(), **columns)
+
+    def joined(self, other: Self) -> Self:
+        """Join two subsets of one data set. What is not per image is the first's."""
+        columns, others = self._columns(), other._columns()
+        for name, column in columns.items():
+            if column is None or others[name] is None:
+                columns[name] = None
+            else:
+                columns[name] = (
+                    [*column, *others[name]] if isinstance(column, list) else np.concatenate([column, others[name]])
+                )
+        return replace(self, **columns)
 
 
 def open_folder(
@@ -137,11 +151,10 @@ def open_folder(
 
 
 def read_label_split(path: str | os.PathLike[str], dataset: ImageDataset) -> npt.NDArray[np.int64]:
-    """The images of ``dataset`` listed in the text file ``path``, one relative name a line: int64 (M,), in its order.
+    """Find the images listed in a text file, one relative name a line: int64 (M,), in its order.
 
     A list made for another form of the same images will do (see :class:`loaders.datasets.labels.NameLookup`). Every
-    listed image
-    must have a label. Raises :class:`UserError` naming file and line.
+    listed image must have a label. Raises :class:`UserError` naming file and line.
     """
     label_of = [dataset.classes[label] if label >= 0 else None for label in dataset.labels]
     places = np.array(read_names(Path(path), dataset.names, label_of), np.int64)
@@ -179,7 +192,7 @@ def _same_file(path: Path, other: Path) -> bool:
 
 
 def _labels(listing: Listing, path: str | os.PathLike[str] | None) -> tuple[dict[int, str], dict[str, str]]:
-    """The label of each image by its place, and faults by name: images that lack a label, labels that lack an image."""
+    """Find labels by image place, and faults by name: images without label, labels without image."""
     names = listing.names
     if path is not None:
         labels, unknown = read_labels(Path(path), names)

@@ -1,4 +1,4 @@
-"""The reference decoder: from image bytes to upright RGB pixels. Every loader's pixels are tested against it.
+"""Reference decoder: from image bytes to upright RGB pixels.
 
 - The first frame of any of :data:`FORMATS`; never more than :data:`MAX_PIXELS`, nor than two gigabytes of memory.
 - Turned upright by the EXIF (or XMP) orientation found in the file's header.
@@ -18,9 +18,8 @@ from typing import BinaryIO, Protocol
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-from loaders.errors import UnusableImage, UserError
-from loaders.lacking import no_fault_of_a_file
-from loaders.regular import without_waiting
+from loaders.errors import UnusableImage, UserError, no_fault_of_a_file
+from loaders.files import without_waiting
 from loaders.text import printable
 
 MAX_PIXELS = 178_000_000
@@ -48,7 +47,7 @@ _JPEG = ("JPEG", "MPO")
 
 
 class ImageFault(Exception):
-    """Why one file is not a usable image; the message leaves the file's name to the caller."""
+    """Why a file is not a usable image; the caller adds the file's name."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class EncodedImage(Protocol):
 
 @dataclass(frozen=True)
 class ImageFile:
-    """A file of a data set, and the size (width, height) that its image had when the data set was opened."""
+    """A file, and the size (width, height) of its image when the data set was opened."""
 
     path: str
     size: tuple[int, int]
@@ -111,7 +110,7 @@ def decode(path: str | os.PathLike[str]) -> Image.Image:
 
 
 def decode_file(file: BinaryIO) -> Image.Image:
-    """The image in ``file``, upright, mode RGB. Raises :class:`ImageFault`."""
+    """Decode the image in ``file``, upright, mode RGB. Raises :class:`ImageFault`."""
     with _open(file) as image:
         turn = _UPRIGHT.get(_orientation(image))
         try:
@@ -127,7 +126,7 @@ def decode_file(file: BinaryIO) -> Image.Image:
 
 
 def read_header(file: BinaryIO) -> Header:
-    """Upright size and kind of the image in ``file``; reads no pixels. Raises :class:`ImageFault`."""
+    """Read upright size and kind of the image in ``file``. Raises :class:`ImageFault`."""
     with _open(file) as image:
         orientation = _orientation(image)
         width, height = image.size[::-1] if orientation >= 5 else image.size
@@ -158,13 +157,13 @@ def _open(file: BinaryIO) -> Image.Image:
 
 @cache
 def _formats() -> list[str]:
-    """Those of FORMATS that this build of Pillow reads."""
+    """List those of FORMATS that this build of Pillow reads."""
     Image.init()
     return [name for name in FORMATS if name in Image.OPEN]
 
 
 def _orientation(image: Image.Image) -> int:
-    """The orientation tag in the header, 1 to 8; 0 where it is unreadable, which leaves the image as it is stored."""
+    """Read the header's orientation tag, 1 to 8; 0 where it is unreadable: as it is stored."""
     if image.format == "TIFF":  # Pillow turns these itself, in the header's size as well
         return 1
     try:
@@ -190,7 +189,7 @@ def _is_plain(image: Image.Image, orientation: int) -> bool:
 
 
 def has_stray_bytes(file: BinaryIO) -> bool:
-    """Whether something lies between the segments of a JPEG's header, which Pillow and libjpeg step over."""
+    """Look for bytes between a JPEG's header segments, which libjpeg steps over."""
     at = 2
     while True:
         file.seek(at)
@@ -203,7 +202,7 @@ def has_stray_bytes(file: BinaryIO) -> bool:
 
 
 def exif_segments(image: Image.Image) -> int:
-    """How many EXIF segments a JPEG's header has; further ones are off-standard."""
+    """Count the EXIF segments of a JPEG's header; further ones are off-standard."""
     return sum(name == "APP1" and data[:5] == b"Exif\0" for name, data in getattr(image, "applist", ()))
 
 
@@ -243,7 +242,7 @@ def _scale_16_bits(grey: np.ndarray) -> Image.Image:
 
 
 def describe(fault: Exception) -> str:
-    """What is wrong, in one line without the file's name."""
+    """Say what is wrong, in one line without the file's name."""
     return (isinstance(fault, OSError) and fault.strerror) or _first_line(fault)
 
 

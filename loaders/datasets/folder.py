@@ -1,4 +1,4 @@
-"""Which files a folder offers as images: a walk that hides what is hidden and follows every link once.
+"""Folder walk: hides what is hidden and follows every link once.
 
 Hidden names (a leading dot) and the housekeeping of operating systems are no samples and no classes. A link is followed
 if what it points to is not already part of the folder, so that loops end and each real file counts once; dangling
@@ -27,7 +27,7 @@ class Listing:
 
 
 def list_folder(root: str) -> Listing:
-    """Everything visible below ``root``, sorted by folder in the root and then by name, as plain text."""
+    """List everything visible below ``root``, sorted by folder in it, then by name."""
     listing = Listing()
     real_root = os.path.realpath(root)
     folders = {real_root}
@@ -59,18 +59,18 @@ def list_folder(root: str) -> Listing:
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a file or folder of this name is no part of a data set."""
+    """Tell whether a file or folder of this name is no part of a data set."""
     return name.startswith(".") or name in _HOUSEKEEPING
 
 
 def sort_key(name: str) -> tuple[str, str]:
-    """(folder in the root or nothing, the rest)."""
+    """Return (folder in the root or nothing, the rest)."""
     top, slash, rest = name.partition("/")
     return (top, rest) if slash else ("", name)
 
 
 def _walk(root: str, top: str, listing: Listing, folders: set[str]) -> Iterator[str]:
-    """Add the files below ``top`` to ``listing`` and their folders to ``folders``; yield the links met on the way."""
+    """Add files below ``top`` to ``listing``, their folders to ``folders``; yield links met."""
     pending = [top]
     while pending:
         folder = pending.pop()

@@ -1,4 +1,4 @@
-"""Text files about images: labels of a flat folder, and lists that pick images of a data set.
+"""Labels: text files that give or list them, ImageNet's own lists, the labelled split.
 
 Names are relative to the data set's folder, "/" between folders; where a file of the same last name is unique, that
 name alone will do (the published ImageNet lists have no folders). Suffixes of image files matter only where names
@@ -12,23 +12,27 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-from loaders.datasets.ilsvrc import ilsvrc_labels
+import numpy as np
+import numpy.typing as npt
+
 from loaders.errors import UserError
-from loaders.regular import open_regular
+from loaders.files import open_regular
 from loaders.text import bare, printable
 
 LARGEST_LIST = 1 << 30
 """Bytes: more than a list of the largest data sets takes."""
 
 _HEADER_NAMES = frozenset({"file", "filename", "file_name", "image", "imageid", "name", "path"})
-
+_KAGGLE_HEADER = "ImageId,PredictionString"
+_MOST_DIGITS = 9
+_SPLIT_STREAM = 0xFFFFFFFE  # apart from every crop, view and order
 
 _Way = Literal["whole", "class first", "last"]
 _WAYS: tuple[_Way, ...] = get_args(_Way)
 
 
 class NameLookup:
-    """Finds images by relative name or, where that is unique, by last name, with or without the suffixes.
+    """Find images by relative name or, where unique, last name, suffixes or not.
 
     ``label_of`` are the images' class names, if they have any: ``class/name`` then means the image ``name`` of a flat
     folder as well, since cocor-prep sorts such images into class folders (:func:`class_first`).
@@ -39,7 +43,7 @@ class NameLookup:
         self._places: dict[tuple[_Way, bool], dict[str, int | None]] = {}
 
     def find(self, name: str) -> int | None:
-        """The image's place, or None."""
+        """Return the image's place, or None."""
         name = name.removeprefix("./")
         given = [name]
         if bare(name) != name:
@@ -55,7 +59,7 @@ class NameLookup:
         return next((place for place in places if place is not None), None)
 
     def _by(self, way: _Way, stripped: bool) -> dict[str, int | None]:
-        """Places by one kind of name, made when first needed: a million names take their time and memory."""
+        """Index places by one kind of name when first needed: a million take time and memory."""
         if (way, stripped) not in self._places:
             kinds: dict[_Way, Iterable[str]] = {
                 "whole": self._names,
@@ -68,7 +72,7 @@ class NameLookup:
 
 
 def class_first(name: str, label: str | None) -> str:
-    """The name of an image in a prepared set: first the folder of its class, if it has one, then no other folder."""
+    """Name an image as a prepared set does: first the folder of its class, then no other."""
     if label is not None and name.startswith(f"{label}/"):
         return name
     flat = name.replace("/", "_")
@@ -76,7 +80,7 @@ def class_first(name: str, label: str | None) -> str:
 
 
 def _unique(names: Iterable[str]) -> dict[str, int | None]:
-    """The place of each name; None for those that occur more than once."""
+    """Find the place of each name; None for those that occur more than once."""
     places: dict[str, int | None] = {}
     for place, name in enumerate(names):
         places[name] = None if name in places else place
@@ -84,7 +88,7 @@ def _unique(names: Iterable[str]) -> dict[str, int | None]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number, text) of the lines that are neither blank nor comments. Undecodable bytes become surrogate escapes."""
+    """Yield (number, text) of the lines that are neither blank nor comments; bad bytes as surrogate escapes."""
     with open_regular(path, "a text file") as file:
         if os.fstat(file.fileno()).st_size > LARGEST_LIST:
             raise UserError(f"{printable(path)}: too large for a list; give a text file with a line an image")
@@ -98,15 +102,13 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_labels(path: Path, names: Sequence[str]) -> tuple[dict[int, str], list[tuple[str, str]]]:
-    """Labels by image place, and (name, reason) of lines about images that are not there.
+    """Read labels by image place, and (name, reason) of lines without an image.
 
-    A line is ``name,label``, ``name<TAB>label`` or ``name label``; a header line is allowed. ImageNet's official
-    validation lists are read as well (:mod:`loaders.datasets.ilsvrc`). A file without a label of any image is
-    refused: its names
-    or its form are others, and no image is to blame.
+    A line is ``name,label``, ``name<TAB>label`` or ``name label``; a header line is allowed. So are ImageNet's two
+    official validation lists. A file without a label of any image is refused: no image is to blame for it.
     """
     lines = list(read_lines(path))
-    official = ilsvrc_labels(path, lines, names)
+    official = _imagenet_labels(path, lines, names)
     labels, unknown = (official, []) if official is not None else _plain_labels(path, lines, names)
     if names and not labels:
         raise UserError(
@@ -142,7 +144,7 @@ def _plain_labels(
 
 
 def _splits(line: str) -> Iterator[tuple[str, str]]:
-    """The ways to read a line as (name, label), since a name may itself hold blanks or commas."""
+    """Yield the ways to read a line as (name, label); a name may hold blanks or commas."""
     for separator in ("\t", ",", None):
         parts = line.rsplit(separator, 1)
         if len(parts) == 2:
@@ -150,7 +152,7 @@ def _splits(line: str) -> Iterator[tuple[str, str]]:
 
 
 def read_names(path: Path, names: Sequence[str], label_of: Sequence[str | None] = ()) -> list[int]:
-    """Places of the images listed in ``path``, one name a line, in the list's order; see :class:`NameLookup`."""
+    """Find the images listed in ``path``, one name a line, in its order; see :class:`NameLookup`."""
     lookup = NameLookup(names, label_of)
     line_of: dict[int, int] = {}
     for number, line in read_lines(path):
@@ -168,3 +170,80 @@ def read_names(path: Path, names: Sequence[str], label_of: Sequence[str | None] 
     if not line_of:
         raise UserError(f"{printable(path)}: lists no images; write one name a line")
     return list(line_of)
+
+
+def _imagenet_labels(path: Path, lines: Sequence[tuple[int, str]], names: Sequence[str]) -> dict[int, str] | None:
+    """Read ImageNet's own lists: classes by image place; None if ``lines`` are no such list.
+
+    The competition site's ``LOC_val_solution.csv`` has names without suffix, the class first in a field of boxes. The
+    development kit's ``ILSVRC2012_validation_ground_truth.txt`` has a number a line, in the order of the file names.
+    """
+    if lines and lines[0][1].strip() == _KAGGLE_HEADER:
+        return _kaggle(path, lines[1:], names)
+    if lines and all(text.strip().isdecimal() for _, text in lines):
+        return _devkit(path, lines, names)
+    return None
+
+
+def _kaggle(path: Path, lines: Sequence[tuple[int, str]], names: Sequence[str]) -> dict[int, str]:
+    places = {Path(name).stem: i for i, name in enumerate(names)}
+    labels: dict[int, str] = {}
+    for number, text in lines:
+        name, _, boxes = text.partition(",")
+        if not boxes.split():
+            raise UserError(f"{printable(path)}:{number}: no class; expected 'name,class x y x y'")
+        if name in places:
+            labels[places[name]] = boxes.split()[0]
+    return labels
+
+
+def _devkit(path: Path, lines: Sequence[tuple[int, str]], names: Sequence[str]) -> dict[int, str]:
+    if len(lines) != len(names):
+        raise UserError(
+            f"{printable(path)}: {len(lines):,} numbers for {len(names):,} images; "
+            "a list without names needs one line an image"
+        )
+    # The numbers are the kit's own: taken for places among the sorted class names they leave an accuracy of 0.1 %.
+    classes = _devkit_classes(path)
+    labels: dict[int, str] = {}
+    by_name = sorted(range(len(names)), key=lambda i: names[i])
+    for (number, text), place in zip(lines, by_name, strict=True):
+        digits = text.strip()
+        if len(digits) > _MOST_DIGITS or int(digits) not in classes:
+            raise UserError(f"{printable(path)}:{number}: {digits[:20]} is not a class number of meta.mat")
+        labels[place] = classes[int(digits)]
+    return labels
+
+
+def _devkit_classes(path: Path) -> dict[int, str]:
+    meta = path.parent / "meta.mat"
+    if not meta.is_file():
+        raise UserError(
+            f"{printable(path)}: the development kit's numbers mean nothing without its meta.mat; "
+            "put that beside this file, or use a list of 'name class' lines"
+        )
+    try:
+        from scipy.io import loadmat
+    except ImportError as fault:
+        raise UserError(f"{printable(meta)}: reading it needs scipy: pip install scipy") from fault
+    try:
+        rows = loadmat(str(meta), squeeze_me=True)["synsets"]
+        return {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in rows}
+    except Exception as fault:  # scipy raises many kinds on foreign files
+        raise UserError(f"{printable(meta)}: not readable as the development kit's meta.mat ({fault})") from fault
+
+
+def stratified_split(labels: npt.NDArray[np.int64], fraction: float, seed: int) -> npt.NDArray[np.int64]:
+    """Choose ``fraction`` of every class in ``labels`` (N,): places int64 (M,), ascending.
+
+    Of a class of n images ``round(fraction * n)`` (half rounded up), at least one, are chosen: the first ones in an
+    order that depends on ``seed`` and place alone, so that a smaller fraction's images are among a larger one's.
+    """
+    from loaders.views.philox import sort_keys  # loads numba, which commands that only read lists do without
+
+    order = np.lexsort((sort_keys(seed, 0, len(labels), _SPLIT_STREAM), labels))
+    classes, first, counts = np.unique(labels[order], return_index=True, return_counts=True)
+    wanted = np.maximum(1, np.floor(fraction * counts + 0.5).astype(np.int64))
+    known = classes >= 0
+    taken = [order[start : start + count] for start, count in zip(first[known], wanted[known], strict=True)]
+    return np.sort(np.concatenate(taken)).astype(np.int64) if taken else np.empty(0, np.int64)

@@ -21,13 +21,13 @@ _LOOKED_AT = 20  # folders and names, where a guess is enough
 
 
 def find_split(folder: Path, names: Sequence[str]) -> Path | None:
-    """The first existing folder of these ``names`` in ``folder``, else the first existing ``.beton`` file."""
+    """Find the first of the folders ``names`` in ``folder``, else of the ``.beton`` files."""
     files = (folder / f"{name}.beton" for name in names)
     return next((path for path in (*map(folder.joinpath, names), *files) if path.exists()), None)
 
 
 def training_splits(folder: Path) -> tuple[Path, Path] | None:
-    """What ``folder`` holds for training and for validation (``val``, else ``test``); None unless it has both."""
+    """Find ``folder``'s splits for training and for validation (``val``, else ``test``), or None."""
     train, held_out = find_split(folder, TRAIN), find_split(folder, VAL) or find_split(folder, TEST)
     return None if train is None or held_out is None else (train, held_out)
 
@@ -60,7 +60,7 @@ def refuse_what_is_no_class(root: Path, listing: Listing) -> None:
 
 
 def refuse_shards(path: Path, names: Sequence[str]) -> None:
-    """Raise :class:`UserError` with the command that helps if all ``names`` at ``path`` are tars or parquet shards."""
+    """Raise :class:`UserError` if all ``names`` at ``path`` are tars or parquet shards."""
     if names and all(name.endswith(_SHARDS) for name in names):
         raise UserError(
             f"{printable(path)}: tars and parquet shards are no images; "
@@ -69,7 +69,7 @@ def refuse_shards(path: Path, names: Sequence[str]) -> None:
 
 
 def folder_above(root: Path) -> Path | None:
-    """The folder of classes that the flat folder ``root`` seems to be only one of; None if it does not."""
+    """Find the folder of classes of which the flat folder ``root`` seems to be one."""
     if not root.is_dir():
         return None
     here = root.absolute()
@@ -83,7 +83,7 @@ def folder_above(root: Path) -> Path | None:
 
 
 def _holds_only_images(folder: str) -> bool:
-    """Whether the first few visible names in ``folder``, of which there must be some, are those of images."""
+    """Tell whether the first few visible names in ``folder`` are those of images."""
     with os.scandir(folder) as entries:
         first = list(islice((entry for entry in entries if not is_hidden(entry.name)), _LOOKED_AT))
     return bool(first) and all(bare(entry.name) != entry.name and entry.is_file() for entry in first)

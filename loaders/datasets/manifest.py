@@ -1,4 +1,4 @@
-"""The record of a prepared data set: settings, classes, counts, and every image's name, label, size and checksum.
+"""Record of a prepared data set: settings, classes, and every image's name, label, size and checksum.
 
 One block of bytes, stored inside a ``.beton`` file or as the hidden file ``.cocor-prep`` of a prepared folder:
 
@@ -91,7 +91,7 @@ class Record:
 
 
 def read_folder_record(folder: Path) -> Record | None:
-    """The record of a folder that cocor-prep made; None for any other folder."""
+    """Read the record of a folder that cocor-prep made; None for any other folder."""
     place = folder / FOLDER_RECORD
     return Record.from_bytes(place.read_bytes(), place) if place.is_file() else None
 

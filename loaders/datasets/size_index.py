@@ -1,4 +1,4 @@
-"""The size index of a folder: upright height and width of every image, since crop boxes are drawn before decoding.
+"""Size index of a folder: upright height and width of every image, for crop boxes.
 
 A parallel scan reads the headers once (and the ends, where truncation shows), and so finds most unusable files before
 training starts. The result is cached beside the data, or in the user's cache folder if that is read-only, under a key
@@ -20,12 +20,11 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from loaders.cache import user_cache
 from loaders.datasets.decode import MAX_PIXELS, Header, ImageFault, decode_file, describe, read_header
 from loaders.datasets.folder import Listing
-from loaders.lacking import no_fault_of_a_file
+from loaders.errors import no_fault_of_a_file
+from loaders.files import open_regular, user_cache, without_waiting
 from loaders.progress import track
-from loaders.regular import open_regular, without_waiting
 
 CACHE_NAME = ".cocor-index.npz"
 
@@ -47,7 +46,7 @@ class SizeIndex:
 
 
 def size_index(root: Path, listing: Listing, workers: int, quiet: bool = False) -> SizeIndex:
-    """The index of the files in ``listing``, from the cache if that is up to date."""
+    """Index the files in ``listing``, from the cache if that is up to date."""
     key = _key(listing)
     beside, own = root / CACHE_NAME, _user_cache(root)
     for place in (beside, own):
@@ -79,7 +78,7 @@ def _scan(root: Path, names: Sequence[str], workers: int, quiet: bool) -> list[H
 
 
 def inspect(path: str) -> Header | ImageFault | OSError:
-    """The header of the image at ``path``, or why it is unusable. OSError for want of handles or memory."""
+    """Read the header at ``path``, or say why it is unusable. OSError for want of resources."""
     try:
         with open(path, "rb", opener=without_waiting) as file:
             header = read_header(file)
@@ -94,7 +93,7 @@ def inspect(path: str) -> Header | ImageFault | OSError:
 
 
 def _has_end(file: BinaryIO) -> bool:
-    """Whether the last bytes hold a JPEG's or PNG's end mark. Leaves the file at its start."""
+    """Look for a JPEG's or PNG's end mark in the last bytes. Leaves the file at its start."""
     file.seek(0, os.SEEK_END)
     file.seek(max(0, file.tell() - _TAIL))
     tail = file.read()
@@ -131,7 +130,7 @@ def _read(place: Path, key: str, count: int) -> SizeIndex | None:
 
 
 def _makes_sense(index: SizeIndex, count: int) -> bool:
-    """Whether a cache, which anybody may have written, holds what a scan could have found."""
+    """Check a cache, which anybody may have written, against what a scan could find."""
     sizes, plain, faults = index.sizes, index.plain, index.faults
     if (sizes.dtype, sizes.shape, plain.dtype, plain.shape) != (np.int32, (count, 2), np.bool_, (count,)):
         return False
@@ -142,7 +141,7 @@ def _makes_sense(index: SizeIndex, count: int) -> bool:
 
 
 def _write(place: Path, key: str, index: SizeIndex, make_folder: bool = False) -> bool:
-    """Write through a temporary file, so that a reader or a second writer never sees half of it."""
+    """Write through a temporary file, so that nobody ever sees half of it."""
     temporary = ""
     try:
         if make_folder:

@@ -1,4 +1,4 @@
-"""A data set inside a ``.beton`` file: the same fields as a folder of images, and the bytes of each image.
+"""Data set in a ``.beton`` file: the fields of a folder, and the bytes of each image.
 
 Files that cocor-prep wrote carry a checksum of every image, which is compared when the image is first read, so damage
 is named instead of shown. Files of other writers have none; there a decoder must notice.
@@ -6,7 +6,7 @@ is named instead of shown. Files of other writers have none; there a decoder mus
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
@@ -16,16 +16,15 @@ import numpy.typing as npt
 from PIL import Image
 
 from loaders.datasets.beton import JPEG, RAW, Beton, open_beton
-from loaders.datasets.dataset import ImageDataset, number_classes
+from loaders.datasets.dataset import SHARED, ImageDataset, number_classes
 from loaders.datasets.decode import MAX_PIXELS, ImageFault, decode_file, describe
-from loaders.datasets.jpeg import stated_size
 from loaders.datasets.labels import read_labels
 from loaders.errors import UnusableImage, UserError
 from loaders.text import printable
 
 
 class StoredFile:
-    """An open ``.beton`` whose images are compared with their checksums when first read. ``row`` is a place in it."""
+    """An open ``.beton`` that compares its images (by ``row``) with their checksums once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -34,7 +33,7 @@ class StoredFile:
         _refuse_impossible(self.beton)
 
     def damage(self, rows: npt.NDArray[np.int64]) -> dict[int, UnusableImage]:
-        """By row, what is wrong with those of ``rows`` whose bytes are not those that were written."""
+        """Find what is wrong, by row, with those of ``rows`` whose bytes have changed."""
         found = {}
         for row in rows[self._unchecked[rows]].tolist():
             try:
@@ -46,7 +45,7 @@ class StoredFile:
         return found
 
     def read(self, row: int) -> memoryview:
-        """The stored bytes: a JPEG file, or height x width x 3 values in raw mode. Raises if they are damaged."""
+        """Return the stored bytes: a JPEG, or height x width x 3 values. Raises if damaged."""
         for fault in self.damage(np.array([row])).values():
             raise fault
         return self.beton.read(row)
@@ -55,7 +54,7 @@ class StoredFile:
         return bool(self.beton.table["mode"][row] == RAW)
 
     def decode(self, row: int) -> Image.Image:
-        """The image, mode RGB, as :mod:`loaders.datasets.decode` gives it. Raises :class:`UnusableImage` naming it."""
+        """Decode an image as :mod:`loaders.datasets.decode` does. UnusableImage naming it."""
         size: tuple[int, int] = tuple(self.beton.sizes[row, ::-1].tolist())
         data = self.read(row)
         if self.is_raw(row):
@@ -69,7 +68,7 @@ class StoredFile:
         return image
 
     def damaged(self, row: int, why: str) -> UnusableImage:
-        """The error for an image that cannot be decoded."""
+        """Make the error for an image that cannot be decoded."""
         return UnusableImage(
             f"{printable(self.path)}: {printable(self.beton.names[row])} (image {row}): {why}; "
             "run cocor-prep convert again"
@@ -82,7 +81,7 @@ def _opened(path: Path, identity: tuple[int, int, int]) -> StoredFile:
 
 
 def open_file(path: str | os.PathLike[str]) -> StoredFile:
-    """The file at ``path``; opened once in a process, unless it has changed since."""
+    """Open the file at ``path`` once in a process, unless it has changed since."""
     place = Path(path).absolute()
     try:
         status = place.stat()
@@ -104,21 +103,16 @@ class StoredImage:
 
 @dataclass(frozen=True, eq=False)
 class StoredDataset(ImageDataset):
-    """N images of a ``.beton`` file; ``rows`` int64 (N,) are their places in it. ``root`` is the file."""
+    """N images of the ``.beton`` file ``root``, at the places ``rows`` int64 (N,) in it."""
 
-    file: StoredFile = field(kw_only=True)
+    file: StoredFile = field(kw_only=True, metadata=SHARED)
     rows: npt.NDArray[np.int64] = field(kw_only=True)
-
-    def subset(self, indices: Sequence[int] | npt.NDArray[np.integer]) -> "StoredDataset":
-        chosen = super().subset(indices)
-        assert isinstance(chosen, StoredDataset)
-        return replace(chosen, rows=self.rows[np.asarray(indices, np.int64)])
 
     def image(self, index: int) -> StoredImage:
         return StoredImage(self.file.path, int(self.rows[index]))
 
     def encoded(self, index: int) -> npt.NDArray[np.uint8]:
-        """An image file that holds image ``index``: the stored JPEG, not copied, or a PPM file of raw pixels.
+        """Return an image file: the stored JPEG, not copied, or a PPM file of raw pixels.
 
         Raises :class:`UnusableImage` if the stored bytes are damaged, or state another size than the file's table.
         """
@@ -127,11 +121,10 @@ class StoredDataset(ImageDataset):
         height, width = self.sizes[index].tolist()
         if self.file.is_raw(row):
             return np.frombuffer(b"P6 %d %d 255\n" % (width, height) + data, np.uint8)
-        encoded = np.frombuffer(data, np.uint8)
-        stated = stated_size(encoded)
+        stated = stated_size(data)
         if stated != (height, width):  # a decoder that trusts it could fill all memory
             raise self.file.damaged(row, f"{stated[1]} x {stated[0]} pixels instead of {width} x {height}")
-        return encoded
+        return np.frombuffer(data, np.uint8)
 
 
 def open_stored(
@@ -143,8 +136,7 @@ def open_stored(
     """Open a ``.beton`` file of images.
 
     ``labels`` names a text file that replaces the stored labels (see :func:`loaders.datasets.labels.read_labels`);
-    ``classes``
-    fixes the classes, such as the training set's for a validation set. Raises :class:`UserError`.
+    ``classes`` fixes the classes, such as the training set's for a validation set. Raises :class:`UserError`.
     """
     file = open_file(path)
     beton, count = file.beton, len(file.beton)
@@ -183,7 +175,7 @@ def _label_names(file: StoredFile, labels: str | os.PathLike[str] | None) -> lis
 
 
 def _refuse_impossible(beton: Beton) -> None:
-    """Compiled code trusts the table, so that it must fit the stored bytes."""
+    """Refuse a table that does not fit the stored bytes: compiled code trusts it."""
     modes, sizes = beton.table["mode"], beton.sizes.astype(np.int64)
     raw = modes == RAW
     possible = (raw | (modes == JPEG)) & (sizes.min(axis=1, initial=1 << 16) > 0) & (beton.sizes_in_bytes > 0)
@@ -195,3 +187,24 @@ def _refuse_impossible(beton: Beton) -> None:
             f"{printable(beton.root)}: {printable(beton.names[row])} (image {row}): its size and its bytes do not fit; "
             "run cocor-prep convert again"
         )
+
+
+def stated_size(data: memoryview) -> tuple[int, int]:
+    """Find (height, width) in the JPEG ``data``'s first frame header; zeros without one.
+
+    Markers are found as libjpeg finds them: bytes between two segments are stepped over.
+    """
+    at = 2
+    while at + 9 < len(data):
+        marker = data[at + 1]
+        if data[at] != 0xFF or marker in (0x00, 0xFF):
+            at += 1
+        elif 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            return int.from_bytes(data[at + 5 : at + 7], "big"), int.from_bytes(data[at + 7 : at + 9], "big")
+        elif marker in (0xD9, 0xDA):  # the end, or pixels, before a frame header
+            break
+        elif marker == 0x01 or 0xD0 <= marker <= 0xD8:  # without content
+            at += 2
+        else:
+            at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    return 0, 0

@@ -1,10 +1,10 @@
-"""Threads that decode the JPEGs of a ``.beton`` file once each and cut all crops of the plan from the pixels.
+"""Decoding threads: the JPEGs of a ``.beton`` file once each, to all crops of the plan.
 
 They use the libjpeg-turbo that FFCV is linked to, through decompressors of their own: FFCV's decoders drop the return
 code, so that a damaged image shows half of itself or of its neighbour; its binding never frees the decompressors of a
 thread; and its fast inverse transform differs from Pillow's. Where the code is not success,
-:mod:`loaders.datasets.decode`
-decides: if the stored bytes are those that cocor-prep wrote, the code was a harmless warning.
+:mod:`loaders.datasets.decode` decides: if the stored bytes are those that cocor-prep wrote, the code was a harmless
+warning.
 
 Import this module only after :func:`loaders.ffcv.patches.load_ffcv`.
 """
@@ -45,7 +45,7 @@ _decompress.restype = _int
 
 
 def locate(file: StoredFile, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Where the images ``rows`` of ``file`` are stored: uint64 (B, COLUMNS)."""
+    """Find where the images ``rows`` of ``file`` are stored: uint64 (B, COLUMNS)."""
     table = file.beton.table[rows]
     found = np.empty((len(rows), COLUMNS), np.uint64)
     columns = [table[name] for name in ("data_ptr", "mode", "height", "width")]
@@ -64,7 +64,7 @@ class PendingCrops:
     parts: Sequence[Future[dict[int, UnusableImage]]]
 
     def wait(self) -> dict[int, UnusableImage]:
-        """Wait for the crops. Returns what is wrong with unusable images, by place; their crops are undefined."""
+        """Wait for the crops. Returns the faults by place; crops there are undefined."""
         return {place: fault for part in self.parts for place, fault in sorted(part.result().items())}
 
 
@@ -167,7 +167,7 @@ def decode_crops(
     out: NDArray[np.uint8],
     codes: NDArray[np.int32],
 ) -> None:
-    """Decode the images at ``places`` of a batch and resize their boxes into ``out`` (B, C, S, S, 3).
+    """Decode the images at ``places`` of a batch, and resize their boxes into ``out``.
 
     ``stored`` (B, COLUMNS) says where they are in ``data``; ``pixels`` has room for any of them. ``codes`` becomes 1
     where libjpeg-turbo reports an error or a warning, or another size than is stored. Not cached: it holds addresses.

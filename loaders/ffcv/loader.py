@@ -1,4 +1,4 @@
-"""The FFCV loader: one prepared file, every image decoded once, every crop of the plan cut from that decode.
+"""FFCV loader: one prepared file, every image decoded once to all crops of the plan.
 
     plan -> FFCV's loader finds a batch's bytes -> threads decode and resize -> crops, in pinned memory for a GPU
 
@@ -14,23 +14,21 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loaders.batch import Batch
 from loaders.datasets.dataset import ImageDataset
 from loaders.datasets.stored import StoredDataset
 from loaders.errors import UserError
 from loaders.ffcv.patches import load_ffcv
-from loaders.pipeline.delivery import Delivery, DeliveryOptions
 from loaders.pipeline.jobs import Faults, Job
+from loaders.pipeline.loader import LoaderOptions, PipelineLoader
 from loaders.text import printable
 from loaders.views.order import BatchOrder
 from loaders.views.plan import ViewPlan
 
 
-class FfcvLoader:
-    """Batches of ``dataset``, images of a ``.beton`` file, as ``plan`` and ``order`` say, on ``device``.
+class FfcvLoader(PipelineLoader):
+    """Batches of images of a ``.beton`` file, decoded by ``workers`` threads.
 
-    ``workers`` threads decode. Other ``options``: :class:`DeliveryOptions`. UserError if FFCV or the GPU is missing, or
-    if the images are not in a ``.beton`` file.
+    UserError if FFCV or the GPU is missing, or if the images are not in a ``.beton`` file.
     """
 
     def __init__(
@@ -39,7 +37,7 @@ class FfcvLoader:
         plan: ViewPlan,
         *,
         order: BatchOrder,
-        **options: Unpack[DeliveryOptions],
+        **options: Unpack[LoaderOptions],
     ) -> None:
         if not isinstance(dataset, StoredDataset):
             raise UserError(
@@ -49,51 +47,40 @@ class FfcvLoader:
         if plan.filter != "bilinear":
             raise UserError(f"--loader ffcv resizes with a bilinear filter only, not {plan.filter}")
         load_ffcv()
-        self._delivery = Delivery(dataset, plan, order, **options)
-        self._dataset = dataset
+        super().__init__(dataset, plan, order=order, **options)
+        self._stored = dataset
         self._loader: Any = None
 
-    @property
-    def steps_per_epoch(self) -> int:
-        return self._delivery.order.steps
-
-    def epoch(self, e: int, start_step: int = 0) -> Generator[Batch, None, None]:
-        return self._delivery.deliver(self._pairs(e, start_step))
-
-    def reading(self) -> list[str]:
-        return self._delivery.reading()
-
     def close(self) -> None:
-        self._delivery.close()
+        super().close()
         self._loader = None
 
-    def _pairs(self, epoch: int, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
+    def crops(self, epoch: int, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
         from loaders.ffcv.decoder import ROW, DecodePool, PendingCrops, locate
         from loaders.ffcv.pipeline import PlannedLoader
 
-        delivery = self._delivery
         # Taken while the epoch is open: if a hung disk keeps it from ending, the next epoch makes a loader of its own.
-        loader, self._loader = self._loader or PlannedLoader(self._dataset, delivery.order), None
+        loader, self._loader = self._loader or PlannedLoader(self._stored, self.order), None
 
         def submit(stored: NDArray[np.uint64]) -> PendingCrops:
-            delivery.use_device()
+            self.use_device()
             job = next(jobs)
-            rows = self._dataset.rows[job.planned.index]
+            rows = self._stored.rows[job.planned.index]
             if not np.array_equal(rows, stored[:, ROW]):  # some images are known to be unusable
-                stored = locate(self._dataset.file, rows)
-            return pool.submit(job, stored, delivery.room(job))
+                stored = locate(self._stored.file, rows)
+            return pool.submit(job, stored, self.room(job))
 
         def mend(pending: PendingCrops) -> tuple[Job, Tensor]:
             def decode(job: Job, places: list[int]) -> Faults:
-                stored = locate(self._dataset.file, self._dataset.rows[job.planned.index])
+                stored = locate(self._stored.file, self._stored.rows[job.planned.index])
                 return pool.submit(job, stored, pending.crops, places).wait()
 
-            return delivery.jobs.mend(pending.job, pending.wait(), decode), pending.crops
+            return self.jobs.mend(pending.job, pending.wait(), decode), pending.crops
 
         try:
             with (
-                closing(DecodePool(self._dataset.file, delivery.plan.size, max(1, delivery.workers))) as pool,
-                closing(delivery.jobs.epoch(epoch, start_step)) as jobs,
+                closing(DecodePool(self._stored.file, self.plan.size, max(1, self.workers))) as pool,
+                closing(self.jobs.epoch(epoch, start_step)) as jobs,
                 closing(loader.batches(epoch, start_step, submit)) as batches,
             ):
                 for batch in batches:

@@ -1,9 +1,9 @@
-"""FFCV's import: what to install where it fails, and what FFCV must not do to the process it is imported into.
+"""Import of FFCV, and patches of what it does to the process it is imported into.
 
 FFCV 1.0.2 is the last release. Importing it fixes multiprocessing's start method and sets the thread count of torch
 and numba to 1; its loader sets them again at every epoch, from a background thread, and makes numba's one type of byte
-arrays read-only, under which functions compiled before are not found again. All of it is undone or switched off here,
-from outside; ``tests/test_ffcv_loader.py`` fails when a newer FFCV no longer needs it.
+arrays read-only: functions compiled for it before are not found again, and their next compilation is a ``KeyError``.
+All of it is undone or switched off here; ``tests/test_ffcv_loader.py`` fails when a newer FFCV no longer needs it.
 """
 
 import importlib
@@ -13,17 +13,24 @@ import warnings
 from functools import cache
 from typing import Any
 
+import numba
+import numpy as np
+import torch
+from numba import types
+
 from loaders.errors import UserError
 
 INSTALL = (
     "apt-get install -y --no-install-recommends g++ pkg-config libgl1 libopencv-dev libturbojpeg0-dev "
     "&& pip install ffcv==1.0.2"
 )
+_READ_ONLY_BYTES = types.Array(types.uint8, 1, "C", readonly=True)
+_MAPPED_FILE = types.Tuple([_READ_ONLY_BYTES, types.uint64[::1], types.uint64[::1]])  # content, addresses, sizes
 TURBOJPEG = ("tjInitDecompress", "tjDestroy", "tjDecompressHeader3", "tjDecompress2")
 
 
 def load_ffcv() -> Any:
-    """The package ``ffcv``, its side effects undone. UserError naming what is missing and how to install it."""
+    """Import ``ffcv`` and undo its side effects. UserError with what to install."""
     try:
         return _load()
     except (ImportError, OSError, AttributeError) as fault:
@@ -34,9 +41,6 @@ def load_ffcv() -> Any:
 
 @cache
 def _load() -> Any:
-    import numba
-    import torch
-
     start_method, torch_threads = multiprocessing.get_start_method(allow_none=True), torch.get_num_threads()
     try:
         with warnings.catch_warnings():
@@ -55,7 +59,7 @@ def _load() -> Any:
 
 
 def _tame() -> None:
-    """Keep FFCV from setting thread counts, changing numba's types and using CUDA, none of which is needed here."""
+    """Keep FFCV from setting thread counts, changing numba's types and using CUDA."""
     compiler: Any = importlib.import_module("ffcv.pipeline.compiler").Compiler
     iterators: Any = importlib.import_module("ffcv.loader.epoch_iterator")
 
@@ -64,12 +68,19 @@ def _tame() -> None:
 
     compiler.set_num_threads = classmethod(set_num_threads)
     iterators.IS_CUDA = False
-    memory: Any = importlib.import_module("ffcv.memory_managers")
-    importlib.import_module("loaders.ffcv.memory").describe_memory(memory.OSCacheManager, compiler)
+    manager: Any = importlib.import_module("ffcv.memory_managers").OSCacheManager
+    manager.state_type = property(lambda self: _MAPPED_FILE)
+    manager.compile_reader = lambda self: compiler.compile(bytes_at, _READ_ONLY_BYTES(types.uint64, _MAPPED_FILE))
+
+
+def bytes_at(address, file):  # type: ignore[no-untyped-def]
+    """Return the bytes stored at an address of the mapped ``file``. FFCV compiles it."""
+    content, addresses, sizes = file
+    return content[address : address + sizes[np.searchsorted(addresses, address)]]
 
 
 def _missing(fault: Exception) -> str:
-    """The name of the package, library or symbol that an import did not find."""
+    """Name the package, library or symbol that an import did not find."""
     if isinstance(fault, ModuleNotFoundError) and fault.name:
         return f"the Python package {fault.name}"
     return str(fault).splitlines()[0]

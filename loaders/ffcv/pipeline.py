@@ -35,7 +35,7 @@ _PATIENCE_S = 1.0
 
 
 class LocateImages(SimpleRGBImageDecoder):
-    """Gives, in place of pixels, where each image is stored: uint64 (B, COLUMNS), freshly allocated."""
+    """Give, in place of pixels, where each image is stored: new uint64 (B, COLUMNS)."""
 
     def declare_state_and_memory(self, previous_state: Any) -> tuple[Any, None]:
         return replace(previous_state, jit_mode=True, shape=(COLUMNS,), dtype=np.dtype(np.uint64)), None
@@ -59,7 +59,7 @@ class LocateImages(SimpleRGBImageDecoder):
 
 
 class SubmitImages(Operation):
-    """Calls ``submit`` with each located batch, in FFCV's thread. After an error or :meth:`stop` the thread ends."""
+    """Call ``submit`` with each located batch, in FFCV's thread, until an error or :meth:`stop`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class PlannedLoader(Loader):
             setattr(self.memory_manager, name, {})
 
     def batches(self, epoch: int, start_step: int, submit: Submit) -> Generator[PendingCrops, None, None]:
-        """What ``submit`` returns for each batch of an epoch, in order. FFCV's thread ends with the generator."""
+        """Yield what ``submit`` returns for each batch, in order. FFCV's thread ends with this."""
         self.next_epoch, self.traversal_order.start_step = epoch, start_step
         self.first_traversal_order = self.next_traversal_order()  # which FFCV takes its length from
         self._submit_images.start(submit)
@@ -142,7 +142,7 @@ class PlannedLoader(Loader):
 
 
 def _results(iterator: Any) -> Iterator[PendingCrops | BaseException]:
-    """FFCV's results, without waiting for a thread that has died."""
+    """Yield FFCV's results, without waiting for a thread that has died."""
     while True:
         alive = iterator.is_alive()
         try:

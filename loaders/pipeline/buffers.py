@@ -1,4 +1,4 @@
-"""CPU memory for batches that is reused once nothing refers to it.
+"""Buffer pool: CPU memory for batches that is reused once nothing refers to it.
 
 A batch on the CPU is hundreds of megabytes. Allocating it from the system at every step costs more time, spent in the
 kernel clearing pages, than computing half of the views.
@@ -15,15 +15,15 @@ from torch import Tensor
 _KEPT = 8  # free blocks: as many as a loader has in its queues at once
 
 
-class Recycler:
-    """Allocates tensors from the memory of earlier ones that are gone, with all their views."""
+class BufferPool:
+    """Allocate tensors from the memory of earlier ones that are gone, with all their views."""
 
     def __init__(self) -> None:
         self._free: list[np.ndarray] = []
         self._lock = RLock()  # a block may come back while another is taken: garbage is collected at any time
 
     def empty(self, shape: tuple[int, ...], dtype: type[np.generic]) -> Tensor:
-        """An uninitialised tensor on the CPU."""
+        """Allocate an uninitialised tensor on the CPU."""
         count = math.prod(shape) * np.dtype(dtype).itemsize
         block = self._take(count)
         array = block[:count].view(dtype).reshape(shape)

@@ -1,11 +1,10 @@
-"""From the plan to jobs: what a loader decodes, and what the executor makes of it, batch by batch.
+"""Jobs, from the plan: what a loader decodes and the executor makes of a batch.
 
     BatchOrder + ViewPlan -> samples of a step -> Job (which images, boxes, programs)
 
 If an image turns out unusable while a loader runs that may skip it, a stand-in replaces the sample (see
-:meth:`loaders.views.order.BatchOrder.stand_ins`), with the stand-in's own label and index and the views that the
-plan draws
-for it. So a batch is a function of the plan and of the set of unusable images.
+:meth:`loaders.views.order.BatchOrder.stand_ins`), with the stand-in's own label and index and the views that the plan
+draws for it. So a batch is a function of the plan and of the set of unusable images.
 """
 
 from collections.abc import Callable, Generator, Mapping
@@ -32,9 +31,8 @@ Faults = Mapping[int, UserError]
 class Job:
     """A planned batch of B samples as the executor takes it: C crops, T views of up to P ops, L composites.
 
-    ``epoch`` and ``step`` say which batch.
-    ``tensors``: flips (B, C) uint8, codes (B, T, P) uint8, params (B, T, P, 8) int32, composition (L, B, 14) uint8,
-    label (B,) int64, index (B,) int64.
+    ``epoch`` and ``step`` say which batch. ``tensors``: flips (B, C) uint8, codes (B, T, P) uint8, params (B, T, P, 8)
+    int32, composition (L, B, 14) uint8, label (B,) int64, index (B,) int64.
     """
 
     epoch: int
@@ -44,7 +42,7 @@ class Job:
 
 
 class Jobs:
-    """Makes the jobs of one loader, in pinned memory if ``pinned``. ``on_error``: stop or skip at an unusable image."""
+    """Make the jobs of one loader, in pinned memory if ``pinned``."""
 
     def __init__(
         self,
@@ -59,18 +57,18 @@ class Jobs:
         self._dataset, self._plan, self._order, self._on_error, self._pinned = dataset, plan, order, on_error, pinned
 
     def epoch(self, e: int, start_step: int) -> Generator[Job, None, None]:
-        """The jobs of epoch ``e`` from ``start_step`` on."""
+        """Yield the jobs of epoch ``e`` from ``start_step`` on."""
         self._retry_unusable()
         for step in range(start_step, self._order.steps):
             yield self._job(e, step, *self._samples(e, step))
 
     def renewed(self, job: Job) -> Job:
-        """``job`` without the samples that have turned out unusable since it was made."""
+        """Renew ``job`` without samples that have turned out unusable meanwhile."""
         index, passes = self._samples(job.epoch, job.step)
         return job if np.array_equal(index, job.planned.index) else self._job(job.epoch, job.step, index, passes)
 
     def mend(self, job: Job, faults: Faults, decode: Callable[[Job, list[int]], Faults]) -> Job:
-        """``job`` with stand-ins for the samples with ``faults``. Raises a fault that may not be skipped.
+        """Give ``job`` stand-ins for samples with ``faults``. Raises one that may not be skipped.
 
         ``decode(job, places)`` makes the crops at these places again and returns the faults that it meets.
         """
@@ -85,16 +83,16 @@ class Jobs:
         return job
 
     def skip(self, index: int, fault: UnusableImage) -> None:
-        """Record that the image of sample ``index`` is unusable. Raises ``fault`` instead if ``on_error`` is "stop"."""
+        """Record that sample ``index`` is unusable, or raise ``fault`` if ``on_error`` is "stop"."""
         if self._on_error == "stop":
             raise fault
-        self._dataset.incidents.skip(self._dataset.names[index], str(fault))
+        self._dataset.bad_samples.skip(self._dataset.names[index], str(fault))
 
     def _unusable(self) -> frozenset[str]:
-        return self._dataset.incidents.unusable if self._on_error == "skip" else frozenset()
+        return self._dataset.bad_samples.unusable if self._on_error == "skip" else frozenset()
 
     def _samples(self, epoch: int, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The samples of a step and their passes, with stand-ins for unusable ones."""
+        """Find the samples of a step and their passes, with stand-ins for unusable ones."""
         index, passes = self._order.indices(epoch, step), self._order.passes(epoch, step)
         unusable = self._unusable()
         if unusable:
@@ -127,9 +125,9 @@ class Jobs:
         return Job(epoch, step, planned, tensors)
 
     def _retry_unusable(self) -> None:
-        """Decode the unusable images once more: a file that was out of reach for a while comes back at a new epoch."""
+        """Decode the unusable images once more: a file may come back at a new epoch."""
         unusable = self._unusable()
         for index in [i for i, name in enumerate(self._dataset.names) if name in unusable] if unusable else []:
             with suppress(UnusableImage):
                 self._dataset.image(index).decode()
-                self._dataset.incidents.restore(self._dataset.names[index])
+                self._dataset.bad_samples.restore(self._dataset.names[index])

@@ -1,11 +1,11 @@
-"""Work ahead in one background thread: a bounded queue between a generator and the loop that consumes it.
+"""Prefetching: one background thread, and a queue between generator and consumer.
 
 The producer's exceptions appear in the consumer. Leaving the loop early, closing the loader, losing the last reference
 and the end of the program all stop the thread, and the generator's ``finally`` clauses run in it.
 
-They wait for the thread to end, but no longer than ``PATIENCE`` seconds: a disk that does not answer must delay neither
-an error message nor the exit of the process. The thread is then abandoned. It is a daemon, as must be all threads that
-the generator waits for; should the disk answer after all, the thread and the generator end as usual.
+They wait for the thread to end, but no longer than ``PATIENCE`` seconds: a disk that does not answer must not hold up
+the process for ever. The thread is then left behind. It is a daemon, as must be all threads that the generator waits
+for.
 """
 
 import logging
@@ -14,12 +14,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import wait
 from contextlib import closing, suppress
 from typing import Generic, TypeVar
 
+from loaders.pipeline.threads import DaemonPool
+
 PATIENCE = 10.0
-"""Seconds: more than a batch takes, less than schedulers grant a run that must stop
-(:mod:`cocor.distributed.signals`)."""
+"""Seconds: more than a batch takes, less than schedulers grant a run that must stop."""
 
 _log = logging.getLogger(__name__)
 Item = TypeVar("Item")
@@ -33,17 +35,10 @@ class _Raised:
 _END = object()
 
 
-def _warn() -> None:
-    _log.warning(f"gave up waiting for data after {PATIENCE:.0f} s")
-
-
 class Prefetch(Generic[Item]):
-    """Iterates ``source`` in a thread that works up to ``depth`` items ahead. A context manager. ``given_up`` is called
-    if the thread does not end in time."""
+    """Iterate ``source`` in a thread, up to ``depth`` items ahead. A context manager."""
 
-    def __init__(
-        self, source: Generator[Item, None, None], depth: int = 2, given_up: Callable[[], None] = _warn
-    ) -> None:
+    def __init__(self, source: Generator[Item, None, None], depth: int = 2) -> None:
         self._ready: queue.Queue[object] = queue.Queue(depth)
         self._stop = threading.Event()
         # The thread must not refer to this object, or it would never be collected.
@@ -51,7 +46,7 @@ class Prefetch(Generic[Item]):
             target=_produce, args=(source, self._ready, self._stop), name="cocor-prefetch", daemon=True
         )
         self._thread.start()  # before there is something that waits for its end: it may be one thread too many
-        self._finalizer = weakref.finalize(self, _shut_down, self._ready, self._stop, self._thread, given_up)
+        self._finalizer = weakref.finalize(self, _shut_down, self._ready, self._stop, self._thread)
 
     def __iter__(self) -> Iterator[Item]:
         return self
@@ -79,16 +74,13 @@ class Prefetch(Generic[Item]):
 
 
 class InConsumer(Generic[Item]):
-    """Iterates ``source`` in the consumer's thread. Only closing it early, which may block on a disk, runs in another
-    thread, for which :meth:`close` waits at most ``PATIENCE`` seconds; exceptions raised there appear in the caller.
+    """Iterate ``source`` in the consumer's thread, but end it early in another.
 
-    ``prepare`` is called first in that other thread, and ``given_up`` if it does not end in time.
+    That thread begins with ``prepare``; what it raises appears in the caller of :meth:`close`.
     """
 
-    def __init__(
-        self, source: Generator[Item, None, None], prepare: Callable[[], None], given_up: Callable[[], None] = _warn
-    ) -> None:
-        self._source, self._prepare, self._given_up = source, prepare, given_up
+    def __init__(self, source: Generator[Item, None, None], prepare: Callable[[], None]) -> None:
+        self._source, self._prepare = source, prepare
         self._ended = False
 
     def __iter__(self) -> Iterator[Item]:
@@ -108,24 +100,18 @@ class InConsumer(Generic[Item]):
         if self._ended:
             return
         self._ended = True
-        raised: list[BaseException] = []
-        thread = threading.Thread(
-            target=_end, args=(self._source, self._prepare, raised), name="cocor-end", daemon=True
-        )  # fmt: skip
-        thread.start()
-        thread.join(PATIENCE)
-        if thread.is_alive():
-            self._given_up()
-        for error in raised:
-            raise error
+        pool = DaemonPool(1, "cocor-end")
+        ending = pool.submit(self._end)
+        pool.shutdown(wait=False)
+        if wait([ending], PATIENCE).done:
+            pool.shutdown()
+            ending.result()
+        else:
+            _give_up()
 
-
-def _end(source: Generator[object, None, None], prepare: Callable[[], None], raised: list[BaseException]) -> None:
-    try:
-        prepare()
-        source.close()
-    except BaseException as error:
-        raised.append(error)
+    def _end(self) -> None:
+        self._prepare()
+        self._source.close()
 
 
 def _produce(source: Generator[object, None, None], ready: "queue.Queue[object]", stop: threading.Event) -> None:
@@ -145,9 +131,7 @@ def _produce(source: Generator[object, None, None], ready: "queue.Queue[object]"
             ready.put(last)
 
 
-def _shut_down(
-    ready: "queue.Queue[object]", stop: threading.Event, thread: threading.Thread, given_up: Callable[[], None]
-) -> None:
+def _shut_down(ready: "queue.Queue[object]", stop: threading.Event, thread: threading.Thread) -> None:
     stop.set()
     if thread is threading.current_thread():  # the garbage collector may run in any thread; this one ends by itself
         return
@@ -156,9 +140,13 @@ def _shut_down(
         with suppress(queue.Empty):
             ready.get(timeout=0.02)
         if time.monotonic() > deadline:
-            given_up()
+            _give_up()
             break
     else:
         thread.join()
     with suppress(queue.Full):
         ready.put_nowait(_END)  # wakes a consumer in another thread
+
+
+def _give_up() -> None:
+    _log.warning(f"the disk with the data does not answer: gave up after {PATIENCE:.0f} s")

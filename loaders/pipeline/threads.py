@@ -1,4 +1,4 @@
-"""A pool of daemon threads, which do not keep the process from exiting: one may be stuck in a read.
+"""Pool of daemon threads, which do not hold up the exit when stuck in a read.
 
 Python joins the threads of its own ``ThreadPoolExecutor`` at exit, whatever they are doing.
 """
@@ -31,7 +31,7 @@ class _Task:
 
 
 class DaemonPool(Executor):
-    """``threads`` daemon threads; used like ``ThreadPoolExecutor``. Leaving it as a context waits for them."""
+    """Like ``ThreadPoolExecutor``, with ``threads`` daemons. As a context, waits for them."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
@@ -56,7 +56,7 @@ class DaemonPool(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the threads once all tasks are done, or those that have been begun if ``cancel_futures``."""
+        """End the threads after all tasks, or after the begun ones if ``cancel_futures``."""
         if not self._closed:
             self._closed = True
             if cancel_futures:

@@ -15,8 +15,7 @@ from pathlib import Path
 from loaders.arguments import Parser, fraction, seed, whole
 from loaders.datasets.beton import LARGEST_SIDE, is_beton
 from loaders.datasets.decode import MAX_PIXELS
-from loaders.errors import UserError
-from loaders.lacking import lacking
+from loaders.errors import UserError, explain
 from loaders.prep.output import refuse_existing, refuse_overlap
 from loaders.prep.source import Source
 from loaders.prep.sources import open_source
@@ -40,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (OSError, MemoryError, RuntimeError) as fault:
-        lack = lacking(fault)
+        lack = explain(fault)
         if not lack and not isinstance(fault, OSError):
             raise
         print(f"cocor-prep: {lack or fault}", file=sys.stderr)

@@ -16,6 +16,7 @@ from typing import Literal
 
 import numpy as np
 
+from loaders.cpus import available_cores
 from loaders.datasets.dataset import OnError
 from loaders.datasets.manifest import Record, content_digest
 from loaders.errors import UserError
@@ -26,7 +27,7 @@ from loaders.prep.output import refuse_existing, refuse_overlap, staged
 from loaders.prep.pool import in_order
 from loaders.prep.source import Source
 from loaders.progress import track
-from loaders.text import available_cores, printable
+from loaders.text import printable
 
 Target = Literal["beton", "folder"]
 CHUNK = 8  # images a task

@@ -19,10 +19,9 @@ from statistics import NormalDist
 import numpy as np
 from PIL import Image
 
-from loaders.cache import user_cache
 from loaders.errors import UserError
+from loaders.files import private_folder, user_cache
 from loaders.prep.output import staged
-from loaders.private import private_folder
 
 DEMO = "demo"  # what --data calls the set, unless there is a folder of that name
 TILE = 48  # pixels

@@ -15,7 +15,7 @@ from PIL import Image
 
 from loaders.datasets.beton import JPEG, LARGEST_SIDE, RAW
 from loaders.datasets.decode import MAX_PIXELS, ImageFault, decode_file, describe, read_header
-from loaders.lacking import no_fault_of_a_file
+from loaders.errors import no_fault_of_a_file
 from loaders.prep.byte_ranges import Locator
 from loaders.prep.pool import one_at_a_time
 

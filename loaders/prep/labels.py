@@ -1,6 +1,6 @@
 """Label splits as text files: which few images count as labelled.
 
-The choice is that of :func:`loaders.datasets.split.stratified_split`, so ``cocor-train`` without a list and a list
+The choice is that of :func:`loaders.datasets.labels.stratified_split`, so ``cocor-train`` without a list and a list
 written here
 with the same fraction and seed mean the same images. The file can be read by people and other programs: comment lines
 say where it comes from, then follows one relative name a line. A digest over these lines shows later edits, one over
@@ -17,8 +17,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from loaders.datasets.labels import read_names
-from loaders.datasets.split import stratified_split
+from loaders.datasets.labels import read_names, stratified_split
 from loaders.errors import UserError
 from loaders.prep.output import staged
 from loaders.prep.source import Source

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from loaders.datasets.manifest import FOLDER_RECORD
 from loaders.errors import UserError
+from loaders.files import check_folder
 from loaders.text import printable
-from loaders.writable import check_folder
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 

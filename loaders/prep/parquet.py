@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from loaders.errors import UserError
+from loaders.files import open_regular
 from loaders.prep.byte_ranges import ParquetBytes
 from loaders.prep.source import Source, make_source, pad_numbers
-from loaders.regular import open_regular
 from loaders.text import printable
 
 _IMAGE_NAMES = ("image", "img", "jpg", "jpeg", "png")

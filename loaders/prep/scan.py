@@ -16,14 +16,15 @@ from typing import Literal, TextIO
 
 from PIL import ExifTags, Image
 
+from loaders.cpus import available_cores
 from loaders.datasets.decode import ImageFault, decode_file, describe, exif_segments, has_stray_bytes, read_header
-from loaders.lacking import no_fault_of_a_file
+from loaders.errors import no_fault_of_a_file
 from loaders.prep.byte_ranges import Locator
 from loaders.prep.convert import CHUNK
 from loaders.prep.pool import in_order, one_at_a_time
 from loaders.prep.source import Source
 from loaders.progress import track
-from loaders.text import available_cores, printable
+from loaders.text import printable
 
 Status = Literal["good", "repair", "reject"]
 _SHOWN = 12  # lines of each list on the screen

@@ -15,8 +15,8 @@ from typing import BinaryIO, NamedTuple
 from loaders.datasets.decode import describe
 from loaders.datasets.folder import is_hidden
 from loaders.errors import UserError
+from loaders.files import open_regular
 from loaders.prep.byte_ranges import Stretch
-from loaders.regular import open_regular
 from loaders.text import printable
 
 _END = 2 * tarfile.BLOCKSIZE

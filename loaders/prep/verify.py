@@ -10,17 +10,17 @@ from contextlib import closing
 from io import BytesIO
 from pathlib import Path
 
+from loaders.cpus import available_cores
 from loaders.datasets.beton import RAW, is_beton, open_beton
 from loaders.datasets.decode import ImageFault, decode_file, describe
 from loaders.datasets.folder import list_folder
 from loaders.datasets.manifest import read_folder_record
-from loaders.errors import UserError
-from loaders.lacking import no_fault_of_a_file
+from loaders.errors import UserError, no_fault_of_a_file
 from loaders.prep.byte_ranges import FileBytes, Locator, Stretch
 from loaders.prep.convert import CHUNK
 from loaders.prep.pool import in_order
 from loaders.progress import track
-from loaders.text import available_cores, printable
+from loaders.text import printable
 
 _Check = tuple[Locator, int | None, int, int, bool]  # where, CRC-32, height, width, raw pixels
 

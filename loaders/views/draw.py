@@ -1,8 +1,7 @@
-"""The draws of a view plan, compiled: crops and programs as pure functions of (seed, epoch, sample, view).
+"""Draws of a view plan, compiled: pure functions of (seed, epoch, sample, view).
 
-:class:`loaders.views.plan.ViewPlan` says in tables what to draw from; each draw has a number of its own in the
-stream of its
-crop or view (:mod:`loaders.views.philox`), so that none depends on how many were made before.
+:class:`loaders.views.plan.ViewPlan` says in tables what to draw from; each draw has a number of its own in the stream
+of its crop or view (:mod:`loaders.views.philox`), so that none depends on how many were made before.
 """
 
 import math
@@ -21,7 +20,7 @@ _FLIP_DRAW = 4 * _CROP_TRIES
 
 @jit
 def _random_resized_crop(seed, epoch, index, stream, height, width, low, high, box):  # type: ignore[no-untyped-def]
-    """torchvision's RandomResizedCrop box: area share in [low, high), aspect ratio log-uniform in [3/4, 4/3)."""
+    """Draw torchvision's RandomResizedCrop box: area share in [low, high), log-uniform aspect ratio in [3/4, 4/3)."""
     log_low, log_high = math.log(3.0 / 4.0), math.log(4.0 / 3.0)
     for attempt in range(_CROP_TRIES):
         number = 4 * attempt
@@ -45,14 +44,14 @@ def _random_resized_crop(seed, epoch, index, stream, height, width, low, high, b
 
 @jit
 def _central_crop(height, width, box):  # type: ignore[no-untyped-def]
-    """The square of 7/8 of the shorter side: what Resize(256) and CenterCrop(224) see."""
+    """Return the square of 7/8 of the shorter side: Resize(256), then CenterCrop(224)."""
     side = max(1, round(min(height, width) * 0.875))
     box[0], box[1], box[2], box[3] = (height - side) // 2, (width - side) // 2, side, side
 
 
 @jit
 def draw_crops(seed, epochs, index, sizes, rows, boxes, flips):  # type: ignore[no-untyped-def]
-    """Write ``boxes`` (B, C, 4) and ``flips`` (B, C) of samples ``index`` (B,) of ``sizes`` (B, 2).
+    """Write ``boxes`` (B, C, 4) and ``flips`` (B, C) of samples ``index`` (B,).
 
     ``rows`` (C, 4): lowest and highest area share, flip probability, 1 for a central crop.
     """
@@ -68,7 +67,7 @@ def draw_crops(seed, epochs, index, sizes, rows, boxes, flips):  # type: ignore[
 
 @jit
 def _jitter_factor(strength, draw):  # type: ignore[no-untyped-def]
-    """torchvision's ColorJitter: a factor in [max(0, 1 - strength), 1 + strength)."""
+    """Draw torchvision's ColorJitter factor in [max(0, 1 - strength), 1 + strength)."""
     low = max(0.0, 1.0 - strength)
     return low + (1.0 + strength - low) * draw
 
@@ -113,7 +112,7 @@ def _draw_augmentation(seed, epoch, index, stream, row, codes, magnitudes):  # t
 
 @jit
 def _draw_magnitude(seed, epoch, index, stream, number, limits):  # type: ignore[no-untyped-def]
-    """A magnitude within ``limits`` = (low, high, integer, random sign)."""
+    """Draw a magnitude within ``limits`` = (low, high, integer, random sign)."""
     draw = uniform(seed, epoch, index, stream, number)
     value = math.floor(limits[0] + (limits[1] - limits[0] + 1.0) * draw) if limits[2] > 0 else (
         limits[0] + (limits[1] - limits[0]) * draw
@@ -127,7 +126,7 @@ def _draw_magnitude(seed, epoch, index, stream, number, limits):  # type: ignore
 def draw_programs(  # type: ignore[no-untyped-def]
     seed, epochs, index, rows, lengths, pool, ranges, places, first_composite, codes, magnitudes, composition
 ):
-    """Write the programs of all views, ``codes`` and ``magnitudes`` (B, T, P), and ``composition`` (L, B, 14).
+    """Write ``codes`` and ``magnitudes`` (B, T, P), and ``composition`` (L, B, 14).
 
     Composites append their draws to the (perhaps empty) augmentation of their row, sorted by the ``places`` (14,) of
     the operations; equal places leave the order in which they were drawn.

@@ -1,4 +1,4 @@
-"""The basic augmentations: names, codes, pools and magnitude ranges.
+"""Basic augmentations: names, codes, pools and magnitude ranges.
 
 A view is made by a *program*, a short list of (op code, magnitude). The first 14 codes are the paper's basic
 augmentations (appendix "Candidate Augmentations in CoCor") in alphabetical order; a composition vector counts them in
@@ -18,7 +18,7 @@ END = 255
 
 
 class Op(IntEnum):
-    """Operation codes. The 14 basic augmentations come first; their order is that of composition vectors."""
+    """Operation codes. The 14 basic ones come first, in the order of composition vectors."""
 
     AUTO_CONTRAST = 0
     BRIGHTNESS = 1
@@ -40,7 +40,7 @@ class Op(IntEnum):
 
     @property
     def label(self) -> str:
-        """The name used in the paper and on pictures, such as ``ShearX``."""
+        """Name an operation as the paper and pictures do, such as ``ShearX``."""
         return "".join(part.capitalize() for part in self.name.split("_"))
 
 

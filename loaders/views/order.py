@@ -1,4 +1,4 @@
-"""The sample order of an epoch: a pure function of (seed, epoch), cut into global batches and rank slices.
+"""Sample order: a pure function of (seed, epoch), cut into batches and rank slices.
 
 The order does not depend on the number of ranks: rank r of R takes the r-th part of each *global* batch. So a run may
 stop on four GPUs and go on with two and sees the same samples. A loader's position is two integers, epoch and step.
@@ -21,7 +21,7 @@ MOST_STAND_INS = 100
 
 @lru_cache(maxsize=4)
 def permutation(seed: int, epoch: int, length: int) -> npt.NDArray[np.int64]:
-    """The order of epoch ``epoch``: int64 (length,), read-only."""
+    """Order the samples of epoch ``epoch``: int64 (length,), read-only."""
     order = np.argsort(philox.sort_keys(seed, epoch, length, _ORDER_STREAM), kind="stable").astype(np.int64)
     order.setflags(write=False)
     return order
@@ -66,20 +66,20 @@ class BatchOrder:
         return self.batch_size // self.world_size
 
     def global_batch(self, epoch: int, step: int) -> npt.NDArray[np.int64]:
-        """The samples of all ranks at ``step``: int64 (batch_size,), shorter in an undropped tail."""
+        """Return all ranks' samples at ``step``: int64 (batch_size,), or fewer in a tail."""
         chosen = slice(step * self.batch_size, (step + 1) * self.batch_size)
         return self._epoch(epoch)[chosen]
 
     def indices(self, epoch: int, step: int) -> npt.NDArray[np.int64]:
-        """This rank's samples at ``step``: int64 (batch_size / world_size,)."""
+        """Return this rank's samples at ``step``: int64 (batch_size / world_size,)."""
         return self._share(self.global_batch(epoch, step))
 
     def passes(self, epoch: int, step: int) -> npt.NDArray[np.int64]:
-        """The pass over the data that each sample of :meth:`indices` belongs to: the epoch its views are drawn for."""
+        """Return each sample's pass over the data: the epoch its views are drawn for."""
         return np.full(len(self.indices(epoch, step)), epoch, np.int64)
 
     def stand_ins(self, epoch: int, step: int, place: int) -> Iterator[tuple[int, int]]:
-        """(sample, pass) of those that may take the place of an unusable sample, at ``place`` of :meth:`indices`.
+        """Yield (sample, pass) of those that may replace an unusable one, at ``place`` of :meth:`indices`.
 
         The first is at the same place of the next global batch, then come those behind it, and after the epoch's end
         those at its start. They are the same on any number of ranks.
@@ -90,7 +90,7 @@ class BatchOrder:
             yield self._sample(epoch, (step + 1) * self.batch_size + place + distance)
 
     def _sample(self, epoch: int, place: int) -> tuple[int, int]:
-        """(sample, pass) at a place of an epoch that goes round in circles."""
+        """Return (sample, pass) at a place of an epoch that goes round in circles."""
         return int(self._epoch(epoch)[place % self.length]), epoch
 
     def _epoch(self, epoch: int) -> npt.NDArray[np.int64]:
@@ -102,7 +102,7 @@ class BatchOrder:
 
 
 class CyclicOrder(BatchOrder):
-    """Pass after pass over a small data set in batches that keep pace with another order's epochs of ``steps`` steps.
+    """Pass after pass over a small data set, in another order's epochs of ``steps`` steps.
 
     The labelled images of the MMNN are fewer than a step or an epoch needs; here a batch may span several passes, and
     a sample's views are drawn anew in each.

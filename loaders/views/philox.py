@@ -1,4 +1,4 @@
-"""Counter-based random numbers: Philox4x32-10 (Salmon et al., SC 2011), addressed instead of advanced.
+"""Counter-based random numbers: Philox4x32-10 (Salmon et al., SC 2011).
 
 A draw is named by (seed, epoch, sample index, stream, number); there is no generator state. So the same name gives the
 same value in every process, on every world size, after any resume and in any order. Streams keep the crops and views
@@ -17,7 +17,7 @@ _WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
 
 @jit
 def philox4x32(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
-    """Ten rounds over the counter (c0..c3) with the key (k0, k1): four uint32 values, held in uint64."""
+    """Run ten rounds over the counter (c0..c3) with the key (k0, k1): four uint32 values in uint64."""
     c0, c1, c2, c3 = np.uint64(c0), np.uint64(c1), np.uint64(c2), np.uint64(c3)
     k0, k1 = np.uint64(k0), np.uint64(k1)
     for _ in range(10):
@@ -43,7 +43,7 @@ def integer(seed, epoch, index, stream, number, bound):  # type: ignore[no-untyp
 
 @jit
 def sort_keys(seed, epoch, count, stream):  # type: ignore[no-untyped-def]
-    """A uint64 (count,) of independent random keys, one for each index: sorting by them shuffles."""
+    """Draw uint64 (count,) independent keys, one for each index: sorting by them shuffles."""
     keys = np.empty(count, np.uint64)
     key = np.uint64(seed)
     for index in range(count):

@@ -1,4 +1,4 @@
-"""The view plan: everything random about a batch, drawn by a pure function of (seed, epoch, sample index).
+"""View plan: everything random about a batch, a pure function of (seed, epoch, index).
 
 A view is a crop plus a program. ``draw`` gives, for every sample, the crop boxes and flips, and for every view the list
 of (op code, magnitude) to run on its crop, together with the composition vectors. Loaders and executors draw nothing
@@ -45,7 +45,7 @@ class Augmentation:
     flip_prob: float = 0.5
 
     def row(self) -> list[float]:
-        """The fields as one row of the table that the compiled draw reads (:mod:`loaders.views.draw`)."""
+        """Return the fields as a row of the table that the compiled draw reads."""
         jitter = [self.brightness, self.contrast, self.saturation, self.hue]
         return [*jitter, self.jitter_prob, self.grayscale_prob, self.blur_prob, *self.blur_sigma, self.solarize_prob]
 
@@ -108,7 +108,7 @@ class ViewPlan:
 
     @cached_property
     def layout(self) -> ViewLayout:
-        """The views of a sample and the crops that they share."""
+        """Lay out the views of a sample and the crops that they share."""
         contrastive, count = list(range(len(self.contrastive))), len(self.contrastive)
         originals = 0 if self.original == "none" else self.originals if self.original == "weak" else 1
         original_crops = list(range(count, count + originals))
@@ -150,7 +150,7 @@ class ViewPlan:
 
     @cached_property
     def _tables(self) -> tuple[npt.NDArray[Any], ...]:
-        """Arrays: crop rows (C, 4), view rows (T, 10), lengths, pool codes, ranges (14, 4), places in order (14,)."""
+        """Build crop rows (C, 4), view rows (T, 10), lengths, pool codes, ranges (14, 4), places in order (14,)."""
         layout, row_length = self.layout, len(self.weak.row())
         crop_rows = [[*a.crop_scale, a.flip_prob, 0.0] for a in self.contrastive]
         view_rows = [a.row() for a in self.contrastive]

@@ -18,16 +18,15 @@ import torch
 
 from cocor.eval.datasets.archives import ARCHIVES, Listed
 from cocor.eval.datasets.protocols import CALTECH_SPLIT, DEFAULT_VAL_SHARE, PROTOCOLS, VAL_SHARE, Protocol, of_folder
+from loaders.cpus import available_cores
 from loaders.datasets.dataset import ImageDataset, OnError, open_folder
 from loaders.datasets.folder import Listing
+from loaders.datasets.labels import stratified_split
 from loaders.datasets.layout import TEST, TRAIN, VAL, find_split
 from loaders.datasets.size_index import size_index
-from loaders.datasets.split import stratified_split
-from loaders.datasets.stored import StoredDataset
 from loaders.errors import UserError
 from loaders.open import open_images
 from loaders.prep.classes import read_classes
-from loaders.text import available_cores
 
 _IMAGENET = ("", "imagenet", "imagenet1k", "ILSVRC2012", "ILSVRC/Data/CLS-LOC")
 _VAL_LABELS = ("LOC_val_solution.csv", "ILSVRC2012_validation_ground_truth.txt")
@@ -50,22 +49,8 @@ class Splits:
     def learned_from(self) -> ImageDataset:
         """Training and validation images as one set, if the latter were taken from the former; else the former."""
         train, val = self.train, self.val
-        if train.root != val.root or type(train) is not type(val):
-            return train
-        file_sizes = None
-        if train.file_sizes is not None and val.file_sizes is not None:
-            file_sizes = np.concatenate([train.file_sizes, val.file_sizes])
-        both = replace(
-            train,
-            names=[*train.names, *val.names],
-            labels=np.concatenate([train.labels, val.labels]),
-            sizes=np.concatenate([train.sizes, val.sizes]),
-            plain=np.concatenate([train.plain, val.plain]),
-            file_sizes=file_sizes,
-        )
-        if isinstance(both, StoredDataset) and isinstance(val, StoredDataset):
-            both = replace(both, rows=np.concatenate([both.rows, val.rows]))
-        return both
+        same = train.root == val.root and type(train) is type(val)
+        return train.joined(val) if same else train
 
 
 def open_named(name: str, root: Path, cache: Path, workers: int | None = None) -> Splits:

@@ -13,10 +13,10 @@ import torch
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
 
-from cocor import atomic
 from cocor.eval.features import Features
 from cocor.eval.probes.knn import nearest_neighbours
 from loaders.datasets.dataset import ImageDataset
+from loaders.files import replacing
 from loaders.text import printable
 
 _TILE, _GAP, _FRAME, _FONT_SIZE, _LINE = 128, 8, 4, 12, 16
@@ -87,7 +87,7 @@ def save_sheet(found: Retrieval, queries: ImageDataset, bank: ImageDataset, path
             frame = None if label < 0 or other < 0 else _RIGHT if label == other else _WRONG
             text = f"{found.similarities[row, column]:.3f} {_class_name(bank, other)}"
             _paste(sheet, pen, font, (_left(column + 1), top), _picture(bank, place), text, frame)
-    with atomic.replacing(path) as temporary:
+    with replacing(path) as temporary:
         sheet.save(temporary, format="PNG")
 
 

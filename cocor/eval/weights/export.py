@@ -28,7 +28,7 @@ import torchvision
 from torch import Tensor, nn
 
 import cocor
-from cocor import atomic, checkpoint, cli
+from cocor import checkpoint, cli
 from cocor.eval.weights.load import Encoder, digest, load_encoder
 from cocor.export import export_backbone
 from cocor.models import build_backbone, fixed_size
@@ -36,7 +36,7 @@ from cocor.run_dir import check_pair
 from loaders.arguments import Parser
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
 from loaders.errors import UserError
-from loaders.writable import check_folder
+from loaders.files import check_folder, replacing, write_text
 
 Format = Literal["timm", "torchvision", "safetensors", "detectron2"]
 
@@ -107,7 +107,7 @@ def _size_option(encoder: Encoder) -> dict[str, Any]:
 
 
 def _write_torchvision(encoder: Encoder, output: Path) -> None:
-    with atomic.replacing(output) as temporary:
+    with replacing(output) as temporary:
         checkpoint.write(_weights(encoder), temporary)
 
 
@@ -142,8 +142,8 @@ def _write_safetensors(encoder: Encoder, output: Path) -> None:
         "stem": encoder.stem,
         "pretrained_cfg": {"mean": IMAGENET_MEAN, "std": IMAGENET_STD, "interpolation": "bilinear", "crop_pct": 0.875},
     }
-    atomic.write_text(output / "config.json", json.dumps(config, indent=2) + "\n")
-    atomic.write_text(output / "README.md", model_card(encoder, features))
+    write_text(output / "config.json", json.dumps(config, indent=2) + "\n")
+    write_text(output / "README.md", model_card(encoder, features))
 
 
 def model_card(encoder: Encoder, features: int) -> str:
@@ -205,7 +205,7 @@ def _write_detectron2(encoder: Encoder, output: Path) -> None:
         if not name.endswith("num_batches_tracked")
     }
     content = {"model": arrays, "__author__": "cocor", "matching_heuristics": True}
-    with atomic.replacing(output) as temporary:
+    with replacing(output) as temporary:
         temporary.write_bytes(pickle.dumps(content, protocol=4))
 
 

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from cocor.checkpoint import is_compressed
-from loaders.errors import UserError
-from loaders.lacking import no_fault_of_a_file
+from loaders.errors import UserError, no_fault_of_a_file
 
 Which = Literal["online", "ema"]
 
