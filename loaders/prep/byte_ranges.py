@@ -34,8 +34,8 @@ class FileBytes:
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """A stretch of another file, such as an uncompressed tar."""
+class ByteRange:
+    """A range of bytes of another file, such as an uncompressed tar."""
 
     path: str
     offset: int
@@ -61,7 +61,7 @@ class RawPixels:
 
     def read(self) -> bytes:
         length = self.height * self.width * 3
-        return b"P6 %d %d 255\n" % (self.width, self.height) + Stretch(self.path, self.offset, length).read()
+        return b"P6 %d %d 255\n" % (self.width, self.height) + ByteRange(self.path, self.offset, length).read()
 
 
 @dataclass(frozen=True)

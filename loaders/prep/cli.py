@@ -134,7 +134,7 @@ def _open(options: argparse.Namespace) -> Source:
     workers = getattr(options, "workers", None)
     source = open_source(options.source, options.labels, workers=workers, allow_empty=options.allow_empty)
     if getattr(options, "classes", None):
-        from loaders.prep.classes import read_classes
+        from loaders.prep.source import read_classes
 
         source = source.keep_classes(read_classes(options.classes))
     return source

@@ -7,7 +7,7 @@ depend neither on the number of workers nor on their speed.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,17 +19,14 @@ import numpy as np
 from loaders.datasets.dataset import OnError
 from loaders.datasets.manifest import Record, content_digest
 from loaders.errors import UserError
-from loaders.prep.beton import BetonWriter
-from loaders.prep.encode import Encoded, Settings, encode_all
-from loaders.prep.merge import TreeWriter
+from loaders.prep.encode import Settings, encode
 from loaders.prep.output import refuse_existing, refuse_overlap, staged
 from loaders.prep.pool import in_order
 from loaders.prep.source import Source
-from loaders.progress import track
-from loaders.text import available_cores, printable
+from loaders.prep.writers import BetonWriter, FolderWriter
+from loaders.text import printable
 
 Target = Literal["beton", "folder"]
-CHUNK = 8  # images a task
 _ROW = np.dtype([("mode", "u1"), ("height", "i4"), ("width", "i4"), ("source_crc", "u4"), ("crc", "u4")])
 
 
@@ -64,12 +61,16 @@ def convert(
     names = stored_names(source)
     faults = list(source.faults)
     with staged(output, folder=target == "folder", force=force) as work:
-        writer = BetonWriter(work, len(source)) if target == "beton" else TreeWriter(work)
-        with closing(writer):
+        writer = BetonWriter(work, len(source)) if target == "beton" else FolderWriter(work)
+        images = in_order(
+            partial(encode, settings=settings), source.locate, len(source), workers,
+            name=lambda i: printable(source.names[i]), doing="converting",
+        )  # fmt: skip
+        with closing(writer), closing(images):
             rows = np.zeros(len(source), _ROW)
             kept: list[int] = []
             treatments: Counter[str] = Counter()
-            for index, encoded in _encoded(source, settings, workers or available_cores()):
+            for index, encoded in enumerate(images):
                 if isinstance(encoded, str):
                     if on_error == "stop":
                         raise unusable(source, names[index], encoded)
@@ -103,19 +104,6 @@ def unusable(source: Source, name: str, reason: str) -> UserError:
     """The error that names an unusable image of ``source``."""
     where = printable(source.path / name) if source.kind == "folder" else f"{printable(source.path)}: {printable(name)}"
     return UserError(f"{where}: {reason}; remove it, or pass --on-error skip")
-
-
-def _encoded(source: Source, settings: Settings, workers: int) -> Iterator[tuple[int, Encoded | str]]:
-    starts = range(0, len(source), CHUNK)
-    tasks = ([source.locate(i) for i in range(start, min(start + CHUNK, len(source)))] for start in starts)
-
-    def name(task: int) -> str:
-        return printable(source.names[starts[task]])
-
-    results = in_order(partial(encode_all, settings=settings), tasks, max(1, min(workers, len(starts))), name)
-    with closing(results):
-        for start, encoded in zip(starts, track(results, len(source), "converting", "images", CHUNK), strict=True):
-            yield from enumerate(encoded, start)
 
 
 def _record(

@@ -2,8 +2,8 @@
 
 A JPEG that every decoder shows upright and in the right colours, and that needs no resize, keeps its bytes. Anything
 else goes through :mod:`loaders.datasets.decode`, the reference decoder, and is written as JPEG (or raw pixels).
-Nothing is ever
-enlarged. Either way the image is decoded once here, so that a damaged one is found now and not in training.
+Nothing is ever enlarged. Either way the image is decoded once here, so that a damaged one is found now and not in
+training.
 """
 
 import zlib
@@ -62,11 +62,6 @@ def encode(place: Locator, settings: Settings) -> Encoded | str:
         return describe(fault)
     except MemoryError:
         return "too large for this machine's memory"
-
-
-def encode_all(places: list[Locator], settings: Settings) -> list[Encoded | str]:
-    """:func:`encode` for several images: a worker's task."""
-    return [encode(place, settings) for place in places]
 
 
 def _encode(data: bytes, settings: Settings) -> Encoded:

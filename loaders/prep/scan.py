@@ -19,11 +19,9 @@ from PIL import ExifTags, Image
 from loaders.datasets.decode import ImageFault, decode_file, describe, exif_segments, has_stray_bytes, read_header
 from loaders.lacking import no_fault_of_a_file
 from loaders.prep.byte_ranges import Locator
-from loaders.prep.convert import CHUNK
 from loaders.prep.pool import in_order, one_at_a_time
 from loaders.prep.source import Source
-from loaders.progress import track
-from loaders.text import available_cores, printable
+from loaders.text import printable
 
 Status = Literal["good", "repair", "reject"]
 _SHOWN = 12  # lines of each list on the screen
@@ -75,7 +73,7 @@ def scan(
 ) -> Summary:
     """Decode every image of ``source``; each finding goes to ``report``. ``stop``: end at the first unusable one."""
     summary = Summary()
-    with closing(_findings(source, max_pixels, workers or available_cores())) as findings:
+    with closing(_findings(source, max_pixels, workers)) as findings:
         for finding in findings:
             report(finding)
             summary.add(finding)
@@ -110,27 +108,19 @@ def print_summary(source: Source, summary: Summary) -> None:
         print(f"  largest: {width} x {height} pixels, {printable(name)}")
 
 
-def _findings(source: Source, max_pixels: int, workers: int) -> Generator[Finding, None, None]:
+def _findings(source: Source, max_pixels: int, workers: int | None) -> Generator[Finding, None, None]:
     for name, reason in source.faults:
         yield Finding(name, "reject", reason=reason)
-    starts = range(0, len(source), CHUNK)
-    tasks = (
-        [(source.names[i], source.locate(i)) for i in range(start, min(start + CHUNK, len(source)))] for start in starts
-    )
-    results = in_order(
-        partial(examine_all, max_pixels=max_pixels),
-        tasks,
-        max(1, min(workers, len(starts))),
-        lambda task: printable(source.names[starts[task]]),
-    )
-    with closing(results):
-        for findings in track(results, len(source), "scanning", "images", CHUNK):
-            yield from findings
+    findings = in_order(
+        partial(_examine_named, max_pixels=max_pixels), lambda i: (source.names[i], source.locate(i)),
+        len(source), workers, name=lambda i: printable(source.names[i]), doing="scanning",
+    )  # fmt: skip
+    with closing(findings):
+        yield from findings
 
 
-def examine_all(images: list[tuple[str, Locator]], max_pixels: int) -> list[Finding]:
-    """:func:`examine` for several images: a worker's task."""
-    return [examine(name, place, max_pixels) for name, place in images]
+def _examine_named(image: tuple[str, Locator], max_pixels: int) -> Finding:
+    return examine(*image, max_pixels)
 
 
 def examine(name: str, place: Locator, max_pixels: int) -> Finding:

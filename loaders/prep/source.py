@@ -4,17 +4,19 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib import resources
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from loaders.datasets.folder import is_hidden, sort_key
-from loaders.datasets.labels import class_first, read_labels
+from loaders.datasets.labels import class_first, read_labels, read_lines
 from loaders.errors import UserError
 from loaders.prep.byte_ranges import Locator
 from loaders.text import printable, stays_inside
 
+CLASS_LISTS = {"imagenet100": "imagenet100.txt"}
 _LONGEST_NAME = 255  # bytes
 _MOST_DIGITS = 20  # of a class number
 
@@ -74,6 +76,29 @@ class Source:
             locate=lambda i: locate(int(chosen[i])),
             sizes=None if self.sizes is None else self.sizes[chosen],
         )
+
+
+def read_classes(name: str) -> list[str]:
+    """The classes of the shipped list ``name``, or of the file of that name: the first word of every line.
+
+    Raises :class:`UserError` naming file and line.
+    """
+    if name in CLASS_LISTS:
+        text = resources.files("loaders.prep").joinpath(CLASS_LISTS[name]).read_text()
+        return [line for line in text.split("\n") if line and not line.startswith("#")]
+    if not Path(name).is_file():
+        raise UserError(f"{printable(name)}: no such list of classes; name a text file, or {', '.join(CLASS_LISTS)}")
+    line_of: dict[str, int] = {}
+    for number, line in read_lines(Path(name)):
+        wanted = line.split()[0]
+        if wanted in line_of:
+            raise UserError(
+                f"{printable(name)}:{number}: {printable(wanted)} is listed already in line {line_of[wanted]}"
+            )
+        line_of[wanted] = number
+    if not line_of:
+        raise UserError(f"{printable(name)}: lists no classes; write one a line")
+    return list(line_of)
 
 
 def labels_from_list(

@@ -26,7 +26,7 @@ from loaders.datasets.split import stratified_split
 from loaders.datasets.stored import StoredDataset
 from loaders.errors import UserError
 from loaders.open import open_images
-from loaders.prep.classes import read_classes
+from loaders.prep.source import read_classes
 from loaders.text import available_cores
 
 _IMAGENET = ("", "imagenet", "imagenet1k", "ILSVRC2012", "ILSVRC/Data/CLS-LOC")
