@@ -7,7 +7,6 @@ depend neither on the number of workers nor on their speed.
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -86,8 +85,23 @@ def convert(
             row_of = {index: row for row, index in enumerate(kept)}
             order = np.array([row_of[index] for index in source.order() if index in row_of], np.int64)
             chosen = np.array(kept, np.int64)[order]
-            record = _record(source, [names[i] for i in chosen], chosen, rows[order], settings, target, done)
-            writer.finish(order, rows["mode"][order], record)
+            labels, crcs, rows = source.labels[chosen], rows["source_crc"][order].tolist(), rows[order]
+            stored = [names[i] for i in chosen]
+            facts = {
+                "target": target,
+                "settings": asdict(settings),
+                "source": {
+                    "name": printable(source.path.name),
+                    "kind": source.kind,
+                    "digest": content_digest(stored, labels, source.classes, crcs),
+                },
+                "images": done.images,
+                "treatments": done.treatments,
+                "skipped": [[printable(name), reason] for name, reason in done.skipped],
+            }
+            sizes = np.stack([rows["height"], rows["width"]], axis=1)
+            record = Record(stored, labels, source.classes, sizes, rows["crc"], facts)
+            writer.finish(order, rows["mode"], record)
     return done
 
 
@@ -104,29 +118,3 @@ def unusable(source: Source, name: str, reason: str) -> UserError:
     """The error that names an unusable image of ``source``."""
     where = printable(source.path / name) if source.kind == "folder" else f"{printable(source.path)}: {printable(name)}"
     return UserError(f"{where}: {reason}; remove it, or pass --on-error skip")
-
-
-def _record(
-    source: Source,
-    names: Sequence[str],
-    chosen: np.ndarray,
-    rows: np.ndarray,
-    settings: Settings,
-    target: Target,
-    done: Converted,
-) -> Record:
-    labels = source.labels[chosen]
-    facts = {
-        "target": target,
-        "settings": asdict(settings),
-        "source": {
-            "name": printable(source.path.name),
-            "kind": source.kind,
-            "digest": content_digest(names, labels, source.classes, rows["source_crc"].tolist()),
-        },
-        "images": done.images,
-        "treatments": done.treatments,
-        "skipped": [[printable(name), reason] for name, reason in done.skipped],
-    }
-    sizes = np.stack([rows["height"], rows["width"]], axis=1)
-    return Record(list(names), labels, source.classes, sizes, rows["crc"], facts)

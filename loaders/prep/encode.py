@@ -9,7 +9,6 @@ training.
 import zlib
 from dataclasses import dataclass
 from io import BytesIO
-from typing import Literal
 
 from PIL import Image
 
@@ -18,8 +17,6 @@ from loaders.datasets.decode import MAX_PIXELS, ImageFault, decode_file, describ
 from loaders.lacking import no_fault_of_a_file
 from loaders.prep.byte_ranges import Locator
 from loaders.prep.pool import one_at_a_time
-
-Treatment = Literal["kept", "resized", "repaired", "raw"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class Encoded:
     width: int
     source_crc: int
     crc: int
-    treatment: Treatment
+    treatment: str  # "kept", "resized", "repaired" or "raw"
 
 
 def encode(place: Locator, settings: Settings) -> Encoded | str:
@@ -80,17 +77,14 @@ def _encode(data: bytes, settings: Settings) -> Encoded:
         image = decode_file(BytesIO(data))
         if shrinks:
             image = image.resize(size, Image.Resampling.BICUBIC)
-    treatment: Treatment = "raw" if settings.raw else "resized" if shrinks else "repaired"
-    stored = image.tobytes() if settings.raw else _to_jpeg(image, settings.quality, shrinks)
-    mode = RAW if settings.raw else JPEG
-    return Encoded(stored, mode, image.height, image.width, source_crc, zlib.crc32(stored), treatment)
-
-
-def _to_jpeg(image: Image.Image, quality: int, shrunk: bool) -> bytes:
-    """Colour at half resolution is usual and fast to decode; an image of full size keeps its colour edges."""
+    if settings.raw:
+        stored = image.tobytes()
+        return Encoded(stored, RAW, image.height, image.width, source_crc, zlib.crc32(stored), "raw")
     buffer = BytesIO()
-    image.save(buffer, "JPEG", quality=quality, subsampling="4:2:0" if shrunk else "4:4:4")
-    return buffer.getvalue()
+    # Colour at half resolution is usual and fast to decode; an image of full size keeps its colour edges.
+    image.save(buffer, "JPEG", quality=settings.quality, subsampling="4:2:0" if shrinks else "4:4:4")
+    stored, treatment = buffer.getvalue(), "resized" if shrinks else "repaired"
+    return Encoded(stored, JPEG, image.height, image.width, source_crc, zlib.crc32(stored), treatment)
 
 
 def target_size(width: int, height: int, shorter_side: int | None) -> tuple[int, int]:

@@ -1,16 +1,13 @@
 """Label splits as text files: which few images count as labelled.
 
 The choice is that of :func:`loaders.datasets.split.stratified_split`, so ``cocor-train`` without a list and a list
-written here
-with the same fraction and seed mean the same images. The file can be read by people and other programs: comment lines
-say where it comes from, then follows one relative name a line. A digest over these lines shows later edits, one over
-the data set's names and labels (:func:`names_digest`) whether the list was written for it. A list fits a folder and
-everything that was converted from it.
+written here with the same fraction and seed mean the same images. Comment lines say where the file comes from, then
+follows one relative name a line. A digest over these lines shows later edits, one over the data set's names and labels
+whether the list was written for it. A list fits a folder and everything that was converted from it.
 """
 
 import hashlib
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +46,7 @@ def write_labels(source: Source, fraction: float, seed: int, output: Path, force
     head = [
         b"# Label split by cocor-prep, one image a line",
         f"# fraction {fraction:g}, seed {seed}: {len(chosen)} of {len(source)} images".encode(),
-        _DATA + _data_digest(source).encode(),
+        _DATA + names_digest(source).encode(),
         _DIGEST + hashlib.sha256(body).hexdigest().encode(),
     ]
     with staged(output, folder=False, force=force) as work:
@@ -78,7 +75,7 @@ def check_labels(path: Path, source: Source) -> Checked:
     remarks = []
     if _DIGEST not in stated:
         remarks.append("no digest in its head: later changes cannot be seen")
-    if _DATA in stated and stated[_DATA] != _data_digest(source):
+    if _DATA in stated and stated[_DATA] != names_digest(source):
         remarks.append("written for a data set with other names or labels, though all its images are here")
     empty = [source.classes[i] for i in np.flatnonzero(per_class == 0)]
     if empty:
@@ -90,18 +87,14 @@ def _line(name: str) -> bytes:
     return (b"./" if name.startswith("#") else b"") + os.fsencode(name) + b"\n"
 
 
-def _data_digest(source: Source) -> str:
-    return names_digest(source.names, source.labels, source.classes)
-
-
-def names_digest(names: Sequence[str], labels: npt.NDArray[np.int64], classes: Sequence[str]) -> str:
+def names_digest(source: Source) -> str:
     """SHA-256 over names and labels alone, which survive conversion and resizing.
 
     It is made of the classes, and of "name NUL class" of every image in sorted order, names without the suffixes of
     image files: the same for a folder and for all that was converted from it.
     """
-    digest = hashlib.sha256("\0".join(classes).encode("utf-8", "surrogateescape") + b"\0\0")
-    of = [classes[label] if label >= 0 else "" for label in labels]
-    for line in sorted(os.fsencode(f"{bare(name)}\0{label}\0") for name, label in zip(names, of, strict=True)):
+    digest = hashlib.sha256("\0".join(source.classes).encode("utf-8", "surrogateescape") + b"\0\0")
+    of = [source.classes[label] if label >= 0 else "" for label in source.labels]
+    for line in sorted(os.fsencode(f"{bare(name)}\0{label}\0") for name, label in zip(source.names, of, strict=True)):
         digest.update(line)
     return digest.hexdigest()
