@@ -63,7 +63,7 @@ def convert(
         writer = BetonWriter(work, len(source)) if target == "beton" else FolderWriter(work)
         images = in_order(
             partial(encode, settings=settings), source.locate, len(source), workers,
-            name=lambda i: printable(source.names[i]), doing="converting",
+            name=source.origin, doing="converting",
         )  # fmt: skip
         with closing(writer), closing(images):
             rows = np.zeros(len(source), _ROW)
@@ -72,8 +72,8 @@ def convert(
             for index, encoded in enumerate(images):
                 if isinstance(encoded, str):
                     if on_error == "stop":
-                        raise unusable(source, names[index], encoded)
-                    faults.append((names[index], encoded))
+                        raise unusable(source, source.origin(index), encoded)
+                    faults.append((source.origin(index), encoded))
                     continue
                 writer.add(names[index], encoded.data)
                 rows[len(kept)] = (encoded.mode, encoded.height, encoded.width, encoded.source_crc, encoded.crc)

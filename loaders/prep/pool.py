@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from loaders.errors import UserError
 from loaders.progress import track
-from loaders.text import available_cores
+from loaders.text import available_cores, printable
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -72,8 +72,8 @@ def in_order(
                 result = _result(pool, pending.popleft())
             except BrokenProcessPool:
                 raise UserError(
-                    f"a worker process died at or soon after {name(start)} (killed, out of memory, or a crash); "
-                    "nothing was kept: run again, with fewer --workers if memory is short"
+                    f"a worker process died at or soon after {printable(name(start))} (killed, out of memory, or a "
+                    "crash); nothing was kept: run again, with fewer --workers if memory is short"
                 ) from None
             yield result
 

@@ -108,8 +108,8 @@ def _findings(source: Source, max_pixels: int, workers: int | None) -> Generator
     for name, reason in source.faults:
         yield Finding(name, "reject", reason=reason)
     findings = in_order(
-        partial(_examine_named, max_pixels=max_pixels), lambda i: (source.names[i], source.locate(i)),
-        len(source), workers, name=lambda i: printable(source.names[i]), doing="scanning",
+        partial(_examine_named, max_pixels=max_pixels), lambda i: (source.origin(i), source.locate(i)),
+        len(source), workers, name=source.origin, doing="scanning",
     )  # fmt: skip
     with closing(findings):
         yield from findings

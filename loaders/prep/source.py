@@ -25,9 +25,10 @@ _MOST_DIGITS = 20  # of a class number
 class Source:
     """N images and where they lie.
 
-    - ``names``: relative names; ``labels`` int64 (N,), place in ``classes`` or -1.
+    - ``names``: relative names, class first; ``labels`` int64 (N,), place in ``classes`` or -1.
     - ``faults``: (name, reason) of what is already known to be unusable.
     - ``locate(i)``: where image i's bytes are.
+    - ``origins``: what the images are called in the source itself, if that is not their names.
     - ``sizes`` int32 (N, 2): height and width of the upright images, where they are known already.
     - ``hidden``: how many hidden files and folders were passed over, where that was counted.
     - ``in_order``: the images already have the order in which training sees them.
@@ -40,12 +41,17 @@ class Source:
     classes: list[str]
     faults: list[tuple[str, str]]
     locate: Callable[[int], Locator]
+    origins: Sequence[str] = ()
     sizes: npt.NDArray[np.int32] | None = None
     hidden: int = 0
     in_order: bool = False
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def origin(self, index: int) -> str:
+        """What an image is called in the source itself."""
+        return (self.origins or self.names)[index]
 
     def order(self) -> list[int]:
         """The order in which images are stored and training sees them: by name, or as they are if ``in_order``."""
@@ -74,6 +80,7 @@ class Source:
             classes=classes,
             faults=kept,
             locate=lambda i: locate(int(chosen[i])),
+            origins=[self.origins[i] for i in chosen.tolist()] if self.origins else (),
             sizes=None if self.sizes is None else self.sizes[chosen],
         )
 
@@ -120,8 +127,10 @@ def make_source(
     faults: list[tuple[str, str]],
     locate: Callable[[int], Locator],
     classes: Sequence[str] = (),
+    origins: Sequence[str] = (),
 ) -> Source:
-    """A source from class names instead of numbers, its images named class first. ``classes`` may add empty ones."""
+    """A source from class names instead of numbers, its images named class first. ``classes`` may add empty ones;
+    ``origins`` are the images' names in the source itself, if not ``names``."""
     if not names and not faults:
         raise UserError(f"{printable(path)}: holds no images; check the path")
     known = sorted({label for label in label_of if label is not None}.union(classes))
@@ -138,7 +147,7 @@ def make_source(
     double = next((name for name, count in Counter(stored).items() if count > 1), None)
     if double is not None:
         raise UserError(f"{printable(path)}: two images are named {printable(double)}; remove or rename one")
-    return Source(path, kind, stored, labels, known, faults, locate)
+    return Source(path, kind, stored, labels, known, faults, locate, origins or names)
 
 
 def _names_a_folder(label: str) -> bool:

@@ -83,7 +83,8 @@ def _plain(path: Path, members: _Members, labels: str | Path | None) -> Source:
     def locate(index: int) -> ByteRange:
         return members.places[kept[index]]
 
-    return make_source(path, "tar", [names[i] for i in kept], label_of, faults, locate)
+    origins = [members.names[i] for i in kept]
+    return make_source(path, "tar", [names[i] for i in kept], label_of, faults, locate, origins=origins)
 
 
 def _without_common_folders(names: list[str]) -> list[str]:
@@ -98,41 +99,41 @@ def _without_common_folders(names: list[str]) -> list[str]:
 
 def _webdataset(path: Path, shards: list[Path], starts: list[int], members: _Members) -> Source:
     """Group members by shard and key (the name up to the first dot of its last part)."""
-    names: list[str] = []
-    labels: list[str | None] = []
+    names, origins, labels = list[str](), list[str](), list[str | None]()
     places: list[ByteRange] = []
     faults = list(members.faults)
     for shard, start, end in zip(shards, starts, [*starts[1:], len(members.names)], strict=True):
-        samples: dict[str, dict[str, ByteRange]] = {}
-        for name, place in zip(members.names[start:end], members.places[start:end], strict=True):
-            folder, _, last = name.rpartition("/")
+        samples: dict[str, dict[str, int]] = {}
+        for member in range(start, end):
+            folder, _, last = members.names[member].rpartition("/")
             key, dot, suffix = last.partition(".")
-            samples.setdefault(f"{folder}/{key}" if folder else key, {})[dot + suffix.lower()] = place
+            samples.setdefault(f"{folder}/{key}" if folder else key, {})[dot + suffix.lower()] = member
         for key, parts in samples.items():
             image = next((suffix for suffix in parts if suffix in _IMAGES), None)
-            label = _webdataset_class(shard, key, parts)
+            text = parts.get(".cls", parts.get(".json"))
+            label = None if text is None else _webdataset_class(shard, members.names[text], members.places[text])
             if image is None or label is None:
                 missing = "image" if image is None else "class (.cls, or .json with a label)"
                 parts_there = ", ".join(sorted(parts))
                 faults.append((f"{printable(shard.name)}:{printable(key)}", f"no {missing} beside {parts_there}"))
                 continue
             names.append(f"{shard.stem}_{key}{image}")
+            origins.append(f"{shard.name}:{members.names[parts[image]]}")
             labels.append(label)
-            places.append(parts[image])
-    return make_source(path, "webdataset", names, pad_numbers(labels), faults, places.__getitem__)
+            places.append(members.places[parts[image]])
+    return make_source(path, "webdataset", names, pad_numbers(labels), faults, places.__getitem__, origins=origins)
 
 
-def _webdataset_class(shard: Path, key: str, parts: dict[str, ByteRange]) -> str | None:
-    text = parts.get(".cls") or parts.get(".json")
-    if text is None or not 0 < text.length <= _LARGEST_TEXT:
+def _webdataset_class(shard: Path, name: str, text: ByteRange) -> str | None:
+    if not 0 < text.length <= _LARGEST_TEXT:
         return None
     content = text.read().decode("utf-8", "surrogateescape").strip()
-    if ".cls" in parts:
+    if name.lower().endswith(".cls"):
         return content or None
     try:
         values = json.loads(content)
     except (ValueError, RecursionError) as fault:
-        raise UserError(f"{printable(shard)}: {printable(key)}.json is not JSON ({fault})") from fault
+        raise UserError(f"{printable(shard)}: {printable(name)} is not JSON ({fault})") from fault
     found = [values[name] for name in _CLASS_KEYS if name in values] if isinstance(values, dict) else []
     return str(found[0]) if found and isinstance(found[0], int | str) else None
 

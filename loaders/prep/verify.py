@@ -28,9 +28,7 @@ def verify(path: Path, workers: int | None = None) -> tuple[int, list[tuple[str,
     Raises :class:`UserError` if its structure is broken or it was not prepared by cocor.
     """
     names, checks, faults = _from_beton(path) if is_beton(path) else _from_folder(path)
-    found = in_order(
-        _check, checks.__getitem__, len(checks), workers, name=lambda i: printable(names[i]), doing="verifying"
-    )
+    found = in_order(_check, checks.__getitem__, len(checks), workers, name=names.__getitem__, doing="verifying")
     with closing(found):
         faults += [(name, fault) for name, fault in zip(names, found, strict=True) if fault]
     return len(checks), sorted(faults)
