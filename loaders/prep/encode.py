@@ -13,7 +13,7 @@ from io import BytesIO
 from PIL import Image
 
 from loaders.datasets.beton import JPEG, LARGEST_SIDE, RAW
-from loaders.datasets.decode import MAX_PIXELS, ImageFault, decode_file, describe, read_header
+from loaders.datasets.decode import MAX_PIXELS, Header, ImageFault, decode_file, describe, read_header
 from loaders.lacking import no_fault_of_a_file
 from loaders.prep.byte_ranges import Locator
 from loaders.prep.pool import one_at_a_time
@@ -63,13 +63,9 @@ def encode(place: Locator, settings: Settings) -> Encoded | str:
 
 def _encode(data: bytes, settings: Settings) -> Encoded:
     source_crc = zlib.crc32(data)
-    header = read_header(BytesIO(data))
-    if header.height * header.width > settings.max_pixels:
-        raise ImageFault(f"{header.width} x {header.height} pixels are more than the limit of {settings.max_pixels:,}")
+    header = storable_header(data, settings.max_pixels)
     size = target_size(header.width, header.height, settings.shorter_side)
     shrinks = size != (header.width, header.height)
-    if max(size) > LARGEST_SIDE:
-        raise ImageFault(f"{header.width} x {header.height} pixels: no side may exceed {LARGEST_SIDE:,}")
     if header.upright_jpeg and not shrinks and not settings.raw:
         _read_through(data)
         return Encoded(data, JPEG, header.height, header.width, source_crc, source_crc, "kept")
@@ -85,6 +81,16 @@ def _encode(data: bytes, settings: Settings) -> Encoded:
     image.save(buffer, "JPEG", quality=settings.quality, subsampling="4:2:0" if shrinks else "4:4:4")
     stored, treatment = buffer.getvalue(), "resized" if shrinks else "repaired"
     return Encoded(stored, JPEG, image.height, image.width, source_crc, zlib.crc32(stored), treatment)
+
+
+def storable_header(data: bytes, max_pixels: int) -> Header:
+    """Header of an image file. Raises :class:`ImageFault` if it is none, or too large for a JPEG or ``max_pixels``."""
+    header = read_header(BytesIO(data))
+    if header.height * header.width > max_pixels:
+        raise ImageFault(f"{header.width} x {header.height} pixels are more than the limit of {max_pixels:,}")
+    if max(header.height, header.width) > LARGEST_SIDE:
+        raise ImageFault(f"{header.width} x {header.height} pixels: no side may exceed {LARGEST_SIDE:,}")
+    return header
 
 
 def target_size(width: int, height: int, shorter_side: int | None) -> tuple[int, int]:

@@ -16,9 +16,10 @@ from typing import Literal, TextIO
 
 from PIL import ExifTags, Image
 
-from loaders.datasets.decode import ImageFault, decode_file, describe, exif_segments, has_stray_bytes, read_header
+from loaders.datasets.decode import ImageFault, decode_file, describe, exif_segments, has_stray_bytes
 from loaders.lacking import no_fault_of_a_file
 from loaders.prep.byte_ranges import Locator
+from loaders.prep.encode import storable_header
 from loaders.prep.pool import in_order, one_at_a_time
 from loaders.prep.source import Source
 from loaders.text import printable
@@ -124,9 +125,7 @@ def examine(name: str, place: Locator, max_pixels: int) -> Finding:
     data = b""
     try:
         data = place.read()
-        header = read_header(BytesIO(data))
-        if header.height * header.width > max_pixels:
-            raise ImageFault(f"{header.width} x {header.height} pixels are more than the limit of {max_pixels:,}")
+        header = storable_header(data, max_pixels)
         with one_at_a_time(header.height * header.width):
             decode_file(BytesIO(data))
         with Image.open(BytesIO(data)) as image:
