@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from prep_cases import CORNERS, bad_cases, corner_colours, corner_image, good_cases, jpeg_bytes, write_all
+from prep_cases import CORNERS, bad_cases, corner_colours, corner_image, good_cases, jpeg_bytes, png_bytes, write_all
 
 from loaders.datasets.beton import open_beton
 from loaders.datasets.dataset import open_folder
@@ -160,6 +160,17 @@ def test_undecodable_names_survive_into_every_target(tmp_path: Path) -> None:
     assert open_beton(tmp_path / "x.beton").names == source.names == open_folder(tmp_path / "x").names
     assert os.fsencode(source.names[0]) == b"caf\xe9/\xff\xfe.jpg"
     assert main(["info", str(tmp_path / "x.beton")]) == 0
+
+
+def test_names_without_room_for_a_suffix_stay(tmp_path: Path) -> None:
+    names = ["x" * 251 + ".png", "y" * 252, "z" * 247 + ".png"]
+    write_all(tmp_path / "source" / "class", dict.fromkeys(names, png_bytes(corner_image())))
+    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--workers", "1"]) == 0
+    stored = [names[0], names[1], f"{names[2]}.jpg"]
+    assert open_folder(tmp_path / "out").names == [f"class/{name}" for name in stored]
+    assert main(["verify", str(tmp_path / "out"), "--workers", "1"]) == 0
+    assert main(["labels", str(tmp_path / "source"), "--fraction", "1", "--output", str(tmp_path / "list")]) == 0
+    assert main(["labels", str(tmp_path / "out"), "--check", str(tmp_path / "list")]) == 0
 
 
 def test_messages_name_the_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

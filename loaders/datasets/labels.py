@@ -9,6 +9,7 @@ are comments. Faults are named by line.
 import codecs
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -31,7 +32,8 @@ class NameLookup:
     """Finds images by relative name or, where that is unique, by last name, with or without the suffixes.
 
     ``label_of`` are the images' class names, if they have any: ``class/name`` then means the image ``name`` of a flat
-    folder as well, since cocor-prep sorts such images into class folders (:func:`class_first`).
+    folder as well, since cocor-prep sorts such images into class folders (:func:`class_first`). A name that no line
+    can hold, as it has a line break, is found as :func:`loaders.text.printable` shows it.
     """
 
     def __init__(self, names: Sequence[str], label_of: Sequence[str | None] = ()) -> None:
@@ -40,6 +42,14 @@ class NameLookup:
 
     def find(self, name: str) -> int | None:
         """The image's place, or None."""
+        found = self._find(name)
+        return self._escaped._find(name) if found is None and "\\" in name else found
+
+    @cached_property
+    def _escaped(self) -> "NameLookup":
+        return NameLookup([printable(name) for name in self._names], self._label_of)
+
+    def _find(self, name: str) -> int | None:
         name = name.removeprefix("./")
         given = [name]
         if bare(name) != name:

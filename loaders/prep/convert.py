@@ -6,6 +6,7 @@ The order of the source decides the order of writing and its names decide the or
 depend neither on the number of workers nor on their speed.
 """
 
+import os
 from collections import Counter
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -21,7 +22,7 @@ from loaders.errors import UserError
 from loaders.prep.encode import Settings, encode
 from loaders.prep.output import refuse_existing, refuse_overlap, staged
 from loaders.prep.pool import in_order
-from loaders.prep.source import Source
+from loaders.prep.source import LONGEST_NAME, Source
 from loaders.prep.writers import BetonWriter, FolderWriter
 from loaders.text import printable
 
@@ -106,8 +107,13 @@ def convert(
 
 
 def stored_names(source: Source) -> list[str]:
-    """The names under which images are stored: those of the source, with ``.jpg`` added to any that is no JPEG's."""
-    names = [name if name.lower().endswith((".jpg", ".jpeg")) else f"{name}.jpg" for name in source.names]
+    """The names under which images are stored: those of the source, with ``.jpg`` added to any that is no JPEG's.
+
+    A name that has no room for it stays: loaders go by what a file holds.
+    """
+    longer = [name if name.lower().endswith((".jpg", ".jpeg")) else f"{name}.jpg" for name in source.names]
+    fits = [len(os.fsencode(name.rpartition("/")[2])) <= LONGEST_NAME for name in longer]
+    names = [new if room else old for new, old, room in zip(longer, source.names, fits, strict=True)]
     double = next((name for name, count in Counter(names).items() if count > 1), None)
     if double is not None:
         raise UserError(f"{printable(source.path)}: two images would both be stored as {printable(double)}; rename one")

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from loaders.datasets.labels import read_names
+from loaders.datasets.labels import NameLookup, read_names
 from loaders.datasets.split import stratified_split
 from loaders.errors import UserError
 from loaders.prep.output import staged
@@ -39,10 +39,11 @@ def write_labels(source: Source, fraction: float, seed: int, output: Path, force
         raise UserError(f"{printable(source.path)}: has no labels; give class folders, or --labels with a label file")
     order = np.array(source.order(), np.int64)  # the order in which training sees them
     chosen = [source.names[order[i]] for i in stratified_split(source.labels[order], fraction, seed)]
-    broken = next((name for name in chosen if "\n" in name or "\r" in name or name != name.strip()), None)
-    if broken is not None:
-        raise UserError(f"{printable(source.path / broken)}: a name that no line of text can hold; rename it")
-    body = b"".join(_line(name) for name in chosen)
+    body, lookup = b"".join(map(_line, chosen)), NameLookup(source.names)
+    for name in chosen:
+        found = lookup.find(printable(name)) if _broken(name) else None
+        if _broken(name) and (found is None or source.names[found] != name):
+            raise UserError(f"{printable(source.path / name)}: no line of text can tell it from others; rename it")
     head = [
         b"# Label split by cocor-prep, one image a line",
         f"# fraction {fraction:g}, seed {seed}: {len(chosen)} of {len(source)} images".encode(),
@@ -83,8 +84,13 @@ def check_labels(path: Path, source: Source) -> Checked:
     return Checked(len(places), per_class, remarks)
 
 
+def _broken(name: str) -> bool:
+    return "\n" in name or "\r" in name
+
+
 def _line(name: str) -> bytes:
-    return (b"./" if name.startswith("#") else b"") + os.fsencode(name) + b"\n"
+    name = printable(name) if _broken(name) else name  # which NameLookup finds
+    return (b"./" if name.lstrip().startswith("#") else b"") + os.fsencode(name) + b"\n"
 
 
 def names_digest(source: Source) -> str:

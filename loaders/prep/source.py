@@ -17,7 +17,7 @@ from loaders.prep.byte_ranges import Locator
 from loaders.text import printable, stays_inside
 
 CLASS_LISTS = {"imagenet100": "imagenet100.txt"}
-_LONGEST_NAME = 255  # bytes
+LONGEST_NAME = 255  # bytes, of a file or folder
 _MOST_DIGITS = 20  # of a class number
 
 
@@ -155,7 +155,7 @@ def _names_a_folder(label: str) -> bool:
         length = len(os.fsencode(label))
     except UnicodeEncodeError:  # half of a surrogate pair, as JSON can hold
         return False
-    return 0 < length <= _LONGEST_NAME and not is_hidden(label) and not set(label) & set("/\0\n")
+    return 0 < length <= LONGEST_NAME and not is_hidden(label) and not set(label) & set("/\0\n")
 
 
 def pad_numbers(labels: Sequence[str | None]) -> list[str | None]:
