@@ -119,7 +119,7 @@ def _webdataset(path: Path, shards: list[Path], starts: list[int], members: _Mem
                 continue
             names.append(f"{shard.stem}_{key}{image}")
             origins.append(f"{shard.name}:{members.names[parts[image]]}")
-            labels.append(label)
+            labels.append(None if label == "-1" else label)  # no label, as in parquet shards
             places.append(members.places[parts[image]])
     return make_source(path, "webdataset", names, pad_numbers(labels), faults, places.__getitem__, origins=origins)
 
