@@ -16,9 +16,9 @@ from cocor.eval.datasets.protocols import PROTOCOLS, TRANSFER
 from cocor.eval.datasets.splits import Absent, open_named, open_splits, random_split
 from loaders.datasets.decode import decode
 from loaders.errors import UserError
-from loaders.prep.classes import read_classes
 from loaders.prep.convert import convert
 from loaders.prep.encode import Settings
+from loaders.prep.source import read_classes
 from loaders.prep.sources import open_source
 
 

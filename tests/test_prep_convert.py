@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from prep_cases import CORNERS, bad_cases, corner_colours, corner_image, good_cases, jpeg_bytes, write_all
+from prep_cases import CORNERS, bad_cases, corner_colours, corner_image, good_cases, jpeg_bytes, png_bytes, write_all
 
 from loaders.datasets.beton import open_beton
 from loaders.datasets.dataset import open_folder
@@ -160,3 +160,32 @@ def test_undecodable_names_survive_into_every_target(tmp_path: Path) -> None:
     assert open_beton(tmp_path / "x.beton").names == source.names == open_folder(tmp_path / "x").names
     assert os.fsencode(source.names[0]) == b"caf\xe9/\xff\xfe.jpg"
     assert main(["info", str(tmp_path / "x.beton")]) == 0
+
+
+def test_names_without_room_for_a_suffix_stay(tmp_path: Path) -> None:
+    names = ["x" * 251 + ".png", "y" * 252, "z" * 247 + ".png"]
+    write_all(tmp_path / "source" / "class", dict.fromkeys(names, png_bytes(corner_image())))
+    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--workers", "1"]) == 0
+    stored = [names[0], names[1], f"{names[2]}.jpg"]
+    assert open_folder(tmp_path / "out").names == [f"class/{name}" for name in stored]
+    assert main(["verify", str(tmp_path / "out"), "--workers", "1"]) == 0
+    assert main(["labels", str(tmp_path / "source"), "--fraction", "1", "--output", str(tmp_path / "list")]) == 0
+    assert main(["labels", str(tmp_path / "out"), "--check", str(tmp_path / "list")]) == 0
+
+
+def test_messages_name_the_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not the name under which an image would have been stored."""
+    write_all(tmp_path / "flat" / "deep", {"x.png": bad_cases()["noise.jpg"], "y.jpg": jpeg_bytes(corner_image())})
+    (tmp_path / "labels.csv").write_text("deep/x.png,a\ndeep/y.jpg,a\n")
+    for source, more in (("flat/deep", []), ("flat", ["--labels", str(tmp_path / "labels.csv")])):
+        shown = "deep/x.png" if more else "x.png"
+        arguments = [str(tmp_path / source), *more, "--workers", "1"]
+        output = tmp_path / f"{len(more)}.beton"
+        assert main(["convert", *arguments, str(output)]) == 2
+        assert f"{tmp_path}/flat/deep/x.png: not an image" in capsys.readouterr().err
+        assert main(["convert", *arguments, str(output), "--on-error", "skip"]) == 0
+        assert f"skipped {shown}: not an image" in capsys.readouterr().out
+        record = open_beton(output).record
+        assert record is not None and record.facts["skipped"][0][0] == shown
+        assert main(["scan", *arguments, "--on-error", "stop"]) == 2
+        assert f"{tmp_path}/flat/deep/x.png: not an image" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Label lists: the training's own choice, written for people, checked line by line."""
 
+import os
 import re
 import shutil
 from itertools import pairwise
@@ -124,6 +125,20 @@ def test_unusable_images_are_not_chosen_and_told(
 def test_impossible_fractions_are_refused(fraction: str, data: Path, tmp_path: Path) -> None:
     assert main(["labels", str(data), "--fraction", fraction, "--output", str(tmp_path / "list")]) == 2
     assert not (tmp_path / "list").exists()
+
+
+def test_names_with_line_breaks_can_be_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["two\nlines.jpg", "two\nlines.png", "\rback.jpg", os.fsdecode(b"\xff\n.jpg"), " #blank .jpg", "usual.jpg"]
+    write_all(tmp_path / "data" / "a", dict.fromkeys(names, TINY))
+    assert main(["convert", str(tmp_path / "data"), str(tmp_path / "x.beton"), "--workers", "1"]) == 0
+    listed = write(tmp_path / "data", tmp_path / "list", 1)
+    assert len(listed) == 6 and r"a/two\nlines.jpg" in listed
+    for data in (open_folder(tmp_path / "data"), open_images(tmp_path / "x.beton")):
+        assert sorted(read_label_split(tmp_path / "list", data)) == list(range(6))
+    write_all(tmp_path / "data" / "a", {r"two\nlines.jpg": TINY})
+    assert main(["labels", str(tmp_path / "data"), "--fraction", "1", "--output", str(tmp_path / "no")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and r"a/two\nlines.jpg: no line of text can tell it from others" in error
 
 
 def test_data_without_labels_is_refused_with_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

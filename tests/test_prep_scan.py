@@ -22,6 +22,7 @@ from prep_cases import (
 
 from loaders.prep.byte_ranges import FileBytes
 from loaders.prep.cli import main
+from loaders.prep.encode import Settings, encode
 from loaders.prep.scan import Finding, examine
 
 LIMIT = 178_000_000
@@ -109,6 +110,13 @@ def test_grey_jpegs_are_plain(tmp_path: Path) -> None:
 def test_reasons_say_what_is_wrong(data: bytes, reason: str, tmp_path: Path) -> None:
     found = finding(tmp_path / "a.jpg", data)
     assert found.status == "reject" and reason in found.reason
+
+
+def test_scan_and_convert_share_one_limit(tmp_path: Path) -> None:
+    for size in ((70_000, 2), (2, 70_000), (13_500, 13_500)):
+        found = finding(tmp_path / "a.png", png_bytes(Image.new("1", size)))
+        for settings in (Settings(), Settings(shorter_side=1)):
+            assert encode(FileBytes(str(tmp_path / "a.png")), settings) == found.reason != ""
 
 
 def test_the_limit_on_pixels_is_an_option(tmp_path: Path) -> None:

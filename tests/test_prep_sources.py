@@ -351,6 +351,24 @@ def test_parquet_faults_name_file_and_column(tmp_path: Path, capsys: pytest.Capt
     assert "d.parquet: not a readable parquet file" in complaint(tmp_path / "d.parquet")
 
 
+@pytest.mark.parametrize("form", ["parquet", "webdataset"])
+def test_images_without_a_class_are_reported(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """-1 says that there is no label, as on hubs' test splits; nothing at all is a fault, whatever the form."""
+    path = tmp_path / ("x.parquet" if form == "parquet" else "x.tar")
+    if form == "parquet":
+        write_parquet(path, [(image(0), 5), (image(1), None), (image(2), -1)])
+    else:
+        write_tar(
+            path, [*shard_members(range(1, 2), "cls"), ("2.jpg", image(1)), ("3.jpg", image(2)), ("3.cls", b"-1")]
+        )
+    assert main(["convert", str(path), str(tmp_path / "x.beton"), "--workers", "1"]) == 2
+    named = "x.parquet: x.parquet:row 1: no class" if form == "parquet" else "x.tar: x.tar:2: no class"
+    assert named in capsys.readouterr().err
+    assert main(["convert", str(path), str(tmp_path / "x.beton"), "--workers", "1", "--on-error", "skip"]) == 0
+    file = open_beton(tmp_path / "x.beton")
+    assert file.classes == ["5"] and sorted(file.labels.tolist()) == [-1, 0]
+
+
 def test_missing_pyarrow_is_one_line_with_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ are comments. Faults are named by line.
 import codecs
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -35,7 +36,8 @@ class NameLookup:
     """Find images by relative name or, where unique, last name, suffixes or not.
 
     ``label_of`` are the images' class names, if they have any: ``class/name`` then means the image ``name`` of a flat
-    folder as well, since cocor-prep sorts such images into class folders (:func:`class_first`).
+    folder as well, since cocor-prep sorts such images into class folders (:func:`class_first`). A name that no line
+    can hold, as it has a line break, is found as :func:`loaders.text.printable` shows it.
     """
 
     def __init__(self, names: Sequence[str], label_of: Sequence[str | None] = ()) -> None:
@@ -43,7 +45,15 @@ class NameLookup:
         self._places: dict[tuple[_Way, bool], dict[str, int | None]] = {}
 
     def find(self, name: str) -> int | None:
-        """Return the image's place, or None."""
+        """The image's place, or None."""
+        found = self._find(name)
+        return self._escaped._find(name) if found is None and "\\" in name else found
+
+    @cached_property
+    def _escaped(self) -> "NameLookup":
+        return NameLookup([printable(name) for name in self._names], self._label_of)
+
+    def _find(self, name: str) -> int | None:
         name = name.removeprefix("./")
         given = [name]
         if bare(name) != name:

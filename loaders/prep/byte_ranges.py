@@ -1,23 +1,18 @@
-"""Where the bytes of one source image lie: small objects that are sent to worker processes and read there."""
+"""Where the bytes of one source image lie: small objects that are sent to worker processes and read there.
+
+``read`` gives the bytes of the image, and raises :class:`ImageFault` or :class:`OSError`.
+"""
 
 import functools
 import os
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from loaders.datasets.decode import ImageFault
 
 LARGEST_FILE = 1 << 28
 """Bytes. A larger file is not read: no photograph needs it, and workers must not run out of memory."""
 _LARGEST_GROUP = 1 << 31
-
-
-class Locator(Protocol):
-    """Reads one image."""
-
-    def read(self) -> bytes:
-        """The bytes. Raises :class:`ImageFault` or :class:`OSError`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -34,8 +29,8 @@ class FileBytes:
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """A stretch of another file, such as an uncompressed tar."""
+class ByteRange:
+    """A range of bytes of another file, such as an uncompressed tar."""
 
     path: str
     offset: int
@@ -61,7 +56,7 @@ class RawPixels:
 
     def read(self) -> bytes:
         length = self.height * self.width * 3
-        return b"P6 %d %d 255\n" % (self.width, self.height) + Stretch(self.path, self.offset, length).read()
+        return b"P6 %d %d 255\n" % (self.width, self.height) + ByteRange(self.path, self.offset, length).read()
 
 
 @dataclass(frozen=True)
@@ -85,6 +80,9 @@ class ParquetBytes:
             raise ImageFault("no image bytes in this row")
         _check_length(len(data))
         return data
+
+
+Locator = FileBytes | ByteRange | RawPixels | ParquetBytes
 
 
 @functools.lru_cache(maxsize=1)

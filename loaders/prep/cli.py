@@ -60,42 +60,32 @@ def _parser() -> Parser:
     _output_arguments(scan, workers=True)
 
     convert = _command(commands, "convert", _convert, "make a .beton file, or class folders of JPEGs")
-    _source_arguments(convert, on_error="stop", decodes=True)
-    convert.add_argument("output", type=Path, metavar="OUTPUT", help="NAME.beton for FFCV and DALI, else a folder")
-    convert.add_argument(
-        "--shorter-side",
-        type=whole(1, LARGEST_SIDE),
-        metavar="PIXELS",
-        help="shrink larger images; never enlarges",
-    )
-    convert.add_argument(
-        "--quality", type=whole(1, 100), default=95, help="of JPEGs that must be encoded anew (default 95)"
-    )
-    convert.add_argument("--raw", action="store_true", help=".beton: store pixels; about 10 times larger, no decoding")
-    convert.add_argument("--classes", metavar="LIST", help="only these classes: imagenet100, or a file with one a line")
-    _output_arguments(convert, workers=True)
-
     subset = _command(commands, "subset", _convert, "copy the images of some classes to a folder or .beton file")
-    _source_arguments(subset, on_error="stop", decodes=True)
-    subset.add_argument("output", type=Path, metavar="OUTPUT", help="a folder, or NAME.beton")
-    subset.add_argument("--classes", metavar="LIST", required=True, help="imagenet100, or a file with one class a line")
+    for command in (convert, subset):
+        _source_arguments(command, on_error="stop", decodes=True)
+        command.add_argument("output", type=Path, metavar="OUTPUT", help="NAME.beton for FFCV and DALI, else a folder")
+        text = "only these classes: imagenet100, or a file with one a line"
+        command.add_argument("--classes", metavar="LIST", required=command is subset, help=text)
+        _output_arguments(command, workers=True)
+    text = "shrink larger images; never enlarges"
+    convert.add_argument("--shorter-side", type=whole(1, LARGEST_SIDE), metavar="PIXELS", help=text)
+    text = "of JPEGs that must be encoded anew (default 95)"
+    convert.add_argument("--quality", type=whole(1, 100), default=95, help=text)
+    convert.add_argument("--raw", action="store_true", help=".beton: store pixels; about 10 times larger, no decoding")
     subset.set_defaults(shorter_side=None, quality=95, raw=False)
-    _output_arguments(subset, workers=True)
 
     labels = _command(commands, "labels", _labels, "choose, or check, the few images that may show their labels")
     _source_arguments(labels, on_error="skip")
-    labels.add_argument(
-        "--fraction", type=fraction, default=0.01, help="of every class, at least one image (default 0.01)"
-    )
+    text = "of every class, at least one image (default 0.01)"
+    labels.add_argument("--fraction", type=fraction, default=0.01, help=text)
     labels.add_argument("--seed", type=seed, default=0, help="another seed chooses other images (default 0)")
     labels.add_argument("--output", type=Path, metavar="FILE", help="the text file to write")
     labels.add_argument("--check", type=Path, metavar="FILE", help="hold an existing list against the data instead")
     _output_arguments(labels, workers=False)
 
     verify = _command(commands, "verify", _verify, "check a prepared set against its checksums, image by image")
-    verify.add_argument(
-        "path", type=Path, metavar="PREPARED", help="a .beton file or folder made by cocor-prep convert"
-    )
+    text = "a .beton file or folder made by cocor-prep convert"
+    verify.add_argument("path", type=Path, metavar="PREPARED", help=text)
     verify.add_argument("--workers", type=whole(1, _MOST_WORKERS), help="processes (default: one a core)")
 
     info = _command(commands, "info", _info, "show what is in a data set")
@@ -133,7 +123,7 @@ def _open(options: argparse.Namespace) -> Source:
     workers = getattr(options, "workers", None)
     source = open_source(options.source, options.labels, workers=workers, allow_empty=options.allow_empty)
     if getattr(options, "classes", None):
-        from loaders.prep.classes import read_classes
+        from loaders.prep.source import read_classes
 
         source = source.keep_classes(read_classes(options.classes))
     return source
@@ -178,15 +168,8 @@ def _convert(options: argparse.Namespace) -> int:
         raise UserError(f"--raw: a folder holds image files; name an output that ends in .beton, not {options.output}")
     _check_output(options, options.output)
     settings = Settings(options.shorter_side, options.quality, options.raw, options.max_pixels)
-    done = convert(
-        _open(options),
-        options.output,
-        target,
-        settings,
-        workers=options.workers,
-        on_error=options.on_error,
-        force=options.force,
-    )
+    how = {"workers": options.workers, "on_error": options.on_error, "force": options.force}
+    done = convert(_open(options), options.output, target, settings, **how)
     treatments = ", ".join(f"{count:,} {name}" for name, count in done.treatments.items())
     print(f"{printable(options.output)}: {done.images:,} images ({treatments})")
     for name, reason in done.skipped:

@@ -6,8 +6,8 @@ The order of the source decides the order of writing and its names decide the or
 depend neither on the number of workers nor on their speed.
 """
 
+import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,21 +16,17 @@ from typing import Literal
 
 import numpy as np
 
-from loaders.cpus import available_cores
 from loaders.datasets.dataset import OnError
 from loaders.datasets.manifest import Record, content_digest
 from loaders.errors import UserError
-from loaders.prep.beton import BetonWriter
-from loaders.prep.encode import Encoded, Settings, encode_all
-from loaders.prep.merge import TreeWriter
+from loaders.prep.encode import Settings, encode
 from loaders.prep.output import refuse_existing, refuse_overlap, staged
 from loaders.prep.pool import in_order
-from loaders.prep.source import Source
-from loaders.progress import track
+from loaders.prep.source import LONGEST_NAME, Source
+from loaders.prep.writers import BetonWriter, FolderWriter
 from loaders.text import printable
 
 Target = Literal["beton", "folder"]
-CHUNK = 8  # images a task
 _ROW = np.dtype([("mode", "u1"), ("height", "i4"), ("width", "i4"), ("source_crc", "u4"), ("crc", "u4")])
 
 
@@ -65,16 +61,20 @@ def convert(
     names = stored_names(source)
     faults = list(source.faults)
     with staged(output, folder=target == "folder", force=force) as work:
-        writer = BetonWriter(work, len(source)) if target == "beton" else TreeWriter(work)
-        with closing(writer):
+        writer = BetonWriter(work, len(source)) if target == "beton" else FolderWriter(work)
+        images = in_order(
+            partial(encode, settings=settings), source.locate, len(source), workers,
+            name=source.origin, doing="converting",
+        )  # fmt: skip
+        with closing(writer), closing(images):
             rows = np.zeros(len(source), _ROW)
             kept: list[int] = []
             treatments: Counter[str] = Counter()
-            for index, encoded in _encoded(source, settings, workers or available_cores()):
+            for index, encoded in enumerate(images):
                 if isinstance(encoded, str):
                     if on_error == "stop":
-                        raise unusable(source, names[index], encoded)
-                    faults.append((names[index], encoded))
+                        raise unusable(source, source.origin(index), encoded)
+                    faults.append((source.origin(index), encoded))
                     continue
                 writer.add(names[index], encoded.data)
                 rows[len(kept)] = (encoded.mode, encoded.height, encoded.width, encoded.source_crc, encoded.crc)
@@ -86,14 +86,34 @@ def convert(
             row_of = {index: row for row, index in enumerate(kept)}
             order = np.array([row_of[index] for index in source.order() if index in row_of], np.int64)
             chosen = np.array(kept, np.int64)[order]
-            record = _record(source, [names[i] for i in chosen], chosen, rows[order], settings, target, done)
-            writer.finish(order, rows["mode"][order], record)
+            labels, crcs, rows = source.labels[chosen], rows["source_crc"][order].tolist(), rows[order]
+            stored = [names[i] for i in chosen]
+            facts = {
+                "target": target,
+                "settings": asdict(settings),
+                "source": {
+                    "name": printable(source.path.name),
+                    "kind": source.kind,
+                    "digest": content_digest(stored, labels, source.classes, crcs),
+                },
+                "images": done.images,
+                "treatments": done.treatments,
+                "skipped": [[printable(name), reason] for name, reason in done.skipped],
+            }
+            sizes = np.stack([rows["height"], rows["width"]], axis=1)
+            record = Record(stored, labels, source.classes, sizes, rows["crc"], facts)
+            writer.finish(order, rows["mode"], record)
     return done
 
 
 def stored_names(source: Source) -> list[str]:
-    """The names under which images are stored: those of the source, with ``.jpg`` added to any that is no JPEG's."""
-    names = [name if name.lower().endswith((".jpg", ".jpeg")) else f"{name}.jpg" for name in source.names]
+    """The names under which images are stored: those of the source, with ``.jpg`` added to any that is no JPEG's.
+
+    A name that has no room for it stays: loaders go by what a file holds.
+    """
+    longer = [name if name.lower().endswith((".jpg", ".jpeg")) else f"{name}.jpg" for name in source.names]
+    fits = [len(os.fsencode(name.rpartition("/")[2])) <= LONGEST_NAME for name in longer]
+    names = [new if room else old for new, old, room in zip(longer, source.names, fits, strict=True)]
     double = next((name for name, count in Counter(names).items() if count > 1), None)
     if double is not None:
         raise UserError(f"{printable(source.path)}: two images would both be stored as {printable(double)}; rename one")
@@ -104,42 +124,3 @@ def unusable(source: Source, name: str, reason: str) -> UserError:
     """The error that names an unusable image of ``source``."""
     where = printable(source.path / name) if source.kind == "folder" else f"{printable(source.path)}: {printable(name)}"
     return UserError(f"{where}: {reason}; remove it, or pass --on-error skip")
-
-
-def _encoded(source: Source, settings: Settings, workers: int) -> Iterator[tuple[int, Encoded | str]]:
-    starts = range(0, len(source), CHUNK)
-    tasks = ([source.locate(i) for i in range(start, min(start + CHUNK, len(source)))] for start in starts)
-
-    def name(task: int) -> str:
-        return printable(source.names[starts[task]])
-
-    results = in_order(partial(encode_all, settings=settings), tasks, max(1, min(workers, len(starts))), name)
-    with closing(results):
-        for start, encoded in zip(starts, track(results, len(source), "converting", "images", CHUNK), strict=True):
-            yield from enumerate(encoded, start)
-
-
-def _record(
-    source: Source,
-    names: Sequence[str],
-    chosen: np.ndarray,
-    rows: np.ndarray,
-    settings: Settings,
-    target: Target,
-    done: Converted,
-) -> Record:
-    labels = source.labels[chosen]
-    facts = {
-        "target": target,
-        "settings": asdict(settings),
-        "source": {
-            "name": printable(source.path.name),
-            "kind": source.kind,
-            "digest": content_digest(names, labels, source.classes, rows["source_crc"].tolist()),
-        },
-        "images": done.images,
-        "treatments": done.treatments,
-        "skipped": [[printable(name), reason] for name, reason in done.skipped],
-    }
-    sizes = np.stack([rows["height"], rows["width"]], axis=1)
-    return Record(list(names), labels, source.classes, sizes, rows["crc"], facts)

@@ -2,24 +2,21 @@
 
 A JPEG that every decoder shows upright and in the right colours, and that needs no resize, keeps its bytes. Anything
 else goes through :mod:`loaders.datasets.decode`, the reference decoder, and is written as JPEG (or raw pixels).
-Nothing is ever
-enlarged. Either way the image is decoded once here, so that a damaged one is found now and not in training.
+Nothing is ever enlarged. Either way the image is decoded once here, so that a damaged one is found now and not in
+training.
 """
 
 import zlib
 from dataclasses import dataclass
 from io import BytesIO
-from typing import Literal
 
 from PIL import Image
 
 from loaders.datasets.beton import JPEG, LARGEST_SIDE, RAW
-from loaders.datasets.decode import MAX_PIXELS, ImageFault, decode_file, describe, read_header
+from loaders.datasets.decode import MAX_PIXELS, Header, ImageFault, decode_file, describe, read_header
 from loaders.errors import no_fault_of_a_file
 from loaders.prep.byte_ranges import Locator
 from loaders.prep.pool import one_at_a_time
-
-Treatment = Literal["kept", "resized", "repaired", "raw"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class Encoded:
     width: int
     source_crc: int
     crc: int
-    treatment: Treatment
+    treatment: str  # "kept", "resized", "repaired" or "raw"
 
 
 def encode(place: Locator, settings: Settings) -> Encoded | str:
@@ -64,20 +61,11 @@ def encode(place: Locator, settings: Settings) -> Encoded | str:
         return "too large for this machine's memory"
 
 
-def encode_all(places: list[Locator], settings: Settings) -> list[Encoded | str]:
-    """:func:`encode` for several images: a worker's task."""
-    return [encode(place, settings) for place in places]
-
-
 def _encode(data: bytes, settings: Settings) -> Encoded:
     source_crc = zlib.crc32(data)
-    header = read_header(BytesIO(data))
-    if header.height * header.width > settings.max_pixels:
-        raise ImageFault(f"{header.width} x {header.height} pixels are more than the limit of {settings.max_pixels:,}")
+    header = storable_header(data, settings.max_pixels)
     size = target_size(header.width, header.height, settings.shorter_side)
     shrinks = size != (header.width, header.height)
-    if max(size) > LARGEST_SIDE:
-        raise ImageFault(f"{header.width} x {header.height} pixels: no side may exceed {LARGEST_SIDE:,}")
     if header.upright_jpeg and not shrinks and not settings.raw:
         _read_through(data)
         return Encoded(data, JPEG, header.height, header.width, source_crc, source_crc, "kept")
@@ -85,17 +73,24 @@ def _encode(data: bytes, settings: Settings) -> Encoded:
         image = decode_file(BytesIO(data))
         if shrinks:
             image = image.resize(size, Image.Resampling.BICUBIC)
-    treatment: Treatment = "raw" if settings.raw else "resized" if shrinks else "repaired"
-    stored = image.tobytes() if settings.raw else _to_jpeg(image, settings.quality, shrinks)
-    mode = RAW if settings.raw else JPEG
-    return Encoded(stored, mode, image.height, image.width, source_crc, zlib.crc32(stored), treatment)
-
-
-def _to_jpeg(image: Image.Image, quality: int, shrunk: bool) -> bytes:
-    """Colour at half resolution is usual and fast to decode; an image of full size keeps its colour edges."""
+    if settings.raw:
+        stored = image.tobytes()
+        return Encoded(stored, RAW, image.height, image.width, source_crc, zlib.crc32(stored), "raw")
     buffer = BytesIO()
-    image.save(buffer, "JPEG", quality=quality, subsampling="4:2:0" if shrunk else "4:4:4")
-    return buffer.getvalue()
+    # Colour at half resolution is usual and fast to decode; an image of full size keeps its colour edges.
+    image.save(buffer, "JPEG", quality=settings.quality, subsampling="4:2:0" if shrinks else "4:4:4")
+    stored, treatment = buffer.getvalue(), "resized" if shrinks else "repaired"
+    return Encoded(stored, JPEG, image.height, image.width, source_crc, zlib.crc32(stored), treatment)
+
+
+def storable_header(data: bytes, max_pixels: int) -> Header:
+    """Header of an image file. Raises :class:`ImageFault` if it is none, or too large for a JPEG or ``max_pixels``."""
+    header = read_header(BytesIO(data))
+    if header.height * header.width > max_pixels:
+        raise ImageFault(f"{header.width} x {header.height} pixels are more than the limit of {max_pixels:,}")
+    if max(header.height, header.width) > LARGEST_SIDE:
+        raise ImageFault(f"{header.width} x {header.height} pixels: no side may exceed {LARGEST_SIDE:,}")
+    return header
 
 
 def target_size(width: int, height: int, shorter_side: int | None) -> tuple[int, int]:

@@ -37,7 +37,7 @@ def describe_source(source: Source) -> list[tuple[str, str]]:
     if source.faults:
         name, reason = source.faults[0]
         lines.append(("unusable", f"{len(source.faults):,}, such as {printable(name)}: {reason}"))
-    lines.append(("names digest", names_digest(source.names, source.labels, source.classes)))
+    lines.append(("names digest", names_digest(source)))
     record = _record(source.path)
     try:
         facts = _describe_record(record) if record else []

@@ -1,23 +1,20 @@
 """Label splits as text files: which few images count as labelled.
 
 The choice is that of :func:`loaders.datasets.labels.stratified_split`, so ``cocor-train`` without a list and a list
-written here
-with the same fraction and seed mean the same images. The file can be read by people and other programs: comment lines
-say where it comes from, then follows one relative name a line. A digest over these lines shows later edits, one over
-the data set's names and labels (:func:`names_digest`) whether the list was written for it. A list fits a folder and
-everything that was converted from it.
+written here with the same fraction and seed mean the same images. Comment lines say where the file comes from, then
+follows one relative name a line. A digest over these lines shows later edits, one over the data set's names and labels
+whether the list was written for it. A list fits a folder and everything that was converted from it.
 """
 
 import hashlib
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from loaders.datasets.labels import read_names, stratified_split
+from loaders.datasets.labels import NameLookup, read_names, stratified_split
 from loaders.errors import UserError
 from loaders.prep.output import staged
 from loaders.prep.source import Source
@@ -41,14 +38,15 @@ def write_labels(source: Source, fraction: float, seed: int, output: Path, force
         raise UserError(f"{printable(source.path)}: has no labels; give class folders, or --labels with a label file")
     order = np.array(source.order(), np.int64)  # the order in which training sees them
     chosen = [source.names[order[i]] for i in stratified_split(source.labels[order], fraction, seed)]
-    broken = next((name for name in chosen if "\n" in name or "\r" in name or name != name.strip()), None)
-    if broken is not None:
-        raise UserError(f"{printable(source.path / broken)}: a name that no line of text can hold; rename it")
-    body = b"".join(_line(name) for name in chosen)
+    body, lookup = b"".join(map(_line, chosen)), NameLookup(source.names)
+    for name in chosen:
+        found = lookup.find(printable(name)) if _broken(name) else None
+        if _broken(name) and (found is None or source.names[found] != name):
+            raise UserError(f"{printable(source.path / name)}: no line of text can tell it from others; rename it")
     head = [
         b"# Label split by cocor-prep, one image a line",
         f"# fraction {fraction:g}, seed {seed}: {len(chosen)} of {len(source)} images".encode(),
-        _DATA + _data_digest(source).encode(),
+        _DATA + names_digest(source).encode(),
         _DIGEST + hashlib.sha256(body).hexdigest().encode(),
     ]
     with staged(output, folder=False, force=force) as work:
@@ -77,7 +75,7 @@ def check_labels(path: Path, source: Source) -> Checked:
     remarks = []
     if _DIGEST not in stated:
         remarks.append("no digest in its head: later changes cannot be seen")
-    if _DATA in stated and stated[_DATA] != _data_digest(source):
+    if _DATA in stated and stated[_DATA] != names_digest(source):
         remarks.append("written for a data set with other names or labels, though all its images are here")
     empty = [source.classes[i] for i in np.flatnonzero(per_class == 0)]
     if empty:
@@ -85,22 +83,23 @@ def check_labels(path: Path, source: Source) -> Checked:
     return Checked(len(places), per_class, remarks)
 
 
+def _broken(name: str) -> bool:
+    return "\n" in name or "\r" in name
+
+
 def _line(name: str) -> bytes:
-    return (b"./" if name.startswith("#") else b"") + os.fsencode(name) + b"\n"
+    name = printable(name) if _broken(name) else name  # which NameLookup finds
+    return (b"./" if name.lstrip().startswith("#") else b"") + os.fsencode(name) + b"\n"
 
 
-def _data_digest(source: Source) -> str:
-    return names_digest(source.names, source.labels, source.classes)
-
-
-def names_digest(names: Sequence[str], labels: npt.NDArray[np.int64], classes: Sequence[str]) -> str:
+def names_digest(source: Source) -> str:
     """SHA-256 over names and labels alone, which survive conversion and resizing.
 
     It is made of the classes, and of "name NUL class" of every image in sorted order, names without the suffixes of
     image files: the same for a folder and for all that was converted from it.
     """
-    digest = hashlib.sha256("\0".join(classes).encode("utf-8", "surrogateescape") + b"\0\0")
-    of = [classes[label] if label >= 0 else "" for label in labels]
-    for line in sorted(os.fsencode(f"{bare(name)}\0{label}\0") for name, label in zip(names, of, strict=True)):
+    digest = hashlib.sha256("\0".join(source.classes).encode("utf-8", "surrogateescape") + b"\0\0")
+    of = [source.classes[label] if label >= 0 else "" for label in source.labels]
+    for line in sorted(os.fsencode(f"{bare(name)}\0{label}\0") for name, label in zip(source.names, of, strict=True)):
         digest.update(line)
     return digest.hexdigest()

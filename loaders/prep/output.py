@@ -5,32 +5,31 @@ that dies leaves at most such a hidden name. Loaders skip hidden names, and the 
 those that no living process has locked.
 """
 
-import contextlib
-import ctypes
 import errno
-import fcntl
+import glob
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from loaders.datasets.manifest import FOLDER_RECORD
 from loaders.errors import UserError
 from loaders.files import check_folder
 from loaders.text import printable
 
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
-
-@contextlib.contextmanager
+@contextmanager
 def staged(target: Path, *, folder: bool, force: bool = False) -> Iterator[Path]:
     """Yield a temporary path that becomes ``target`` when the block ends without an error.
 
     Args:
         target: the file or folder to make; its parent must exist.
         folder: yield an empty folder instead of the path of a file to be written.
-        force: replace an existing ``target`` (at the end, in one rename).
+        force: replace an existing ``target``, at the end.
 
     Raises:
         UserError: ``target`` exists and ``force`` is off or may not replace it, its parent is missing, or the disk is
@@ -39,35 +38,69 @@ def staged(target: Path, *, folder: bool, force: bool = False) -> Iterator[Path]
     target = target.absolute()
     refuse_existing(target, force)
     remove_stale(target)
-    work = None
     try:
-        work, lock = _locked_folder(target)
-        try:
-            inner = work / "content"
+        with _locked_folder(target) as work:
+            content = work / "content"
             if folder:
-                inner.mkdir()
-            yield inner
-            flush_tree(inner)
-            publish(inner, target, force)
-        finally:
-            os.close(lock)
+                content.mkdir()
+            yield content
+            _publish(content, target, force)
     except OSError as error:
-        raise explain(error, target) from error
+        raise _explain(error, target) from error
+
+
+@contextmanager
+def _locked_folder(target: Path) -> Iterator[Path]:
+    """A temporary folder beside ``target``, locked while the block runs and then removed."""
+    while True:
+        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+        lock = _lock(work)
+        with suppress(Timeout, FileNotFoundError):  # another process took it for stale before it was locked
+            lock.acquire()
+            break
+    try:
+        yield work
     finally:
-        if work is not None:
+        shutil.rmtree(work, ignore_errors=True)
+        lock.release()
+
+
+def _lock(work: Path) -> FileLock:
+    return FileLock(work / "lock", timeout=0)
+
+
+def remove_stale(target: Path) -> None:
+    """Remove temporary outputs of ``target`` that no living process holds."""
+    for work in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
+        with suppress(OSError), _lock(work):  # an OSError if another process is at work there
             shutil.rmtree(work, ignore_errors=True)
 
 
-def _locked_folder(target: Path) -> tuple[Path, int]:
-    """A new temporary folder beside ``target``, and the open descriptor that locks it."""
-    while True:
-        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
-        with contextlib.suppress(FileNotFoundError):  # another process took it for stale before it was locked
-            lock = os.open(work, os.O_RDONLY)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if work.is_dir():
-                return work, lock
-            os.close(lock)
+def _publish(content: Path, target: Path, force: bool) -> None:
+    """Flush ``content`` to the disk and rename it to ``target``."""
+    if content.is_dir():
+        os.sync()  # thousands of fsyncs would take minutes
+    else:
+        _sync(content)
+    if os.path.lexists(target):
+        if not force:  # made by somebody else in the meantime
+            raise _exists(target)
+        if content.is_dir() or not target.is_file():  # folders do not replace, nor are replaced, in one step
+            target.rename(content.with_name("replaced"))
+    content.replace(target)
+    _sync(target.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _exists(target: Path) -> UserError:
+    return UserError(f"{printable(target)} exists; name another output or pass --force to replace it")
 
 
 def refuse_existing(target: Path, force: bool) -> None:
@@ -80,7 +113,7 @@ def refuse_existing(target: Path, force: bool) -> None:
     if not os.path.lexists(target):
         return
     if not force:
-        raise UserError(f"{printable(target)} exists; name another output or pass --force to replace it")
+        raise _exists(target)
     if not _replaceable(target):
         raise UserError(
             f"{printable(target)}: --force replaces files and folders that cocor-prep made, and this is neither; "
@@ -116,78 +149,14 @@ def refuse_overlap(output: Path, *sources: Path | None) -> None:
             raise UserError(f"{printable(output)}: the output lies inside its source; name another output")
 
 
-def remove_stale(target: Path) -> None:
-    """Remove temporary outputs of ``target`` that no living process holds."""
-    for work in target.parent.glob(f".{glob_escape(target.name)}.partial-*"):
-        try:
-            lock = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            continue  # another process is at work there
-        else:
-            shutil.rmtree(work, ignore_errors=True)
-        finally:
-            os.close(lock)
-
-
-def glob_escape(name: str) -> str:
-    """``name`` with the characters that mean something to glob taken literally."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
-
-
-def flush_tree(path: Path) -> None:
-    """Flush a file, or everything below a folder, to the disk: one ``syncfs`` instead of thousands of slow fsyncs."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        syncfs = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
-        if not path.is_dir() or syncfs is None:
-            os.fsync(descriptor)
-        elif syncfs(descriptor) != 0:
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code))
-    finally:
-        os.close(descriptor)
-
-
-def publish(source: Path, target: Path, force: bool) -> None:
-    """Rename ``source`` to ``target`` in one step; with ``force`` what was there ends up under the name ``source``."""
-    if force and os.path.lexists(target):
-        if not _exchange(source, target):  # file systems without RENAME_EXCHANGE: two renames, old output kept aside
-            target.rename(source.with_name("replaced"))
-            source.rename(target)
-    elif os.path.lexists(target):  # made by somebody else in the meantime
-        raise UserError(f"{printable(target)} exists; name another output or pass --force to replace it")
-    else:
-        source.rename(target)
-    descriptor = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _exchange(first: Path, second: Path) -> bool:
-    """Swap two names atomically (Linux ``renameat2``); False where that is not possible."""
-    try:
-        rename = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError):
-        return False
-    return rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0
-
-
-def explain(error: OSError, target: Path) -> UserError:
+def _explain(error: OSError, target: Path) -> UserError:
     """The one-line message for an error of the operating system while making ``target``."""
-    name = printable(target)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(f"{name}: no space left on the disk of {printable(target.parent)}; nothing was kept")
-    if error.errno == errno.EFBIG:
-        return UserError(f"{name}: larger than the allowed file size (see ulimit -f); nothing was kept")
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return UserError(f"{name}: too many open files; lower --workers, or raise the limit (ulimit -n 8192)")
-    if error.errno == errno.EAGAIN:
-        return UserError(f"{name}: too many processes; lower --workers, or raise the limit (ulimit -u)")
+    lacks = {
+        errno.ENOSPC: f"no space left on the disk of {printable(target.parent)}; nothing was kept",
+        errno.EFBIG: "larger than the allowed file size (see ulimit -f); nothing was kept",
+        errno.EMFILE: "too many open files; lower --workers, or raise the limit (ulimit -n 8192)",
+        errno.EAGAIN: "too many processes; lower --workers, or raise the limit (ulimit -u)",
+    }
+    lacks |= {errno.EDQUOT: lacks[errno.ENOSPC], errno.ENFILE: lacks[errno.EMFILE]}
     where = f" ({printable(os.fsdecode(error.filename))})" if isinstance(error.filename, str | bytes) else ""
-    return UserError(f"{name}: {error.strerror or error}{where}")
+    return UserError(f"{printable(target)}: {lacks.get(error.errno or 0) or f'{error.strerror or error}{where}'}")

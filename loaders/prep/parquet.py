@@ -27,8 +27,7 @@ def open_parquet(path: Path, shards: list[Path]) -> Source:
         import pyarrow.parquet as parquet
     except ImportError as fault:
         raise UserError(f"{printable(path)}: reading parquet needs pyarrow: pip install pyarrow") from fault
-    names: list[str] = []
-    labels: list[Any] = []
+    names, origins, labels = list[str](), list[str](), list[Any]()
     places: list[tuple[int, int, int]] = []  # shard, group, row
     image, label, known = "", None, None
     for number, shard in enumerate(shards):
@@ -41,7 +40,7 @@ def open_parquet(path: Path, shards: list[Path]) -> Source:
                 raise UserError(f"{printable(shard)}: lacks the columns of {printable(shards[0])}; convert them apart")
             elif _known_names(shard, columns, label) != known:
                 raise UserError(f"{printable(shard)}: other classes than in {printable(shards[0])}; convert them apart")
-            room = os.fstat(file.fileno()).st_size
+            start, room = len(names), os.fstat(file.fileno()).st_size
             for group in range(table.num_row_groups):
                 count = table.metadata.row_group(group).num_rows
                 if not 0 <= count <= room:  # an image takes a byte at least
@@ -51,17 +50,23 @@ def open_parquet(path: Path, shards: list[Path]) -> Source:
                     if len(found) != count:
                         raise ValueError(f"{len(found):,} labels of {count:,} rows")
                     labels += found
+                origins += [f"{shard.name}:row {len(names) - start + row}" for row in range(count)]
                 names += [f"{shard.stem}_{len(names) + row:08d}" for row in range(count)]
                 places += [(number, group, row) for row in range(count)]
     if not names:
         raise UserError(f"{printable(path)}: holds no rows; check the path")
     label_of = _label_names(path, labels, known) if label else [None] * len(names)
+    null = {i for i, value in enumerate(labels) if value is None}
+    null = null if len(null) < len(labels) else set()  # a set without any labels is unlabelled
+    kept = [i for i in range(len(names)) if i not in null]
 
     def locate(index: int) -> ParquetBytes:
-        shard, group, row = places[index]
+        shard, group, row = places[kept[index]]
         return ParquetBytes(str(shards[shard].absolute()), image, group, row)
 
-    return make_source(path, "parquet", names, label_of, [], locate)
+    faults = [(origins[i], "no class: its label is null") for i in sorted(null)]
+    names, origins = [names[i] for i in kept], [origins[i] for i in kept]
+    return make_source(path, "parquet", names, [label_of[i] for i in kept], faults, locate, origins=origins)
 
 
 @contextmanager

@@ -1,147 +1,108 @@
-"""Work spread over processes, with results in the order of the tasks. Nothing can hang.
+"""Images spread over worker processes, with results in the order of the images."""
 
-The parent talks to each worker through a pipe of its own, and nothing else is shared: no queue, lock or shared memory
-that a killed process could leave held or behind. A worker that dies (killed, out of memory, crashed in a decoder)
-closes its pipe and ends the run with a message at once. A parent that dies takes its workers along: the kernel kills
-them, whatever they are doing.
-"""
-
-import contextlib
-import ctypes
 import multiprocessing
 import os
 import signal
+import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager, nullcontext
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Semaphore
 from typing import TypeVar
 
+from loaders.cpus import available_cores
 from loaders.errors import UserError
+from loaders.progress import track
+from loaders.text import printable
 
-Task = TypeVar("Task")
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_PR_SET_PDEATHSIG = 1
-_AHEAD = 2  # tasks handed to a worker: the one it works on and the next
-_WINDOW = 8  # results per worker that may wait for an earlier one
-_HEAVY_PIXELS = 32_000_000
-_token: tuple[Connection, Connection] | None = None  # in a worker: the pipe with the one token for heavy work
+_CHUNK = 8  # images a task
+_AHEAD = 8  # tasks per worker that are handed out, or done and waiting for an earlier one
+_HUGE_PIXELS = 32_000_000
+_LOOK_S = 1.0
+_huge: Semaphore | None = None  # in a worker
 
 
-@contextlib.contextmanager
-def one_at_a_time(pixels: int) -> Iterator[None]:
-    """A context for decoding: huge images take turns across workers, so that memory stays bounded."""
-    if _token is None or pixels <= _HEAVY_PIXELS:
-        yield
-        return
-    taken, given = _token
-    byte = os.read(taken.fileno(), 1)
-    try:
-        yield
-    finally:
-        os.write(given.fileno(), byte)
+def one_at_a_time(pixels: int) -> AbstractContextManager[object]:
+    """Context for decoding: huge images take turns across workers, so that memory stays bounded."""
+    return nullcontext() if _huge is None or pixels <= _HUGE_PIXELS else _huge
 
 
 def in_order(
-    function: Callable[[Task], Result], tasks: Iterable[Task], workers: int, name: Callable[[int], str]
+    function: Callable[[Item], Result],
+    item: Callable[[int], Item],
+    count: int,
+    workers: int | None,
+    *,
+    name: Callable[[int], str],
+    doing: str,
 ) -> Generator[Result, None, None]:
-    """Yield ``function(task)`` for every task, in order, computed by ``workers`` processes.
+    """Yield ``function(item(i))`` for every i below ``count``, in order, computed by worker processes.
 
-    ``function`` must be importable (a top-level function or a partial of one) and tasks small. ``name`` says what the
-    i-th task was about, for the :class:`UserError` that is raised if a worker dies. An exception in ``function``
-    passes on to the caller.
+    Args:
+        function: importable: a top-level function or a partial of one. Its exceptions pass on to the caller.
+        item: makes the i-th argument, which should be small.
+        workers: the number of processes; None for one a core.
+        name: says what the i-th image is called.
+        doing: the word of the progress line.
+
+    Raises:
+        UserError: a worker died (killed, out of memory, crashed in a decoder); names the image.
     """
+    starts = range(0, count, _CHUNK)
+    workers = max(1, min(workers or available_cores(), len(starts)))
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads may inherit a held lock
-    token = context.Pipe(duplex=False)
-    os.write(token[1].fileno(), b"x")
-    processes: list[SpawnProcess] = []
-    pipes: dict[Connection, deque[int]] = {}  # to each worker, and the tasks that it has
-    try:
-        for _ in range(workers):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, function, token, os.getpid()), daemon=True)
-            process.start()
-            theirs.close()  # so that its end shows here
-            processes.append(process)
-            pipes[ours] = deque()
-        yield from _collect(pipes, tasks, name)
-    finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.join()
-            process.close()
-        for pipe in (*pipes, *token):
-            pipe.close()
+    waiting, held = context.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(workers, context, _begin, (waiting, context.Semaphore()))
 
-
-def _collect(
-    pipes: dict[Connection, deque[int]], tasks: Iterable[Task], name: Callable[[int], str]
-) -> Generator[Result, None, None]:
-    """Keep every worker supplied with tasks; yield results in the order of the tasks."""
-    numbered = enumerate(tasks)
-    ready: dict[int, Result] = {}
-    turn, more = 0, True
-    while True:
-        for pipe, given in sorted(pipes.items(), key=lambda item: len(item[1])):
-            while more and len(given) < _AHEAD and len(ready) < _WINDOW * len(pipes):
-                number, task = next(numbered, (-1, None))
-                if number < 0:
-                    more = False
-                    break
-                given.append(number)
-                _send(pipe, task, given, name)
-        if not more and not any(pipes.values()) and not ready:
-            return
-        answering = set(wait([pipe for pipe, given in pipes.items() if given]))
-        for pipe, given in pipes.items():
-            if pipe not in answering:
-                continue
-            result, fault = _receive(pipe, given, name)
-            if fault is not None:
-                raise fault
-            ready[given.popleft()] = result
-        while turn in ready:
-            yield ready.pop(turn)
-            turn += 1
-
-
-def _send(pipe: Connection, task: object, given: deque[int], name: Callable[[int], str]) -> None:
-    try:
-        pipe.send(task)
-    except OSError:
-        raise _death(given, name) from None
-
-
-def _receive(pipe: Connection, given: deque[int], name: Callable[[int], str]) -> tuple:
-    try:
-        return pipe.recv()
-    except (EOFError, OSError):
-        raise _death(given, name) from None
-
-
-def _death(given: deque[int], name: Callable[[int], str]) -> UserError:
-    return UserError(
-        f"a worker process died at or soon after {name(given[0])} (killed, out of memory, or a crash); nothing was "
-        "kept: run again, with fewer --workers if memory is short"
-    )
-
-
-def _work(pipe: Connection, function: Callable, token: tuple[Connection, Connection], parent: int) -> None:
-    """A worker process: answer tasks until the pipe closes, ignore Ctrl-C, die with the parent."""
-    global _token
-    _token = token
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(AttributeError, OSError):  # not Linux: the closed pipe has to do
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the kernel knew
-            return
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        while True:
-            task = pipe.recv()
+    def chunks() -> Iterator[list[Result]]:
+        pending: deque[Future[list[Result]]] = deque()
+        given = 0
+        for done, start in enumerate(starts):
             try:
-                answer: tuple = (function(task), None)
-            except Exception as fault:  # a mistake in the program: the parent raises it
-                answer = (None, fault)
-            pipe.send(answer)
+                for at in starts[given : done + _AHEAD * workers]:
+                    items = [item(i) for i in range(at, min(at + _CHUNK, count))]
+                    pending.append(pool.submit(_apply, function, items))
+                    given += 1
+                result = _result(pool, pending.popleft())
+            except BrokenProcessPool:
+                raise UserError(
+                    f"a worker process died at or soon after {printable(name(start))} (killed, out of memory, or a "
+                    "crash); nothing was kept: run again, with fewer --workers if memory is short"
+                ) from None
+            yield result
+
+    try:
+        for chunk in track(chunks(), count, doing, "images", _CHUNK):
+            yield from chunk
+    finally:
+        held.close()  # the workers end at once, whatever they are doing
+        pool._result_queue._writer.close()  # type: ignore[attr-defined]  # else half a result is read for ever
+        pool.shutdown(cancel_futures=True)
+        waiting.close()
+
+
+def _result(pool: ProcessPoolExecutor, future: Future[Result]) -> Result:
+    # A worker that is killed while it writes a result leaves the pool waiting for the rest of it: look as well.
+    while not wait([future], timeout=_LOOK_S).done:
+        if connection.wait([process.sentinel for process in pool._processes.values()], timeout=0):
+            raise BrokenProcessPool
+    return future.result()
+
+
+def _apply(function: Callable[[Item], Result], items: list[Item]) -> list[Result]:
+    return [function(item) for item in items]
+
+
+def _begin(waiting: Connection, huge: Semaphore) -> None:
+    """Prepare a worker: ignore Ctrl-C, and end once the other end of ``waiting`` is closed, or its process dead."""
+    global _huge
+    _huge = huge
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=lambda: waiting.poll(None) and os._exit(1), daemon=True).start()

@@ -16,14 +16,12 @@ from typing import Literal, TextIO
 
 from PIL import ExifTags, Image
 
-from loaders.cpus import available_cores
-from loaders.datasets.decode import ImageFault, decode_file, describe, exif_segments, has_stray_bytes, read_header
+from loaders.datasets.decode import ImageFault, decode_file, describe, exif_segments, has_stray_bytes
 from loaders.errors import no_fault_of_a_file
 from loaders.prep.byte_ranges import Locator
-from loaders.prep.convert import CHUNK
+from loaders.prep.encode import storable_header
 from loaders.prep.pool import in_order, one_at_a_time
 from loaders.prep.source import Source
-from loaders.progress import track
 from loaders.text import printable
 
 Status = Literal["good", "repair", "reject"]
@@ -68,15 +66,11 @@ class Summary:
 
 
 def scan(
-    source: Source,
-    max_pixels: int,
-    workers: int | None,
-    stop: bool,
-    report: Callable[[Finding], None],
+    source: Source, max_pixels: int, workers: int | None, stop: bool, report: Callable[[Finding], None]
 ) -> Summary:
     """Decode every image of ``source``; each finding goes to ``report``. ``stop``: end at the first unusable one."""
     summary = Summary()
-    with closing(_findings(source, max_pixels, workers or available_cores())) as findings:
+    with closing(_findings(source, max_pixels, workers)) as findings:
         for finding in findings:
             report(finding)
             summary.add(finding)
@@ -111,27 +105,19 @@ def print_summary(source: Source, summary: Summary) -> None:
         print(f"  largest: {width} x {height} pixels, {printable(name)}")
 
 
-def _findings(source: Source, max_pixels: int, workers: int) -> Generator[Finding, None, None]:
+def _findings(source: Source, max_pixels: int, workers: int | None) -> Generator[Finding, None, None]:
     for name, reason in source.faults:
         yield Finding(name, "reject", reason=reason)
-    starts = range(0, len(source), CHUNK)
-    tasks = (
-        [(source.names[i], source.locate(i)) for i in range(start, min(start + CHUNK, len(source)))] for start in starts
-    )
-    results = in_order(
-        partial(examine_all, max_pixels=max_pixels),
-        tasks,
-        max(1, min(workers, len(starts))),
-        lambda task: printable(source.names[starts[task]]),
-    )
-    with closing(results):
-        for findings in track(results, len(source), "scanning", "images", CHUNK):
-            yield from findings
+    findings = in_order(
+        partial(_examine_named, max_pixels=max_pixels), lambda i: (source.origin(i), source.locate(i)),
+        len(source), workers, name=source.origin, doing="scanning",
+    )  # fmt: skip
+    with closing(findings):
+        yield from findings
 
 
-def examine_all(images: list[tuple[str, Locator]], max_pixels: int) -> list[Finding]:
-    """:func:`examine` for several images: a worker's task."""
-    return [examine(name, place, max_pixels) for name, place in images]
+def _examine_named(image: tuple[str, Locator], max_pixels: int) -> Finding:
+    return examine(*image, max_pixels)
 
 
 def examine(name: str, place: Locator, max_pixels: int) -> Finding:
@@ -139,9 +125,7 @@ def examine(name: str, place: Locator, max_pixels: int) -> Finding:
     data = b""
     try:
         data = place.read()
-        header = read_header(BytesIO(data))
-        if header.height * header.width > max_pixels:
-            raise ImageFault(f"{header.width} x {header.height} pixels are more than the limit of {max_pixels:,}")
+        header = storable_header(data, max_pixels)
         with one_at_a_time(header.height * header.width):
             decode_file(BytesIO(data))
         with Image.open(BytesIO(data)) as image:

@@ -4,18 +4,20 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib import resources
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from loaders.datasets.folder import is_hidden, sort_key
-from loaders.datasets.labels import class_first, read_labels
+from loaders.datasets.labels import class_first, read_labels, read_lines
 from loaders.errors import UserError
 from loaders.prep.byte_ranges import Locator
 from loaders.text import printable, stays_inside
 
-_LONGEST_NAME = 255  # bytes
+CLASS_LISTS = {"imagenet100": "imagenet100.txt"}
+LONGEST_NAME = 255  # bytes, of a file or folder
 _MOST_DIGITS = 20  # of a class number
 
 
@@ -23,9 +25,10 @@ _MOST_DIGITS = 20  # of a class number
 class Source:
     """N images and where they lie.
 
-    - ``names``: relative names; ``labels`` int64 (N,), place in ``classes`` or -1.
+    - ``names``: relative names, class first; ``labels`` int64 (N,), place in ``classes`` or -1.
     - ``faults``: (name, reason) of what is already known to be unusable.
     - ``locate(i)``: where image i's bytes are.
+    - ``origins``: what the images are called in the source itself, if that is not their names.
     - ``sizes`` int32 (N, 2): height and width of the upright images, where they are known already.
     - ``hidden``: how many hidden files and folders were passed over, where that was counted.
     - ``in_order``: the images already have the order in which training sees them.
@@ -38,12 +41,17 @@ class Source:
     classes: list[str]
     faults: list[tuple[str, str]]
     locate: Callable[[int], Locator]
+    origins: Sequence[str] = ()
     sizes: npt.NDArray[np.int32] | None = None
     hidden: int = 0
     in_order: bool = False
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def origin(self, index: int) -> str:
+        """What an image is called in the source itself."""
+        return (self.origins or self.names)[index]
 
     def order(self) -> list[int]:
         """The order in which images are stored and training sees them: by name, or as they are if ``in_order``."""
@@ -72,8 +80,32 @@ class Source:
             classes=classes,
             faults=kept,
             locate=lambda i: locate(int(chosen[i])),
+            origins=[self.origins[i] for i in chosen.tolist()] if self.origins else (),
             sizes=None if self.sizes is None else self.sizes[chosen],
         )
+
+
+def read_classes(name: str) -> list[str]:
+    """The classes of the shipped list ``name``, or of the file of that name: the first word of every line.
+
+    Raises :class:`UserError` naming file and line.
+    """
+    if name in CLASS_LISTS:
+        text = resources.files("loaders.prep").joinpath(CLASS_LISTS[name]).read_text()
+        return [line for line in text.split("\n") if line and not line.startswith("#")]
+    if not Path(name).is_file():
+        raise UserError(f"{printable(name)}: no such list of classes; name a text file, or {', '.join(CLASS_LISTS)}")
+    line_of: dict[str, int] = {}
+    for number, line in read_lines(Path(name)):
+        wanted = line.split()[0]
+        if wanted in line_of:
+            raise UserError(
+                f"{printable(name)}:{number}: {printable(wanted)} is listed already in line {line_of[wanted]}"
+            )
+        line_of[wanted] = number
+    if not line_of:
+        raise UserError(f"{printable(name)}: lists no classes; write one a line")
+    return list(line_of)
 
 
 def labels_from_list(
@@ -95,8 +127,10 @@ def make_source(
     faults: list[tuple[str, str]],
     locate: Callable[[int], Locator],
     classes: Sequence[str] = (),
+    origins: Sequence[str] = (),
 ) -> Source:
-    """A source from class names instead of numbers, its images named class first. ``classes`` may add empty ones."""
+    """A source from class names instead of numbers, its images named class first. ``classes`` may add empty ones;
+    ``origins`` are the images' names in the source itself, if not ``names``."""
     if not names and not faults:
         raise UserError(f"{printable(path)}: holds no images; check the path")
     known = sorted({label for label in label_of if label is not None}.union(classes))
@@ -113,7 +147,7 @@ def make_source(
     double = next((name for name, count in Counter(stored).items() if count > 1), None)
     if double is not None:
         raise UserError(f"{printable(path)}: two images are named {printable(double)}; remove or rename one")
-    return Source(path, kind, stored, labels, known, faults, locate)
+    return Source(path, kind, stored, labels, known, faults, locate, origins or names)
 
 
 def _names_a_folder(label: str) -> bool:
@@ -121,7 +155,7 @@ def _names_a_folder(label: str) -> bool:
         length = len(os.fsencode(label))
     except UnicodeEncodeError:  # half of a surrogate pair, as JSON can hold
         return False
-    return 0 < length <= _LONGEST_NAME and not is_hidden(label) and not set(label) & set("/\0\n")
+    return 0 < length <= LONGEST_NAME and not is_hidden(label) and not set(label) & set("/\0\n")
 
 
 def pad_numbers(labels: Sequence[str | None]) -> list[str | None]:

@@ -15,7 +15,7 @@ from loaders.datasets.folder import is_hidden
 from loaders.datasets.manifest import FOLDER_RECORD
 from loaders.datasets.size_index import CACHE_NAME
 from loaders.errors import UserError
-from loaders.prep.byte_ranges import FileBytes, Locator, RawPixels, Stretch
+from loaders.prep.byte_ranges import ByteRange, FileBytes, Locator, RawPixels
 from loaders.prep.parquet import open_parquet
 from loaders.prep.source import Source, labels_from_list, make_source
 from loaders.prep.tars import open_tars
@@ -113,7 +113,7 @@ def _from_beton(path: Path, labels: str | Path | None) -> Source:
         row = rows[index]
         if file.table["mode"][row] == RAW:
             return RawPixels(place, int(pointers[row]), *file.sizes[row].tolist())
-        return Stretch(place, int(pointers[row]), int(lengths[row]))
+        return ByteRange(place, int(pointers[row]), int(lengths[row]))
 
     names = [file.names[row] for row in rows]
     source = make_source(path, "beton", names, label_of, faults, locate, file.classes)

@@ -4,22 +4,34 @@
 - Class folders in a tar, and flat tars (ILSVRC's validation tar) with or without a label file.
 - WebDataset shards: ``key.jpg`` beside ``key.cls`` (or ``key.json`` with a "label"), in one or many tars.
 
-:mod:`loaders.prep.tar_members` lists the members and refuses some of them by name.
+Python's tarfile takes a cut between two members, or a damaged header, for the end of a tar, and reads a tar inside
+another one past its end. Here a tar is read within its bounds and must end as tars do, with two blocks of zeros and
+nothing but zeros behind them: a cut download costs an error, never images.
 """
 
+import io
 import json
+import os
+import tarfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO, NamedTuple
 
+from loaders.datasets.decode import describe
+from loaders.datasets.folder import is_hidden
 from loaders.errors import UserError
-from loaders.prep.byte_ranges import Stretch
+from loaders.files import open_regular
+from loaders.prep.byte_ranges import ByteRange
 from loaders.prep.source import Source, labels_from_list, make_source, pad_numbers
-from loaders.prep.tar_members import list_tar
 from loaders.text import IMAGE_SUFFIXES, printable
 
 _IMAGES = frozenset(f".{suffix}" for suffix in IMAGE_SUFFIXES)
 _CLASS_KEYS = ("label", "cls", "class", "class_id", "target")
 _LARGEST_TEXT = 1 << 20
+_END = 2 * tarfile.BLOCKSIZE
+_CHUNK = 1 << 20
+_UNREADABLE = (tarfile.TarError, EOFError, ValueError, OverflowError, MemoryError)
 
 
 @dataclass
@@ -27,7 +39,7 @@ class _Members:
     """Files of one or more tars, in their order."""
 
     names: list[str] = field(default_factory=list)
-    places: list[Stretch] = field(default_factory=list)
+    places: list[ByteRange] = field(default_factory=list)
     faults: list[tuple[str, str]] = field(default_factory=list)
 
 
@@ -68,10 +80,11 @@ def _plain(path: Path, members: _Members, labels: str | Path | None) -> Source:
             kept = [i for i in kept if label_of[i] is not None]
             label_of = [label_of[i] for i in kept]
 
-    def locate(index: int) -> Stretch:
+    def locate(index: int) -> ByteRange:
         return members.places[kept[index]]
 
-    return make_source(path, "tar", [names[i] for i in kept], label_of, faults, locate)
+    origins = [members.names[i] for i in kept]
+    return make_source(path, "tar", [names[i] for i in kept], label_of, faults, locate, origins=origins)
 
 
 def _without_common_folders(names: list[str]) -> list[str]:
@@ -86,40 +99,149 @@ def _without_common_folders(names: list[str]) -> list[str]:
 
 def _webdataset(path: Path, shards: list[Path], starts: list[int], members: _Members) -> Source:
     """Group members by shard and key (the name up to the first dot of its last part)."""
-    names: list[str] = []
-    labels: list[str | None] = []
-    places: list[Stretch] = []
+    names, origins, labels = list[str](), list[str](), list[str | None]()
+    places: list[ByteRange] = []
     faults = list(members.faults)
     for shard, start, end in zip(shards, starts, [*starts[1:], len(members.names)], strict=True):
-        samples: dict[str, dict[str, Stretch]] = {}
-        for name, place in zip(members.names[start:end], members.places[start:end], strict=True):
-            folder, _, last = name.rpartition("/")
+        samples: dict[str, dict[str, int]] = {}
+        for member in range(start, end):
+            folder, _, last = members.names[member].rpartition("/")
             key, dot, suffix = last.partition(".")
-            samples.setdefault(f"{folder}/{key}" if folder else key, {})[dot + suffix.lower()] = place
+            samples.setdefault(f"{folder}/{key}" if folder else key, {})[dot + suffix.lower()] = member
         for key, parts in samples.items():
             image = next((suffix for suffix in parts if suffix in _IMAGES), None)
-            label = _webdataset_class(shard, key, parts)
+            text = parts.get(".cls", parts.get(".json"))
+            label = None if text is None else _webdataset_class(shard, members.names[text], members.places[text])
             if image is None or label is None:
                 missing = "image" if image is None else "class (.cls, or .json with a label)"
                 parts_there = ", ".join(sorted(parts))
                 faults.append((f"{printable(shard.name)}:{printable(key)}", f"no {missing} beside {parts_there}"))
                 continue
             names.append(f"{shard.stem}_{key}{image}")
-            labels.append(label)
-            places.append(parts[image])
-    return make_source(path, "webdataset", names, pad_numbers(labels), faults, places.__getitem__)
+            origins.append(f"{shard.name}:{members.names[parts[image]]}")
+            labels.append(None if label == "-1" else label)  # no label, as in parquet shards
+            places.append(members.places[parts[image]])
+    return make_source(path, "webdataset", names, pad_numbers(labels), faults, places.__getitem__, origins=origins)
 
 
-def _webdataset_class(shard: Path, key: str, parts: dict[str, Stretch]) -> str | None:
-    text = parts.get(".cls") or parts.get(".json")
-    if text is None or not 0 < text.length <= _LARGEST_TEXT:
+def _webdataset_class(shard: Path, name: str, text: ByteRange) -> str | None:
+    if not 0 < text.length <= _LARGEST_TEXT:
         return None
     content = text.read().decode("utf-8", "surrogateescape").strip()
-    if ".cls" in parts:
+    if name.lower().endswith(".cls"):
         return content or None
     try:
         values = json.loads(content)
     except (ValueError, RecursionError) as fault:
-        raise UserError(f"{printable(shard)}: {printable(key)}.json is not JSON ({fault})") from fault
+        raise UserError(f"{printable(shard)}: {printable(name)} is not JSON ({fault})") from fault
     found = [values[name] for name in _CLASS_KEYS if name in values] if isinstance(values, dict) else []
     return str(found[0]) if found and isinstance(found[0], int | str) else None
+
+
+class Member(NamedTuple):
+    """A visible file: ``fault`` says why it must not be used ("" for nothing)."""
+
+    name: str
+    place: ByteRange
+    fault: str
+
+
+def list_tar(shard: Path) -> Iterator[Member]:
+    """The visible members of ``shard`` in order; a tar within it is opened and names a folder.
+
+    Raises :class:`UserError` naming ``shard``, and the tar within it, if one cannot be read to its end.
+    """
+    with open_regular(shard, "an uncompressed tar") as file:
+        path, size = str(shard.absolute()), file.seek(0, io.SEEK_END)
+        for member in _members(file, path, 0, size, printable(shard)):
+            if member.fault or not member.name.endswith(".tar"):
+                yield member
+                continue
+            folder, inside = member.name.removesuffix(".tar"), member.place
+            where = f"{printable(shard)}: {printable(member.name)} in it"
+            count = 0
+            for inner in _members(file, path, inside.offset, inside.length, where):
+                count += 1
+                yield inner._replace(name=f"{folder}/{inner.name}")
+            if not count:
+                raise UserError(f"{where}: an empty tar; fetch it again")
+
+
+def _members(file: BinaryIO, path: str, start: int, size: int, where: str) -> Iterator[Member]:
+    """The visible members of the tar in ``size`` bytes from ``start`` on. ``where`` names it in errors."""
+    window = io.BufferedReader(_Window(file, start, size), tarfile.RECORDSIZE)
+    try:
+        with tarfile.open(fileobj=window, mode="r:") as tar:
+            for member in _forwards(tar):
+                parts = member.name.split("/")
+                if member.isdir() or any(is_hidden(part) for part in parts if part not in (".", "..")):
+                    continue
+                place = ByteRange(path, start + member.offset_data, member.size)
+                yield Member(member.name.removeprefix("./"), place, _fault(member))
+            _check_end(window, tar.offset, where)
+    except _UNREADABLE as fault:
+        raise UserError(
+            f"{where}: not a readable, uncompressed tar ({describe(fault)}); fetch or unpack it again"
+        ) from fault
+
+
+def _forwards(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """The members of a tar. A negative size would lead tarfile back to what it has read, again and again."""
+    for member in tar:
+        if member.size < 0 or tar.offset <= member.offset:
+            raise ValueError("a member of negative size")
+        tar.members.clear()  # type: ignore[attr-defined]  # it keeps them all, a kilobyte each
+        yield member
+
+
+def _check_end(file: BinaryIO, end: int, where: str) -> None:
+    """Raise unless there are two blocks of zeros at ``end``, where tarfile stopped, and only zeros behind them."""
+    file.seek(end)
+    closing = file.read(_END)
+    if any(closing):
+        raise UserError(f"{where}: damaged or cut after {end:,} bytes; fetch it again")
+    if len(closing) < _END:
+        raise UserError(f"{where}: the end of this tar is missing; fetch it again")
+    while chunk := file.read(_CHUNK):
+        if chunk.count(0) != len(chunk):
+            raise UserError(f"{where}: goes on behind its end, like two tars in one file; keep them apart")
+
+
+def _fault(member: tarfile.TarInfo) -> str:
+    path = PurePosixPath(member.name)
+    if path.is_absolute() or ".." in path.parts or "\0" in member.name:
+        return "would leave the target folder"
+    if not member.isreg():
+        return "a link or device, not a file"
+    if member.issparse():
+        return "a sparse file, whose bytes do not lie together"
+    return ""
+
+
+class _Window(io.RawIOBase):
+    """``size`` bytes of ``file`` from ``start`` on, as a file of its own."""
+
+    def __init__(self, file: BinaryIO, start: int, size: int) -> None:
+        self._file, self._start, self._size, self._at = file, start, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        if at < 0:
+            raise ValueError("a place before its beginning")
+        self._at = at
+        return at
+
+    def readinto(self, buffer) -> int:  # type: ignore[no-untyped-def]
+        room = max(0, min(len(buffer), self._size - self._at))
+        count = os.preadv(self._file.fileno(), [memoryview(buffer)[:room]], self._start + self._at)
+        self._at += count
+        return count

@@ -5,21 +5,17 @@ Works on ``.beton`` files and on folders that ``cocor-prep convert`` made. Damag
 
 import os
 import zlib
-from collections.abc import Iterator
 from contextlib import closing
 from io import BytesIO
 from pathlib import Path
 
-from loaders.cpus import available_cores
 from loaders.datasets.beton import RAW, is_beton, open_beton
 from loaders.datasets.decode import ImageFault, decode_file, describe
 from loaders.datasets.folder import list_folder
 from loaders.datasets.manifest import read_folder_record
 from loaders.errors import UserError, no_fault_of_a_file
-from loaders.prep.byte_ranges import FileBytes, Locator, Stretch
-from loaders.prep.convert import CHUNK
+from loaders.prep.byte_ranges import ByteRange, FileBytes, Locator
 from loaders.prep.pool import in_order
-from loaders.progress import track
 from loaders.text import printable
 
 _Check = tuple[Locator, int | None, int, int, bool]  # where, CRC-32, height, width, raw pixels
@@ -31,22 +27,15 @@ def verify(path: Path, workers: int | None = None) -> tuple[int, list[tuple[str,
     Raises :class:`UserError` if its structure is broken or it was not prepared by cocor.
     """
     names, checks, faults = _from_beton(path) if is_beton(path) else _from_folder(path)
-    workers = workers or available_cores()
-    starts = range(0, len(checks), CHUNK)
-    tasks = (checks[start : start + CHUNK] for start in starts)
-    results = in_order(check_all, tasks, max(1, min(workers, len(starts))), lambda task: printable(names[starts[task]]))
-    with closing(results):
-        found = _flat(track(results, len(checks), "verifying", "images", CHUNK))
+    found = in_order(_check, checks.__getitem__, len(checks), workers, name=names.__getitem__, doing="verifying")
+    with closing(found):
         faults += [(name, fault) for name, fault in zip(names, found, strict=True) if fault]
     return len(checks), sorted(faults)
 
 
-def check_all(checks: list[_Check]) -> list[str]:
-    """What is wrong with each of several stored images, "" for nothing: a worker's task."""
-    return [_check(*check) for check in checks]
-
-
-def _check(place: Locator, crc: int | None, height: int, width: int, raw: bool) -> str:
+def _check(check: _Check) -> str:
+    """What is wrong with a stored image, "" for nothing."""
+    place, crc, height, width, raw = check
     try:
         data = place.read()
         if crc is not None and zlib.crc32(data) != crc:
@@ -66,14 +55,8 @@ def _from_beton(path: Path) -> tuple[list[str], list[_Check], list[tuple[str, st
     crcs = [None] * len(file) if file.record is None else file.record.crcs.tolist()
     place = str(path.absolute())
     checks: list[_Check] = [
-        (
-            Stretch(place, int(row["data_ptr"]), int(length)),
-            crc,
-            int(row["height"]),
-            int(row["width"]),
-            row["mode"] == RAW,
-        )
-        for row, length, crc in zip(file.table, file.sizes_in_bytes, crcs, strict=True)
+        (ByteRange(place, int(row["data_ptr"]), int(length)), crc, *size.tolist(), row["mode"] == RAW)
+        for row, length, crc, size in zip(file.table, file.sizes_in_bytes, crcs, file.sizes, strict=True)
     ]
     return file.names, checks, []
 
@@ -95,8 +78,3 @@ def _from_folder(path: Path) -> tuple[list[str], list[_Check], list[tuple[str, s
         for name, crc, (height, width) in zip(record.names, record.crcs, record.sizes, strict=True)
     ]
     return record.names, checks, [(name, "not part of the prepared set") for name in surplus]
-
-
-def _flat(chunks: Iterator[list[str]]) -> Iterator[str]:
-    for chunk in chunks:
-        yield from chunk

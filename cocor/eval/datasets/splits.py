@@ -26,7 +26,7 @@ from loaders.datasets.layout import TEST, TRAIN, VAL, find_split
 from loaders.datasets.size_index import size_index
 from loaders.errors import UserError
 from loaders.open import open_images
-from loaders.prep.classes import read_classes
+from loaders.prep.source import read_classes
 
 _IMAGENET = ("", "imagenet", "imagenet1k", "ILSVRC2012", "ILSVRC/Data/CLS-LOC")
 _VAL_LABELS = ("LOC_val_solution.csv", "ILSVRC2012_validation_ground_truth.txt")

@@ -1,8 +1,7 @@
-"""Writes ``.beton`` files from one process: image bytes in the order they arrive, rows in the order of names.
+"""Writers of prepared sets: ``.beton`` files and class folders of images.
 
 FFCV's own writer polls a shared counter and waits for ever if a worker raises or dies, and the layout of its files
-depends on which worker was faster. This one never waits, and equal images give equal bytes. The header is written
-last, so that an incomplete file is never a valid one, whatever its name.
+depends on which worker was faster. The one here never waits, and equal images give equal bytes.
 """
 
 import hashlib
@@ -13,7 +12,7 @@ from typing import BinaryIO
 import numpy as np
 
 from loaders.datasets.beton import ALLOCATION, FIELD, HEADER, SAMPLE, VERSION, field_descriptors
-from loaders.datasets.manifest import Record
+from loaders.datasets.manifest import FOLDER_RECORD, Record
 from loaders.errors import UserError
 from loaders.text import printable
 
@@ -22,7 +21,7 @@ LARGEST_PAGE = 1 << 31
 
 
 class BetonWriter:
-    """Writes one file of at most ``capacity`` images."""
+    """Writer of a ``.beton`` file of at most ``capacity`` images, in the order in which they arrive."""
 
     def __init__(self, path: Path, capacity: int) -> None:
         self._file: BinaryIO = path.open("wb", buffering=1 << 20)
@@ -63,9 +62,38 @@ class BetonWriter:
             file.seek(HEADER.itemsize)
             file.write(field_descriptors((self._position, len(block))).tobytes() + table.tobytes())
             file.flush()
-            file.seek(0)
+            file.seek(0)  # last, so that an incomplete file is never a valid one
             file.write(header.tobytes())
 
     def close(self) -> None:
         """Close the file, complete or not."""
         self._file.close()
+
+
+class FolderWriter:
+    """Writer of class folders below the existing, empty folder ``root``; their record is its file ``.cocor-prep``."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._folders: set[str] = set()
+
+    def add(self, name: str, data: bytes) -> None:
+        """Write one image."""
+        folder = name.rpartition("/")[0]
+        if folder not in self._folders:
+            (self._root / folder).mkdir(parents=True, exist_ok=True)
+            self._folders.add(folder)
+        try:
+            with (self._root / name).open("xb") as file:
+                file.write(data)
+        except FileExistsError:  # on a file system that ignores case
+            raise UserError(f"{printable(name)}: another image has this name here; rename one") from None
+
+    def finish(self, order: np.ndarray, modes: np.ndarray, record: Record) -> None:
+        """Write the record; ``order`` and ``modes`` do not matter here."""
+        for name in record.classes:
+            (self._root / name).mkdir(exist_ok=True)  # a class may be empty
+        (self._root / FOLDER_RECORD).write_bytes(record.to_bytes())
+
+    def close(self) -> None:
+        """Nothing is held open."""
