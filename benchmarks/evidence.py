@@ -26,16 +26,17 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 from cocor import atomic, panels
 from cocor.config import resolve
-from cocor.config.options import FREE_TO_CHANGE, Method
+from cocor.config.options import FREE_TO_CHANGE
 from cocor.data import held_out_images
 from cocor.distributed import launch
 from cocor.eval.datasets.splits import open_splits
+from cocor.methods import METHODS
 from common import machine_line, write_json
 from evidence_flags import shared_flags
 from evidence_report import Row, draw, measured, table
@@ -63,7 +64,7 @@ def _parser() -> Parser:
     parser.add_argument("--data", type=Path, required=True, help="training images: class folders or a .beton file")
     parser.add_argument("--val-data", type=Path, help="held-out images for k-NN (default: the folder val beside train)")
     parser.add_argument("--linear", type=Path, metavar="DIR", help="also linear probes on DIR: train and test images")
-    methods = get_args(Method)
+    methods = tuple(METHODS)
     parser.add_argument("--methods", nargs="+", choices=methods, help="default: moco simsiam; for `methods` all five")
     parser.add_argument("--seeds", type=not_negative, nargs="+", default=[0, 1], help="default: 0 1")
     parser.add_argument("--epochs", type=positive, default=100, help="default: 100")
@@ -152,7 +153,7 @@ def _matches(text: str, key: str) -> bool:
 def _places(options: argparse.Namespace, variants: Sequence[Variant]) -> list[Place]:
     """All runs, seed by seed: a study that is stopped early is complete for some seeds, not for some variants. Within a
     seed the longest come first, so that at the end no GPU is left waiting for one of them."""
-    methods = options.methods or (get_args(Method) if options.study == "methods" else ("moco", "simsiam"))
+    methods = options.methods or (tuple(METHODS) if options.study == "methods" else ("moco", "simsiam"))
     longest_first = sorted(variants, key=lambda variant: variant.flags.get("consistency") == "none")
     return [(method, variant, seed) for seed in options.seeds for variant in longest_first for method in methods]
 
@@ -254,7 +255,7 @@ def _report(options: argparse.Namespace, rows: list[Row], given: Sequence[str]) 
     if not rows:
         print("nothing is finished yet")
         return
-    methods, variants = get_args(Method), [variant.key for variant in _variants(options)]
+    methods, variants = tuple(METHODS), [variant.key for variant in _variants(options)]
     rows.sort(key=lambda row: (methods.index(row.method), variants.index(row.variant)))
     machines = _machines(rows)
     text = table(rows)

@@ -7,7 +7,7 @@ table would not show it.
 from collections.abc import Sequence
 from typing import Any
 
-from cocor.config.arguments import flag
+from cocor.config.parse import flag
 from evidence_studies import Variant
 from loaders.errors import UserError
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from cocor import atomic
-from cocor.config.arguments import flag
 from cocor.config.options import Config
+from cocor.config.parse import flag
 from cocor.distributed import signals
 from common import describe_machine
 from loaders.errors import UserError

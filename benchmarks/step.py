@@ -39,12 +39,11 @@ from typing import Any
 
 import torch
 
-from cocor.config.arguments import flag
 from cocor.config.options import Config
+from cocor.config.parse import convert, flag
 from cocor.config.resolve import resolve
-from cocor.config.values import convert
 from cocor.distributed.launch import command
-from cocor.monitor.profile import CONTRASTIVE_COST
+from cocor.methods import METHODS
 from common import RESULTS, Column, describe_machine, device_slug, header, machine_line, row, write_json
 from loaders.arguments import Parser, above_zero, nearest, positive, writable
 from loaders.errors import UserError
@@ -65,7 +64,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--backbone", default="resnet50" if on_gpu else "test_resnet")
     parser.add_argument("--size", type=positive, default=224 if on_gpu else 64, help="side of the images in pixels")
     parser.add_argument("--batch-sizes", type=positive, nargs="+", default=[256, 64] if on_gpu else [16])
-    parser.add_argument("--methods", nargs="+", choices=sorted(CONTRASTIVE_COST), default=["moco", "simsiam"])
+    parser.add_argument("--methods", nargs="+", choices=sorted(METHODS), default=["moco", "simsiam"])
     parser.add_argument("--kinds", nargs="+", choices=["plain", "cocor"], default=["plain", "cocor"])
     parser.add_argument("--options", nargs="+", default=["none"], metavar="KEY=VALUE",
                         help=f"rows of + CoCor with {', '.join(map(_word, OPTIONS))}; none: without")  # fmt: skip

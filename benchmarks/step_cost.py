@@ -28,7 +28,7 @@ def measure(
     config: Config, execution: Execution, steps: int, device: torch.device, parallel: bool | None = None
 ) -> dict[str, Any]:
     """All figures of one row, from windows of ``steps`` steps, rounded up to whole turns. ``parallel``: see
-    :class:`cocor.step.cudagraph.RecordedStep`. UserError for an ``execution`` of which this machine is not capable."""
+    :class:`cocor.step.cudagraph.GraphedStep`. UserError for an ``execution`` of which this machine is not capable."""
     begin = time.perf_counter()
     precision = torch.bfloat16 if config.precision == "bf16" else torch.float32
     world = World(0, 0, 1, device)
@@ -42,7 +42,7 @@ def measure(
         run(batch, labelled, next(numbers))
     _wait(device)
     start = time.perf_counter() - begin
-    window = -(-steps // step.turns.cycle) * step.turns.cycle
+    window = -(-steps // step.subsample.cycle) * step.subsample.cycle
     seconds, spread = timed(lambda: run(batch, labelled, next(numbers)), window, device)
     allocated = reserved = None
     if device.type == "cuda":
@@ -106,7 +106,7 @@ def all_passes(step: TrainingStep, batch: Batch, labelled: Batch | None) -> None
         loss = method.contrastive(batch.views, batch.label)
     torch.autograd.grad(loss, parameters, allow_unused=True)
     step.streams.join()
-    if step.guide is not None and labelled is not None:
+    if step.outer is not None and labelled is not None:
         with step.autocast(), batch_statistics_only(method.backbone):
             output = method.backbone(labelled.original).sum()
         torch.autograd.grad(output, backbone)

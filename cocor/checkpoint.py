@@ -1,4 +1,4 @@
-"""Checkpoints: all that a run needs to go on, in files that are whole, safe to open, and never the last of their kind.
+"""Write and read checkpoints: all that a run needs to go on, in files that are whole and safe to open.
 
     runs/NAME/checkpoints/step_0001000.pt     {"step", "epoch", "training", "config", "versions", "dataset", ...}
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cocor import atomic
 from cocor.config.options import FREE_TO_CHANGE, Config
@@ -32,10 +32,10 @@ _log = logging.getLogger(__name__)
 
 
 def save(folder: Path, state: Mapping[str, Any], *, keep: int, milestones: int = 0) -> Path:
-    """Write ``state``, whose ``"step"`` counts the finished steps, to a file in ``folder``. Of the files up to that
-    step, only the newest ``keep`` stay, and all whose step is a multiple of ``milestones`` (0: none).
+    """Write ``state``, whose ``"step"`` counts the finished steps, to a file in ``folder``.
 
-    Tensors are copied to the CPU; prefixes of wrappers (``module.``, ``_orig_mod.``) are removed from the keys.
+    Of the files up to that step, only the newest ``keep`` stay, and all whose step is a multiple of ``milestones`` (0:
+    none). Tensors are copied to the CPU; prefixes of wrappers (``module.``, ``_orig_mod.``) are removed from the keys.
 
     Raises:
         UserError: the disk is full or the folder not writable; what was there is still there.
@@ -54,7 +54,7 @@ def save(folder: Path, state: Mapping[str, Any], *, keep: int, milestones: int =
 
 
 def write(state: object, path: Path) -> None:
-    """``torch.save``, but with the system's own error: torch's writer hides it behind a RuntimeError.
+    """Call ``torch.save``, but raise the system's own error: torch's writer hides it behind a RuntimeError.
 
     Raises:
         OSError: the file cannot be written, as on a full disk.
@@ -74,7 +74,7 @@ def _remove(path: Path) -> None:
 
 
 def describe(config: Config, digest: str) -> dict[str, Any]:
-    """What a checkpoint records about its run: configuration, versions, and the data set's ``digest``."""
+    """Describe a run in its checkpoint: configuration, versions, and the data set's ``digest``."""
     return {"config": config.to_dict(), "versions": versions(), "dataset": digest}
 
 
@@ -111,7 +111,8 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether this is a zip file with compressed parts, which torch never writes: a small one could fill all memory."""
+    """Tell whether this is a zip file with compressed parts, which torch never writes."""
+    # A small one could fill all memory.
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:
@@ -119,7 +120,7 @@ def is_compressed(path: Path) -> bool:
 
 
 def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint in ``folder`` that loads; None if there is none at all. Damaged ones are named.
+    """Load the newest checkpoint in ``folder`` that is sound; None if there is none at all. Damaged ones are named.
 
     Raises:
         UserError: there are checkpoints, but none that loads.
@@ -137,8 +138,9 @@ def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def find(resume: str, output: Path) -> tuple[Path, dict[str, Any]] | None:
-    """What ``--resume`` means: ``auto`` is the newest in the run's own folder (None if it has none yet), else a
-    checkpoint or the folder of a run.
+    """Load what ``--resume`` names: a checkpoint, the newest one in the folder of a run, or in its own for ``auto``.
+
+    None if ``auto`` finds none yet.
 
     Raises:
         UserError: nothing loads there, or the run's own folder holds later checkpoints, which would be mixed up with
@@ -160,14 +162,15 @@ def find(resume: str, output: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def exists(resume: str | None, output: Path) -> bool:
-    """Whether ``--resume`` names, or would find, a checkpoint; looks at file names only."""
+    """Tell whether ``--resume`` names, or would find, a checkpoint; looks at file names only."""
     return resume is not None and (resume != "auto" or bool(_listed(output / FOLDER)))
 
 
 def compare(state: Mapping[str, Any], config: Config, digest: str) -> list[str]:
-    """How the run that wrote ``state`` differs, in what enters the arithmetic of its steps, from the one that
-    ``config`` and the data set's ``digest`` describe: one string per difference, none if it can go on unchanged.
-    With ``--force-data`` other images are no difference."""
+    """List how the run that wrote ``state`` differs from that of ``config`` and the data set's ``digest``.
+
+    Only what enters the arithmetic of steps counts; with ``--force-data`` other images are no difference.
+    """
     saved, now = state["config"], config.to_dict()
     default = Config().to_dict()
     differences = [
@@ -182,7 +185,7 @@ def compare(state: Mapping[str, Any], config: Config, digest: str) -> list[str]:
 
 
 def read_backbone(path: Path) -> dict[str, Tensor]:
-    """The backbone's weights, under timm's names, in an exported ``.safetensors`` file or a checkpoint.
+    """Read the backbone's weights, under timm's names, from an exported ``.safetensors`` file or a checkpoint.
 
     Raises:
         UserError: missing or damaged file, or no backbone in it.
@@ -200,9 +203,39 @@ def read_backbone(path: Path) -> dict[str, Tensor]:
     return backbone
 
 
+def export_backbone(backbone: nn.Module, path: Path, metadata: Mapping[str, object]) -> None:
+    """Write the weights and buffers of ``backbone`` to ``path``, whole or not at all; ``metadata`` becomes text.
+
+    They have timm's own names, for any other program:
+
+        timm.create_model("resnet50", num_classes=0, checkpoint_path="runs/NAME/backbone.safetensors")
+
+    With a new head: ``timm.create_model("resnet50", pretrained=True, num_classes=10, pretrained_cfg_overlay=dict(
+    file="runs/NAME/backbone.safetensors", num_classes=0))``. ResNets also fit torchvision's, whose names are the same,
+    with ``load_state_dict(..., strict=False)``. A model with ``--stem small`` differs from timm's in its first layers:
+
+        model = timm.create_model("resnet18", num_classes=0)
+        model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
+        timm.models.load_checkpoint(model, "runs/NAME/backbone.safetensors")
+
+    A transformer that was trained at another image size than timm's default needs that as well: ``img_size=96``.
+
+    Raises:
+        UserError: the disk is full or the folder not writable.
+    """
+    # safetensors takes neither channels-last tensors nor two names for one memory.
+    weights = {name: value.contiguous().clone() for name, value in portable(backbone.state_dict()).items()}
+    content = safetensors.torch.save(weights, {"format": "pt", **{key: str(value) for key, value in metadata.items()}})
+    with atomic.replacing(path) as temporary:
+        temporary.write_bytes(content)
+
+
 def portable(state: Any, place: str = "checkpoint") -> Any:
-    """``state`` as it loads anywhere: CPU tensors with storages of their own, plain containers, keys without the
-    prefixes of compiled and distributed wrappers. TypeError, naming the path (``place``), for anything else."""
+    """Convert ``state`` to what loads anywhere: CPU tensors with storages of their own, and plain containers.
+
+    Keys lose the prefixes of compiled and distributed wrappers. TypeError, naming the path (``place``), for anything
+    that cannot be converted.
+    """
     if isinstance(state, Tensor):
         tensor = state.detach().cpu()
         # A view would drag its whole storage into the file.
@@ -224,5 +257,5 @@ def _names(mapping: Mapping[Any, Any]) -> list[Any]:
 
 
 def _listed(folder: Path) -> list[Path]:
-    """The checkpoints that runs have written to ``folder``, newest first."""
+    """List the checkpoints that runs have written to ``folder``, newest first."""
     return sorted(checkpoints(folder), key=step_of, reverse=True)

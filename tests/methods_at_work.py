@@ -12,19 +12,19 @@ import traceback
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from timm.models import register_model
 from timm.models.resnet import BasicBlock, ResNet
 from torch import Tensor, nn
 
-from cocor.config import options as configuration
 from cocor.config.options import Config
 from cocor.config.resolve import resolve
 from cocor.data import labelled_loader, open_data, training_loader
 from cocor.distributed import collectives
 from cocor.distributed.collectives import World, mean_over_ranks
+from cocor.methods import METHODS
 from cocor.models import build_method, build_target
 from cocor.step.step import TrainingStep
 from loaders.batch import Batch
@@ -93,8 +93,8 @@ def steps(
     torch.manual_seed(0)
     step = TrainingStep(config, method, target, CLASSES, steps_per_epoch=STEPS)
     parts: dict[str, nn.Module] = {"method": method}
-    if target is not None and step.guide is not None:
-        parts |= {"mmnn": target, "classifier": step.guide.classifier}
+    if target is not None and step.outer is not None:
+        parts |= {"mmnn": target, "classifier": step.outer.classifier}
     for part in parts.values():
         part.to(dtype)
     done: dict[str, Tensor] = {}
@@ -113,7 +113,7 @@ def work(images: Path, world: World, file: Path) -> None:
     plain = resolve(SMALL | {"data": images})
     pairs, mmnn = batches(plain, world), build_target(plain, world)  # fitting an MMNN takes a second
     assert mmnn is not None
-    for method in get_args(configuration.Method):
+    for method in METHODS:
         config = resolve(SMALL | {"method": method, "data": images})
         results["float64"][method] = steps(config, world, mmnn, pairs, torch.float64)
         if world.size < 4:

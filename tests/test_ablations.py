@@ -43,7 +43,7 @@ def test_a_run_with_one_long_length(photo_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("pool", ["all", "color", "affine"])
-def test_pools(pool: ops.Pool) -> None:
+def test_pools(pool: str) -> None:
     used = drawn("--pool", pool).composition.sum((0, 1)) > 0
     assert [op for op in ops.BASIC if used[op]] == list(ops.POOLS[pool])
 

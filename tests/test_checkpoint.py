@@ -19,8 +19,8 @@ from hostile import few_more_files
 from torch import nn
 
 from cocor import atomic, checkpoint
+from cocor.checkpoint import export_backbone
 from cocor.config.options import Config
-from cocor.export import export_backbone
 from loaders.errors import UserError
 
 

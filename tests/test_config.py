@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from cocor.config.checks import check_ranks
-from cocor.config.options import Config, key_bn_groups, labelled_batch_size
+from cocor.config.options import Config, labelled_batch_size
 from cocor.config.resolve import load
+from cocor.methods.moco import key_bn_groups
 from loaders.errors import UserError
 
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cocor.objective.consistency import Consistency, abs_loss, latent_similarity, normalised, softplus_loss
+from cocor.methods.base import normalised
+from cocor.objective.consistency import Consistency, abs_loss, latent_similarity, softplus_loss
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import timm
 import torch
 import torchvision
 
+from cocor.checkpoint import export_backbone
 from cocor.eval.weights.export_cli import main
 from cocor.eval.weights.export_formats import detectron2_name, export
 from cocor.eval.weights.load import Encoder, load_encoder
-from cocor.export import export_backbone
 from cocor.models import build_backbone
 from loaders.errors import UserError
 

@@ -15,8 +15,8 @@ import torchvision
 from torch import Tensor, nn
 
 from cocor import checkpoint
+from cocor.checkpoint import export_backbone
 from cocor.eval.weights.load import digest, load_encoder
-from cocor.export import export_backbone
 from cocor.methods.moco import MoCo
 from cocor.models import build_backbone
 from loaders.errors import UserError

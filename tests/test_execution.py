@@ -14,8 +14,8 @@ from cocor.distributed.collectives import World
 from cocor.models import build_method, build_target
 from cocor.monitor.skip import SkippingStep
 from cocor.step.compile import LONG_RUN, choose, compile_backbones, executable, uncompiled
-from cocor.step.cudagraph import WARM_UP, RecordedStep
-from cocor.step.schedule import Cosine
+from cocor.step.cudagraph import WARM_UP, GraphedStep
+from cocor.step.optim import Cosine
 from cocor.step.step import TrainingStep
 from loaders.batch import Batch
 from loaders.errors import UserError
@@ -276,7 +276,7 @@ class TestOnGpu:
         results = []
         for parallel in (False, True):
             step = build(config, GPU)
-            execute = RecordedStep(step, parallel)
+            execute = GraphedStep(step, parallel)
             for number, pair in enumerate(batches(config, GPU.device, WARM_UP + 5)):
                 metrics = execute(*pair, number)
             results.append([{name: float(value) for name, value in metrics.items()}])
@@ -288,13 +288,13 @@ class TestOnGpu:
         pairs = list(batches(step.config, GPU.device, WARM_UP + 2))
         for number, pair in enumerate(pairs):
             execute(*pair, number)
-        assert step.guide is not None
-        learning = [*step.parameters, *step.guide.mmnn.parameters(), *step.guide.classifier.parameters()]
+        assert step.outer is not None
+        learning = [*step.parameters, *step.outer.mmnn.parameters(), *step.outer.classifier.parameters()]
         before = [weight.detach().clone() for weight in learning]
         execute(*pairs[0], len(pairs))
         assert not any(torch.equal(new, old) for new, old in zip(learning[:3], before[:3], strict=True))
         before = [weight.detach().clone() for weight in learning]
-        step.schedule = step.guide.mmnn_schedule = step.guide.classifier_schedule = Cosine(1, wait=1)
+        step.schedule = step.outer.mmnn_schedule = step.outer.classifier_schedule = Cosine(1, wait=1)
         execute(*pairs[0], len(pairs))
         assert all(torch.equal(new, old) for new, old in zip(learning, before, strict=True))
 

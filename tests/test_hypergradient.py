@@ -53,7 +53,7 @@ class Problem:
         draws = [torch.randint(14, (BATCH, length), generator=generator) for length in range(1, LENGTHS + 1)]
         self.composition = torch.stack([F.one_hot(d, 14).sum(1) for d in draws]).to(torch.uint8)
         self.labelled, self.label = images(8), torch.arange(8) % 4
-        self.mmnn = MMNN().double()
+        self.mmnn = MMNN({1: 0.8, 2: 0.75, 3: 0.65}).double()
         self.classifier = torch.randn(4, 96, generator=generator, dtype=torch.float64) / 5
         self.method = method
         self.optimiser = torch.optim.SGD(method.parameter_groups(DECAY), lr=LR, momentum=MOMENTUM, nesterov=nesterov)

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from test_readme import READMES
 
-from cocor.config.checks import NEEDS, warnings
+from cocor.config.checks import needs, warnings
 from cocor.config.options import Config
 from cocor.config.resolve import read
 from cocor.train import main
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
-# The words of NEEDS that a flag is warned of with, flags that lack what it needs, and flags that have it.
+# The words of a need that a flag is warned of with, flags that lack what it needs, and flags that have it.
 IDLE = [
     ("--data x", "a --loader that reads images", "--loader synthetic", "--loader torch"),
     ("--on-error skip", "a --loader that reads images", "--loader synthetic", ""),
@@ -86,8 +86,8 @@ def test_it_is_said_once(
 
 
 def test_every_need_is_tried_and_names_options_that_exist() -> None:
-    assert all(any(words in need.where for _, words, *_ in IDLE) for need in NEEDS)
-    assert {key for need in NEEDS for key in need.keys} <= Config.__dataclass_fields__.keys()
+    assert all(any(words in need.where for _, words, *_ in IDLE) for need in needs())
+    assert {key for need in needs() for key in need.keys} <= Config.__dataclass_fields__.keys()
 
 
 @pytest.mark.parametrize(

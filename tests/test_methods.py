@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from cocor.methods import shuffle
-from cocor.methods.base import Method, batch_statistics_only, feature_size, feature_std
+from cocor.methods.base import Method, Ranks, batch_statistics_only, feature_size, feature_std
 from cocor.methods.byol import BYOL
 from cocor.methods.intl import INTL
 from cocor.methods.moco import MoCo
@@ -335,14 +335,12 @@ def test_a_shuffled_batch_holds_every_image_once_and_each_group_images_of_all_ch
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("count", [64, 24])  # pieces are equal for 64 = 4 groups x 4 pieces x 4 images, not for 24
 def test_ranks_receive_their_part_of_the_shuffled_batch(world: int, count: int) -> None:
-    step, groups, ranks = torch.tensor(5), 4, Ranks(world)
+    step, groups, ranks = torch.tensor(5), 4, Threads(world)
     found: list[Tensor | None] = [None] * world
 
     def work(rank: int) -> None:
         mine = torch.arange(count).chunk(world)[rank][:, None] * 10
-        found[rank] = shuffle.shuffled(
-            mine, step, groups, world=world, rank=rank, exchange=ranks.exchange(rank), gather=ranks.gather(rank)
-        )
+        found[rank] = shuffle.shuffled(mine, step, groups, ranks.of(rank))
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world)]
     for thread in threads:
@@ -353,12 +351,15 @@ def test_ranks_receive_their_part_of_the_shuffled_batch(world: int, count: int) 
     assert torch.equal(whole[:, 0] // 10, shuffle.order(step, count, groups))
 
 
-class Ranks:
-    """``gather`` between threads of one process."""
+class Threads:
+    """Ranks that are threads of one process."""
 
     def __init__(self, world: int) -> None:
         self.parts: list[Tensor | None] = [None] * world
         self.barrier = threading.Barrier(world, timeout=300)
+
+    def of(self, rank: int) -> Ranks:
+        return Ranks(rank, len(self.parts), self.gather(rank), self.exchange(rank))
 
     def gather(self, rank: int) -> Callable[[Tensor], Tensor]:
         def gather(tensor: Tensor) -> Tensor:
@@ -384,10 +385,8 @@ def test_moco_on_two_ranks_makes_the_keys_and_the_queue_of_one() -> None:
     single.contrastive(views)
     single.after_step()
 
-    ranks = Ranks(2)
-    methods = [
-        moco(key_bn_splits=2, gather=ranks.gather(r), exchange=ranks.exchange(r), rank=r, world=2) for r in range(2)
-    ]
+    ranks = Threads(2)
+    methods = [moco(key_bn_splits=2, ranks=ranks.of(r)) for r in range(2)]
 
     def work(rank: int) -> None:
         methods[rank].contrastive(views[:, rank * 8 : rank * 8 + 8])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cocor.config.resolve import load
-from cocor.methods.base import batch_statistics_only
+from cocor.methods.base import Ranks, batch_statistics_only
 from cocor.methods.byol import prediction_error, target_momentum
 from cocor.methods.intl import INTL, iterative_normalisation_loss, trace_loss, whitened
 from cocor.methods.supcon import SupCon, supervised_contrastive
@@ -175,8 +175,8 @@ class TestIntl:
     def test_whitening_is_at_least_float32_under_autocast(self) -> None:
         method = intl()
         seen: list[torch.dtype] = []
-        method.gather = lambda tensor: (seen.append(tensor.dtype), torch.cat([tensor, tensor]))[1]
-        method.world = 2
+        gather = lambda tensor: (seen.append(tensor.dtype), torch.cat([tensor, tensor]))[1]  # noqa: E731
+        method.ranks = Ranks(0, 2, gather)
         with torch.autocast("cpu", torch.bfloat16):
             loss = method.contrastive(images(2, 6))
         assert seen == [torch.float32] * 2 and loss.dtype == torch.float32

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import timm
@@ -13,9 +12,9 @@ import torch
 from test_distributed import LAUNCHERS, TESTS
 from torch import Tensor, nn
 
-from cocor.config.options import Method
 from cocor.config.resolve import load
-from cocor.methods.sync_norm import GlobalBatchNorm, synchronise_batch_norm
+from cocor.methods import METHODS
+from cocor.methods.batchnorm import GlobalBatchNorm, synchronise_batch_norm
 from loaders.errors import UserError
 
 Results = dict[str, dict[str, dict[str, Tensor]]]  # by precision, method, name
@@ -49,7 +48,7 @@ def compared(
             yield name, several[name], value
 
 
-@pytest.mark.parametrize("method", [*get_args(Method), "cheaper"])  # the last: MoCo with all that takes turns
+@pytest.mark.parametrize("method", [*METHODS, "cheaper"])  # the last: MoCo with all that takes turns
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_losses_gradients_and_state_do_not_depend_on_the_number_of_ranks(
     results: dict[int, Results], method: str, ranks: int
@@ -69,7 +68,7 @@ def test_nor_do_those_of_other_steps_than_the_usual_one(results: dict[int, Resul
     assert name == "plain" or trained["0 hypergradient_norm"] > 1e-6
 
 
-@pytest.mark.parametrize("method", get_args(Method))
+@pytest.mark.parametrize("method", METHODS)
 def test_in_single_precision_ranks_err_no_more_than_one_does(results: dict[int, Results], method: str) -> None:
     """Rounding: this small network, on 8 images, magnifies it up to 100,000 times on a single rank already."""
     rows: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -115,7 +114,7 @@ def test_what_timm_puts_inside_a_norm_stays_behind_it() -> None:
 
 
 def test_methods_synchronise_as_their_authors_do_and_a_flag_overrides() -> None:
-    defaults = {method: load(["--method", method]).sync_bn for method in get_args(Method)}
+    defaults = {method: load(["--method", method]).sync_bn for method in METHODS}
     assert defaults == {"moco": False, "simsiam": True, "supcon": False, "byol": True, "intl": True}
     assert not load(["--method", "simsiam", "--no-sync-bn"]).sync_bn
     flags = ["--method", "simsiam", "--consistency", "abs", "--gpus", "2"]

@@ -8,8 +8,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from cocor.objective.mmnn import CONSTANTS, MMNN, OPS, Constants, _fitted, constants_for, similarity_at
+from cocor.config.options import Config
+from cocor.config.resolve import load
+from cocor.objective.mmnn import MMNN, OPS, Constants, _fitted, by_length, similarity_at
 from loaders.errors import UserError
+
+PAPER = by_length(Config.constants)
 
 
 def vectors(length: int) -> Tensor:
@@ -39,7 +43,7 @@ def assert_strictly_decreasing(g: MMNN) -> None:
 
 @pytest.fixture(scope="module")
 def fitted() -> MMNN:
-    return MMNN()
+    return MMNN(PAPER)
 
 
 def copy_of(fitted: MMNN) -> MMNN:
@@ -88,7 +92,7 @@ def test_it_is_strictly_decreasing_for_any_weights(seed: int, scale: float) -> N
 
 @pytest.mark.parametrize("method", ["moco", "simsiam", "byol"])
 def test_the_fit_meets_the_papers_constants(method: str) -> None:
-    constants = constants_for(method)
+    constants = by_length(load(["--method", method]).constants)
     with torch.no_grad():
         g = MMNN(constants)
         for length, similarity in constants.items():
@@ -111,10 +115,10 @@ def test_the_fit_meets_other_lengths(constants: dict[int, float]) -> None:
 
 def test_the_fit_is_deterministic_fast_and_leaves_the_global_generator_alone() -> None:
     state = torch.get_rng_state()
-    first = MMNN()
+    first = MMNN(PAPER)
     _fitted.cache_clear()
     began = time.process_time()
-    second = MMNN()
+    second = MMNN(PAPER)
     assert (time.process_time() - began) / torch.get_num_threads() < 1.0
     assert torch.equal(torch.get_rng_state(), state)
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
@@ -138,7 +142,7 @@ def test_output_is_float32_under_autocast_and_shaped_like_the_batch(fitted: MMNN
 
 
 def test_constants_are_looked_up_by_length_and_continued_in_a_line() -> None:
-    constants = Constants(CONSTANTS["moco"])
+    constants = Constants(PAPER)
     composition = torch.stack([random_composites(length, 4) for length in (1, 2, 3, 5)])
     expected = torch.tensor([0.80, 0.75, 0.65, 0.45])
     assert torch.allclose(constants(composition), expected[:, None].expand(4, 4))
@@ -156,4 +160,4 @@ def test_constants_that_no_concave_falling_function_meets_are_refused(constants:
         MMNN(constants)
 
 
-FITTED = MMNN()
+FITTED = MMNN(PAPER)

@@ -3,7 +3,7 @@ from itertools import pairwise
 
 import pytest
 
-from cocor.step.schedule import Cosine
+from cocor.step.optim import Cosine
 from loaders.errors import UserError
 
 

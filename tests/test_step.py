@@ -72,7 +72,7 @@ def build(config: Config, steps: int = STEPS) -> tuple[TrainingStep, Pairs]:
                 parameter.fill_(0.5)
     classes = len(data.train.classes) if labelled is not None else None
     step = TrainingStep(config, method, target, classes, steps_per_epoch=unlabelled.steps_per_epoch)
-    for module in (step.method, step.target, step.guide and step.guide.classifier):
+    for module in (step.method, step.target, step.outer and step.outer.classifier):
         if module is not None:
             module.double()
     with closing(unlabelled):  # type: ignore[type-var]
@@ -122,7 +122,7 @@ class Literal:
         self.config = step.config
         self.method: Method = copy.deepcopy(step.method)
         self.mmnn = copy.deepcopy(step.target)
-        self.classifier = copy.deepcopy(step.guide and step.guide.classifier)
+        self.classifier = copy.deepcopy(step.outer and step.outer.classifier)
         config = self.config
         self.encoder_sgd = Sgd(
             config.momentum, config.weight_decay, config.decay_biases, lars=config.optimiser == "lars"
@@ -228,7 +228,7 @@ def assert_equal_steps(config: Config, steps: int = STEPS, written: type[Literal
         for name, value in expected.items():
             torch.testing.assert_close(metrics[name], value, rtol=1e-8, atol=1e-10)
         modules = [(step.method, literal.method), (step.target, literal.mmnn)]
-        modules.append((step.guide and step.guide.classifier, literal.classifier))
+        modules.append((step.outer and step.outer.classifier, literal.classifier))
         for fused, plain in modules:
             if fused is not None:
                 assert fused.state_dict().keys() == plain.state_dict().keys()
@@ -319,7 +319,7 @@ EVERY_METHOD = pytest.mark.parametrize("method", ["moco", "simsiam", "supcon", "
 @EVERY_METHOD
 def test_constant_targets_leave_the_encoder_s_part_only(photo_folder: Path, method: str) -> None:
     step = assert_equal_steps(config_for(photo_folder, method=method, mmnn="constants"))
-    assert step.guide is None and set(step.state_dict()) == {"method", "optimiser"}
+    assert step.outer is None and set(step.state_dict()) == {"method", "optimiser"}
 
 
 @EVERY_METHOD

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cocor.config.resolve import load, resolve
 from cocor.run import build as build_run
-from cocor.step.subsample import Turns, scaled_down
+from cocor.step.subsample import StepSchedule, scaled_down
 from cocor.train import main
 from loaders.batch import Batch
 from loaders.errors import UserError
@@ -82,24 +82,24 @@ def test_a_step_tells_of_what_takes_part_in_it(photo_folder: Path) -> None:
 def test_at_any_time_every_length_has_had_as_many_turns_as_any_other(count: int, taken: int, every: int) -> None:
     """Or one more, among the steps in which the MMNN learns and among the others."""
     options = {"lengths": tuple(range(1, count + 1)), "lengths_per_step": taken, "mmnn_every": every}
-    turns = Turns(resolve(options), steps_per_epoch=9)
+    turns = StepSchedule(resolve(options), steps_per_epoch=9)
     counts = {guided: [0] * count for guided in (True, False)}
     for step in range(60):
         places = turns.places(step)
         assert len(set(places)) == (taken or count) and places == sorted(places)
         for place in places:
-            counts[turns.guided(step)][place] += 1
+            counts[turns.has_labelled(step)][place] += 1
         assert all(max(row) - min(row) <= 1 for row in counts.values())
 
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_cycle_of_steps_holds_whole_turns(every: int) -> None:
-    turns = Turns(resolve({"lengths_per_step": 2, "mmnn_every": every}), steps_per_epoch=1000)
+    turns = StepSchedule(resolve({"lengths_per_step": 2, "mmnn_every": every}), steps_per_epoch=1000)
     for first in (0, 5):
         steps = range(first, first + turns.cycle)
         places = [place for step in steps for place in turns.places(step)]
         assert {places.count(place) for place in (0, 1, 2)} == {2 * every}
-        assert [turns.guided(step) for step in steps].count(True) == 3
+        assert [turns.has_labelled(step) for step in steps].count(True) == 3
 
 
 @pytest.mark.parametrize("consistency", ["softplus", "abs"])

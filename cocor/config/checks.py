@@ -1,4 +1,4 @@
-"""Which values of a configuration are in bounds and go together. Each mistake is one line that names what to change.
+"""Validate options and their combinations. Each mistake is one line that names what to change.
 
 A flag that has no effect with the run's other settings is worth a warning, as the user expects one; no more than that,
 as the same flags may be given to unlike runs. Keys of a config file get no warning: a file serves several runs, and
@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
-from cocor.config.arguments import flag
-from cocor.config.options import Config, key_bn_groups
-from cocor.config.values import check_bounds, shown
+from cocor.config.options import Config
+from cocor.config.parse import check_bounds, flag, shown
+from cocor.methods import METHODS, method_class, spec
 from loaders.errors import UserError
 
 
@@ -21,10 +21,6 @@ class Need(NamedTuple):
     keys: tuple[str, ...]
     where: str
     met: Callable[[Config], bool]
-
-
-def _method(key: str, *methods: str) -> Need:
-    return Need((key,), f"with --method {'|'.join(methods)}", lambda c: c.method in methods)
 
 
 _MMNN = (
@@ -46,23 +42,8 @@ NEEDS = (
     Need(("synthetic_images",), "with --loader synthetic", lambda c: c.loader == "synthetic"),
     Need(("hw_decoder_load",), "with --loader dali on GPUs", lambda c: c.loader == "dali" and c.gpus != 0),
     Need(_KNN, "with --knn-every above 0", lambda c: c.knn_every > 0),
-    Need(
-        ("labels",),
-        "with --mmnn learned, --method supcon or --knn-every above 0",
-        lambda c: c.method == "supcon" or c.knn_every > 0 or (c.consistency != "none" and c.mmnn == "learned"),
-    ),
     Need(("force_data", "force_ranks"), "with --resume", lambda c: c.resume is not None),
     Need(("init",), "where no checkpoint is named to --resume", lambda c: c.resume in (None, "auto")),
-    _method("queue_size", "moco"),
-    _method("key_bn_splits", "moco"),
-    _method("temperature", "moco", "supcon"),
-    _method("key_momentum", "moco", "byol"),
-    _method("embedding_dim", "moco", "supcon", "byol", "intl"),
-    _method("projector_dim", "simsiam", "byol", "intl"),
-    _method("predictor_dim", "simsiam", "byol"),
-    _method("fix_predictor_lr", "simsiam"),
-    _method("whitening_iterations", "intl"),
-    _method("trace_weight", "intl"),
     Need(
         ("decay_biases",),
         "with --weight-decay above 0 or --optimiser lars",
@@ -90,14 +71,31 @@ _WHERE_OTHERS_LAUNCH = Need(
 )
 
 
+def needs() -> list[Need]:
+    """Return the conditions of all options, those of the methods' own among them."""
+    by_labels = [method for method in METHODS if spec(method).needs_labels]
+    labels = Need(
+        ("labels",),
+        f"with --mmnn learned, --method {'|'.join(by_labels)} or --knn-every above 0",
+        lambda c: c.method in by_labels or c.knn_every > 0 or c.learns_targets,
+    )
+    return [*NEEDS, labels, *map(_of_methods, dict.fromkeys(key for method in METHODS for key in spec(method).options))]
+
+
+def _of_methods(key: str) -> Need:
+    methods = [method for method in METHODS if key in spec(method).options]
+    return Need((key,), f"with --method {'|'.join(methods)}", lambda c: c.method in methods)
+
+
 def warnings(config: Config, keys: Iterable[str], launched: bool = False) -> list[str]:
-    """One line for each flag of the command line (``keys``) whose value has no effect in the resulting ``config``.
+    """Return a line for each flag of the command line (``keys``) without effect in the resulting ``config``.
 
     Values of 0, false or none ask for nothing and get no line. ``--dry-run`` and ``--profile`` count as the run that
     they look at. ``launched``: torchrun or srun has started the ranks.
     """
-    needs = (_WHERE_OTHERS_LAUNCH, *NEEDS) if launched else NEEDS
-    unmet = [need for need in needs if not need.met(config)]
+    unmet = [need for need in needs() if not need.met(config)]
+    if launched:
+        unmet.insert(0, _WHERE_OTHERS_LAUNCH)
     idle = {
         key: reasons[0]
         for key in keys
@@ -109,7 +107,7 @@ def warnings(config: Config, keys: Iterable[str], launched: bool = False) -> lis
 def check(config: Config) -> None:
     """Raise a UserError for values out of bounds or at odds with each other."""
     check_bounds(config)
-    learned = config.consistency != "none" and config.mmnn == "learned"
+    learned = config.learns_targets
     mistakes = {
         "label_fraction: 0 shows no label; use --mmnn constants for that": (
             learned and config.label_split is None and config.label_fraction == 0
@@ -131,9 +129,6 @@ def check(config: Config) -> None:
         f"nothing of {config.epochs} epochs; lower them, raise epochs, or use --mmnn constants": (
             learned and config.mmnn_wait_epochs + config.mmnn_warmup_epochs >= config.epochs
         ),
-        f"queue_size: {config.queue_size} is less than one batch ({config.batch_size})": (
-            config.method == "moco" and config.queue_size < config.batch_size
-        ),
         f"blur_prob: {config.blur_prob}: one value, or one for each of the 2 views": len(config.blur_prob) > 2,
         f"solarize_prob: {config.solarize_prob}: one value, or one for each of the 2 views": (
             len(config.solarize_prob) > 2
@@ -154,30 +149,17 @@ def check(config: Config) -> None:
 
 
 def check_ranks(config: Config, ranks: int) -> None:
-    """Raise a UserError if the batches cannot be split evenly among ``ranks`` processes, or if an option of the method
-    does not work on so many."""
+    """Raise a UserError if the batches cannot be split evenly among ``ranks``, or if an option rules out so many."""
     for key in ("batch_size", "labelled_batch_size"):
         size = getattr(config, key)
         if size % ranks:
             raise UserError(f"{key}: {size} is no multiple of the {ranks} ranks; try {-(-size // ranks) * ranks}")
         if size and size // ranks < 2:
             raise UserError(f"{key}: {size} on {ranks} ranks is {size // ranks} each; BatchNorm needs 2")
-    if config.method == "intl" and config.batch_size >= config.embedding_dim:
-        raise UserError(
-            f"embedding_dim: INTL whitens the {config.batch_size} images of a batch among each other, which takes more "
-            f"dimensions than images, not {config.embedding_dim}; raise embedding_dim or lower batch_size"
-        )
     derives = config.consistency == "abs" and config.mmnn == "learned" and config.hypergradient == "exact"
     if derives and config.sync_bn and ranks > 1:
         raise UserError(
             "sync_bn: consistency abs needs forward derivatives, which synchronised BatchNorm lacks; "
             "use --hypergradient taylor, --consistency softplus or --no-sync-bn"
         )
-    local = config.batch_size // ranks
-    groups = key_bn_groups(config, ranks)
-    if config.method == "moco" and (local % groups or local // groups < 2):
-        fitting = max(n for n in range(1, groups + 1) if local % n == 0 and local // n >= 2)
-        raise UserError(
-            f"key_bn_splits: {config.key_bn_splits} does not cut a batch of {config.batch_size} on {ranks} ranks into "
-            f"equal groups of 2 or more; try {fitting * ranks}"
-        )
+    method_class(config.method).check(config, ranks)

@@ -1,4 +1,4 @@
-"""The interface of a contrastive method, and the few helpers that methods share. Not a base trainer.
+"""Define the interface of a contrastive method, and what several methods share. Not a base trainer.
 
 A step calls ``contrastive`` once, ``embed_original`` and ``embed_composite`` for the consistency loss, steps the
 optimiser and calls ``after_step``. In each of these forward passes BatchNorm normalises with the pass's own batch
@@ -7,35 +7,65 @@ statistics; only ``contrastive`` updates the running statistics, which evaluatio
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from cocor.objective.consistency import normalised
+if TYPE_CHECKING:  # the configuration imports the table of methods
+    from cocor.config.options import Config as Config
+else:
+    Config = Any
 
-Gather = Callable[[Tensor], Tensor]
+
+def identity(tensor: Tensor) -> Tensor:
+    """Return the mean over a single rank, or all that it gathers."""
+    return tensor
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank among ``size``, and its collectives (see :mod:`cocor.distributed.collectives`).
+
+    ``gather`` concatenates equally shaped tensors of all ranks along dimension 0; ``exchange`` is an all-to-all of
+    equal parts.
+    """
+
+    rank: int = 0
+    size: int = 1
+    gather: Callable[[Tensor], Tensor] = identity
+    exchange: Callable[[Tensor], Tensor] = identity
+
+
+def normalised(features: Tensor) -> Tensor:
+    """Scale rows (..., d) to length 1, in at least float32; a zero row stays zero and receives no gradient."""
+    features = features.to(torch.promote_types(features.dtype, torch.float32))
+    squares = features.square().sum(-1, keepdim=True)
+    zero = squares < torch.finfo(squares.dtype).tiny
+    return torch.where(zero, 0.0, features * torch.where(zero, 1.0, squares).rsqrt())
 
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, gather: Gather, rank: int, world: int) -> Tensor:
-        ctx.rank, ctx.world = rank, world
-        return gather(tensor)
+    def forward(ctx: Any, tensor: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.gather(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return gradient.chunk(ctx.world)[ctx.rank] * ctx.world, None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.chunk(ctx.ranks.size)[ctx.ranks.rank] * ctx.ranks.size, None
 
 
-def joined(tensor: Tensor, gather: Gather, rank: int, world: int) -> Tensor:
-    """The ``tensor`` (B, ...) of all ranks, concatenated: (world * B, ...), differentiable in this rank's share.
+def joined(tensor: Tensor, ranks: Ranks) -> Tensor:
+    """Concatenate the ``tensor`` (B, ...) of all ranks: (ranks * B, ...), differentiable in this rank's share.
 
     For losses of the global batch that every rank computes alike: this rank's gradient is that of the global loss times
-    ``world``, so that averaging over ranks gives the global gradient. The backward pass needs no communication.
+    the number of ranks, so that averaging over ranks gives the global gradient. The backward pass needs no
+    communication.
     """
-    return tensor if world == 1 else _Joined.apply(tensor, gather, rank, world)
+    return tensor if ranks.size == 1 else _Joined.apply(tensor, ranks)
 
 
 class Method(nn.Module):
@@ -45,9 +75,36 @@ class Method(nn.Module):
     ``contrastive`` call on this rank: ``loss``, ``feature_std`` and more if the method has any.
     """
 
+    # Literals, as they are read from the source too (cocor.methods.spec).
+    defaults: dict[str, Any] = {}  # of options, where they differ from those of cocor.config.options
+    options: tuple[str, ...] = ()  # that are for some methods only, this one among them
+    needs_labels = False  # of every image
+
+    cost = 4  # of the loss: forward passes an image, a backward pass is 2
+    own_batch_norm: tuple[str, ...] = ()  # children whose BatchNorm --sync-bn leaves alone
+
     backbone: nn.Module
     metrics: dict[str, Tensor]
     total_steps: int = 1  # of the run, for what a method schedules itself
+
+    @classmethod
+    def from_config(cls, config: Config, ranks: Ranks, backbone: nn.Module) -> "Method":
+        """Build the method around ``backbone`` with the options of ``config``."""
+        raise NotImplementedError
+
+    @classmethod
+    def check(cls, config: Config, ranks: int) -> None:
+        """Raise a UserError for options with which the method does not work on so many ranks."""
+
+    @classmethod
+    def geometry(cls, config: Config, ranks: int) -> dict[str, int]:
+        """Describe how batches are laid out over ranks, as far as it changes the method and only the method knows."""
+        return {}
+
+    @classmethod
+    def chance_loss(cls, config: Config) -> tuple[str, float] | None:
+        """Return formula and value of the loss of a network that guesses; None if there is no such value."""
+        return None
 
     def contrastive(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
         """The method's own loss of views (V, B, 3, H, W): a scalar with gradient. Updates running statistics.
@@ -63,21 +120,64 @@ class Method(nn.Module):
         """
         raise NotImplementedError
 
-    def embed_original(self, images: Tensor) -> Tensor:
-        """Originals (N, 3, H, W) -> normalised embeddings (N, d) float32 without gradient."""
+    def encode(self, images: Tensor) -> Tensor:
+        """Embed images (N, 3, H, W) by backbone and head: normalised (N, d) with gradient."""
         raise NotImplementedError
 
+    @torch.no_grad()
+    def embed_original(self, images: Tensor) -> Tensor:
+        """Embed originals (N, 3, H, W): normalised (N, d) float32 without gradient."""
+        with batch_statistics_only(self):
+            return self.encode(images)
+
     def embed_composite(self, images: Tensor) -> Tensor:
-        """Composites (N, 3, H, W) -> normalised embeddings (N, d) float32 with gradient."""
-        raise NotImplementedError
+        """Embed composites (N, 3, H, W): normalised (N, d) float32 with gradient."""
+        with batch_statistics_only(self):
+            return self.encode(images)
 
     def after_step(self) -> None:
         """Update moving averages and queues; called once per step, after the optimiser."""
-        raise NotImplementedError
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Parameter groups for the optimiser; those with ``fixed_lr`` stay at the base learning rate."""
+        """Group the parameters for the optimiser; groups with ``fixed_lr`` stay at the base learning rate."""
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        return [{"params": parameters, "weight_decay": weight_decay, "fixed_lr": False}]
+
+
+class Predicting(Method):
+    """A method whose two views predict each other: a predictor after the projector, as in SimSiam and BYOL.
+
+    CoCor's loss compares composites behind backbone, projector and predictor with the original behind backbone and
+    projector, without gradient (paper, appendix "Experimental Setup for Pre-training", for SimSiam).
+    """
+
+    projector: nn.Module
+    predictor: nn.Module
+
+    def loss_of(self, views: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss of views (2, B, 3, H, W) with gradient, and the projections (B, dim) of the first view."""
         raise NotImplementedError
+
+    def contrastive(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Compute the symmetrised loss of views (2, B, 3, H, W)."""
+        loss, projections = self.loss_of(views)
+        self.metrics = {"loss": loss.detach(), "feature_std": feature_std(projections)}
+        return loss
+
+    @torch.no_grad()
+    def reevaluate(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Compute the loss at the current weights; BYOL's target network has not been updated yet."""
+        with batch_statistics_only(self):
+            return self.loss_of(views)[0]
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Embed images by backbone and projector."""
+        return normalised(self.projector(self.backbone(images)))
+
+    def embed_composite(self, images: Tensor) -> Tensor:
+        """Embed composites by backbone, projector and predictor."""
+        with batch_statistics_only(self):
+            return normalised(self.predictor(self.projector(self.backbone(images))))
 
 
 @contextmanager
@@ -109,3 +209,8 @@ def feature_std(features: Tensor) -> Tensor:
     """
     features = normalised(features.detach())
     return features.std(0, correction=0).mean() * features.shape[1] ** 0.5
+
+
+def two_layer_head(width: int, dim: int) -> nn.Sequential:
+    """Build the head of MoCo v2 and of SupCon: features (N, width) -> (N, dim)."""
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, dim))

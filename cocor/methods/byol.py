@@ -3,19 +3,16 @@
 Source: Grill et al. 2020, their loss ``2 - 2 cos`` in both directions, target momentum ``1 - (1 - m0)(cos(pi k / K) +
 1) / 2`` at step k of K. Projector and predictor have one hidden layer each, with BatchNorm and ReLU, and no biases. The
 target normalises with its own batch statistics, as theirs does. The CoCor paper reports results with BYOL, but not
-where its loss attaches; here it does as with SimSiam, to the online network (``cocor.methods.predicting``).
+where its loss attaches; here it does as with SimSiam, to the online network (``Predicting``).
 """
 
 import copy
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cocor.methods.base import feature_size
-from cocor.methods.predicting import Predicting
-from cocor.objective.consistency import normalised
+from cocor.methods.base import Config, Predicting, Ranks, feature_size, normalised
 
 
 class BYOL(Predicting):
@@ -23,6 +20,15 @@ class BYOL(Predicting):
 
     ``total_steps`` is the K of the momentum's schedule; the buffer ``step`` counts its k, and is saved in checkpoints.
     """
+
+    # The authors' rate and momentum for 300 epochs, the rate scaled from their batch of 4,096 to 256.
+    defaults = {
+        "optimiser": "lars", "lr": 0.3, "weight_decay": 1e-6, "decay_biases": False, "warmup_epochs": 10,
+        "sync_bn": True, "key_momentum": 0.99, "embedding_dim": 256, "projector_dim": 4096, "predictor_dim": 4096,
+        "crop_scale_min": 0.08, "saturation": 0.2, "blur_prob": (1.0, 0.1), "solarize_prob": (0.0, 0.2),
+    }  # fmt: skip
+    options = ("key_momentum", "embedding_dim", "projector_dim", "predictor_dim")
+    cost = 8
 
     step: Tensor
 
@@ -45,6 +51,16 @@ class BYOL(Predicting):
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
         self.metrics = {}
 
+    @classmethod
+    def from_config(cls, config: Config, ranks: Ranks, backbone: nn.Module) -> "BYOL":
+        return cls(
+            backbone,
+            dim=config.embedding_dim,
+            hidden=config.projector_dim,
+            predictor_dim=config.predictor_dim,
+            momentum=config.key_momentum,
+        )
+
     @torch.no_grad()
     def after_step(self) -> None:
         """Move the target's parameters towards the online network's (exponential moving average)."""
@@ -53,11 +69,6 @@ class BYOL(Predicting):
         share = (1.0 - target_momentum(self.step, self.total_steps, self.momentum)).to(targets[0].dtype)
         torch._foreach_add_(targets, torch._foreach_mul(torch._foreach_sub(online, targets), share))
         self.step += 1
-
-    def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """One group, the online network; its predictor's learning rate decays with the others'."""
-        online = [*self.backbone.parameters(), *self.projector.parameters(), *self.predictor.parameters()]
-        return [{"params": online, "weight_decay": weight_decay, "fixed_lr": False}]
 
     def loss_of(self, views: Tensor) -> tuple[Tensor, Tensor]:
         """The symmetrised loss, in [0, 8], and the online projections (B, dim) of the first view."""

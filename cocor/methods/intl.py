@@ -8,22 +8,37 @@ its loss attaches: here to the projector's output, before whitening, of composit
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cocor.methods.base import Gather, batch_statistics_only, feature_size, feature_std, joined
-from cocor.methods.encoding import Encoding
-from cocor.objective.consistency import identity, normalised
+from cocor.methods.base import (
+    Config,
+    Method,
+    Ranks,
+    batch_statistics_only,
+    feature_size,
+    feature_std,
+    joined,
+    normalised,
+)
+from loaders.errors import UserError
 
 
-class INTL(Encoding):
+class INTL(Method):
     """INTL on ``backbone``: a projector of two hidden layers of ``hidden`` units, embeddings of ``dim``.
 
-    ``trace_weight`` None is the authors' ``0.01 (log2(N) - 3)`` for a global batch of N. ``gather`` concatenates
-    equally shaped tensors of all ``world`` ranks.
+    ``trace_weight`` None is the authors' ``0.01 (log2(N) - 3)`` for a global batch of N.
     """
+
+    # Views as BYOL's, and the authors' rate.
+    defaults = {
+        "lr": 0.5, "final_lr": 1e-3, "weight_decay": 1e-5, "decay_biases": False, "warmup_epochs": 2,
+        "sync_bn": True, "embedding_dim": 8192, "projector_dim": 8192,
+        "crop_scale_min": 0.08, "saturation": 0.2, "blur_prob": (1.0, 0.1), "solarize_prob": (0.0, 0.2),
+    }  # fmt: skip
+    options = ("embedding_dim", "projector_dim", "whitening_iterations", "trace_weight")
+    cost = 6
 
     def __init__(
         self,
@@ -33,9 +48,7 @@ class INTL(Encoding):
         hidden: int = 8192,
         iterations: int = 4,
         trace_weight: float | None = None,
-        gather: Gather = identity,
-        rank: int = 0,
-        world: int = 1,
+        ranks: Ranks = Ranks(),
     ) -> None:
         super().__init__()
         self.backbone = backbone
@@ -49,8 +62,27 @@ class INTL(Encoding):
             nn.Linear(hidden, dim),
         )
         self.iterations, self.trace_weight = iterations, trace_weight
-        self.gather, self.rank, self.world = gather, rank, world
+        self.ranks = ranks
         self.metrics = {}
+
+    @classmethod
+    def from_config(cls, config: Config, ranks: Ranks, backbone: nn.Module) -> "INTL":
+        return cls(
+            backbone,
+            dim=config.embedding_dim,
+            hidden=config.projector_dim,
+            iterations=config.whitening_iterations,
+            trace_weight=config.trace_weight,
+            ranks=ranks,
+        )
+
+    @classmethod
+    def check(cls, config: Config, ranks: int) -> None:
+        if config.batch_size >= config.embedding_dim:
+            raise UserError(
+                f"embedding_dim: INTL whitens the {config.batch_size} images of a batch among each other, which takes "
+                f"more dimensions than images, not {config.embedding_dim}; raise embedding_dim or lower batch_size"
+            )
 
     def contrastive(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
         """The loss of views (2, B, 3, H, W), over the batches of all ranks."""
@@ -69,18 +101,10 @@ class INTL(Encoding):
         """Backbone and projector."""
         return normalised(self.projector(self.backbone(images)))
 
-    def after_step(self) -> None:
-        """Nothing: INTL keeps no state besides its weights."""
-
-    def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """One group of backbone and projector. There is no predictor."""
-        parameters = [*self.backbone.parameters(), *self.projector.parameters()]
-        return [{"params": parameters, "weight_decay": weight_decay, "fixed_lr": False}]
-
     def _loss(self, embeddings: list[Tensor]) -> Tensor:
         # In float64: GPUs round the factors of float32 products (TF32), and Newton's steps magnify that.
         with torch.autocast(embeddings[0].device.type, enabled=False):
-            whole = [joined(_precise(part), self.gather, self.rank, self.world) for part in embeddings]
+            whole = [joined(_precise(part), self.ranks) for part in embeddings]
             weight = self.trace_weight
             if weight is None:
                 weight = 0.01 * (math.log2(len(whole[0])) - 3)

@@ -10,25 +10,37 @@ cut into groups with separate BatchNorm statistics, ``key_bn_splits`` on each ra
 """
 
 import copy
-from typing import Any
+import math
 
 import torch
 from torch import Tensor, nn
 
 from cocor.methods import shuffle
-from cocor.methods.base import Gather, batch_statistics_only, feature_size, feature_std
-from cocor.methods.encoding import Encoding, two_layer_head
-from cocor.methods.grouped_norm import group_batch_norm
-from cocor.objective.consistency import identity, normalised
+from cocor.methods.base import (
+    Config,
+    Method,
+    Ranks,
+    batch_statistics_only,
+    feature_size,
+    feature_std,
+    normalised,
+    two_layer_head,
+)
+from cocor.methods.batchnorm import group_batch_norm
 from loaders.errors import UserError
 
 
-class MoCo(Encoding):
-    """MoCo v2 on ``backbone`` with a queue of ``queue`` keys. ``gather`` concatenates equally shaped tensors of all
-    ranks along dimension 0; ``exchange`` is an all-to-all of equal parts (``cocor.distributed.collectives``).
+class MoCo(Method):
+    """MoCo v2 on ``backbone`` with a queue of ``queue`` keys.
 
-    With ``key_bn_splits`` 1 on a single rank the keys are encoded as one batch, without shuffling.
+    With ``key_bn_splits`` 1 on a single rank the keys are encoded as one batch, without shuffling. As in the authors'
+    code biases and BatchNorm decay too.
     """
+
+    # Loss and rate of the MMNN, which the paper leaves open, as they won on CIFAR-10 (benchmarks/README.md).
+    defaults = {"lr": 0.03, "consistency_weight": 10.0, "consistency_beta": 8.0, "mmnn_lr": 0.5}
+    options = ("queue_size", "key_bn_splits", "temperature", "key_momentum", "embedding_dim")
+    own_batch_norm = ("key_backbone", "key_head")
 
     queue: Tensor
     pointer: Tensor
@@ -43,10 +55,7 @@ class MoCo(Encoding):
         temperature: float = 0.2,
         momentum: float = 0.999,
         key_bn_splits: int = 4,
-        gather: Gather = identity,
-        exchange: Gather = identity,
-        rank: int = 0,
-        world: int = 1,
+        ranks: Ranks = Ranks(),
     ) -> None:
         super().__init__()
         self.backbone = backbone
@@ -54,7 +63,7 @@ class MoCo(Encoding):
         self.key_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
         self.key_head = copy.deepcopy(self.head).requires_grad_(False)
         self.temperature, self.momentum, self.key_bn_splits = temperature, momentum, key_bn_splits
-        self.gather, self.exchange, self.rank, self.world = gather, exchange, rank, world
+        self.ranks = ranks
         self._groups_inside = key_bn_splits > 1 and group_batch_norm(self.key_backbone, key_bn_splits)
         # A generator of its own: all ranks start from the same queue, whatever they have drawn before.
         start = torch.randn(queue, dim, generator=torch.Generator().manual_seed(0))
@@ -63,6 +72,38 @@ class MoCo(Encoding):
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
         self.metrics = {}
         self._keys: Tensor | None = None  # all ranks' keys of the step under way
+
+    @classmethod
+    def from_config(cls, config: Config, ranks: Ranks, backbone: nn.Module) -> "MoCo":
+        return cls(
+            backbone,
+            dim=config.embedding_dim,
+            queue=config.queue_size,
+            temperature=config.temperature,
+            momentum=config.key_momentum,
+            key_bn_splits=key_bn_groups(config, ranks.size),
+            ranks=ranks,
+        )
+
+    @classmethod
+    def check(cls, config: Config, ranks: int) -> None:
+        if config.queue_size < config.batch_size:
+            raise UserError(f"queue_size: {config.queue_size} is less than one batch ({config.batch_size})")
+        local, groups = config.batch_size // ranks, key_bn_groups(config, ranks)
+        if local % groups or local // groups < 2:
+            fitting = max(n for n in range(1, groups + 1) if local % n == 0 and local // n >= 2)
+            raise UserError(
+                f"key_bn_splits: {config.key_bn_splits} does not cut a batch of {config.batch_size} on {ranks} ranks "
+                f"into equal groups of 2 or more; try {fitting * ranks}"
+            )
+
+    @classmethod
+    def geometry(cls, config: Config, ranks: int) -> dict[str, int]:
+        return {"BatchNorm groups of keys": key_bn_groups(config, ranks) * ranks}
+
+    @classmethod
+    def chance_loss(cls, config: Config) -> tuple[str, float]:
+        return "ln(K + 1)", math.log(config.queue_size + 1)
 
     def contrastive(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
         """InfoNCE of views (2, B, 3, H, W) in float32. ``UserError`` when the queue cannot hold one global batch."""
@@ -106,23 +147,16 @@ class MoCo(Encoding):
         queries: list[Tensor] = [*self.backbone.parameters(), *self.head.parameters()]
         torch._foreach_lerp_(keys, queries, 1.0 - self.momentum)
 
-    def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """One group of backbone and head; as in the authors' code biases and BatchNorm decay too. No predictor here."""
-        parameters = [*self.backbone.parameters(), *self.head.parameters()]
-        return [{"params": parameters, "weight_decay": weight_decay, "fixed_lr": False}]
-
     def _encode_keys(self, images: Tensor) -> Tensor:
         """Keys of all ranks (world * B, dim), in the order of the global batch."""
-        if self.world == 1 and self.key_bn_splits == 1:
+        ranks, groups = self.ranks, self.key_bn_splits * self.ranks.size
+        if groups == 1:
             return self._encode_key(images)
-        groups = self.key_bn_splits * self.world
         # Channels-last images are contiguous as (N, H, W, C): indexing and sending them keeps that layout.
-        mine = shuffle.shuffled(
-            images.permute(0, 2, 3, 1).contiguous(), self.step, groups, world=self.world, rank=self.rank,
-            exchange=self.exchange, gather=self.gather,
-        ).permute(0, 3, 1, 2)  # fmt: skip
+        channels_last = images.permute(0, 2, 3, 1).contiguous()
+        mine = shuffle.shuffled(channels_last, self.step, groups, ranks).permute(0, 3, 1, 2)
         parts = mine.tensor_split(1 if self._groups_inside else self.key_bn_splits)
-        keys = self.gather(torch.cat([self._encode_key(part) for part in parts]))
+        keys = ranks.gather(torch.cat([self._encode_key(part) for part in parts]))
         return torch.empty_like(keys).index_copy_(0, shuffle.order(self.step, len(keys), groups), keys)
 
     def _encode_key(self, images: Tensor) -> Tensor:
@@ -132,16 +166,15 @@ class MoCo(Encoding):
         """Logits of each query's own key (B,) and of the queue (B, K), float32 even under autocast."""
         if self._keys is None:
             raise RuntimeError("reevaluate needs the keys of contrastive and comes before after_step")
-        local = len(queries)
-        keys = self._keys[self.rank * local : (self.rank + 1) * local]
+        keys = self._keys.chunk(self.ranks.size)[self.ranks.rank]
         with torch.autocast(queries.device.type, enabled=False):
             queries = queries / self.temperature
             return (queries * keys).sum(1), queries @ self.queue.T.to(queries.dtype)
 
     def _check_batch(self, local: int) -> None:
-        if local * self.world > len(self.queue):
+        if local * self.ranks.size > len(self.queue):
             raise UserError(
-                f"queue_size: {len(self.queue)} keys cannot hold one batch of {local * self.world}; "
+                f"queue_size: {len(self.queue)} keys cannot hold one batch of {local * self.ranks.size}; "
                 "raise queue_size or lower batch_size"
             )
         if local < 2 * self.key_bn_splits:
@@ -149,6 +182,14 @@ class MoCo(Encoding):
                 f"key_bn_splits: a batch of {local} leaves fewer than 2 keys to each of {self.key_bn_splits} groups; "
                 "lower key_bn_splits or raise batch_size"
             )
+
+
+def key_bn_groups(config: Config, ranks: int) -> int:
+    """Return the BatchNorm groups of keys on each rank.
+
+    The option counts groups of the global batch: they stay the same on any number of ranks that is not larger.
+    """
+    return max(1, config.key_bn_splits // ranks)
 
 
 def _info_nce(positive: Tensor, negative: Tensor) -> Tensor:

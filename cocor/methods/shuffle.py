@@ -9,12 +9,10 @@ number alone, not on the number of ranks.
 If groups are too small for equal pieces, the whole batch is shuffled instead, and all images gathered on every rank.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-Exchange = Callable[[Tensor], Tensor]
+from cocor.methods.base import Ranks
 
 
 def order(step: Tensor, count: int, groups: int) -> Tensor:
@@ -25,21 +23,19 @@ def order(step: Tensor, count: int, groups: int) -> Tensor:
     return _dealt(step, count, groups).view(groups, groups, chunk // groups).transpose(0, 1).flatten()
 
 
-def shuffled(images: Tensor, step: Tensor, groups: int, *, world: int, rank: int, exchange: Exchange,
-             gather: Exchange) -> Tensor:  # fmt: skip
-    """This rank's part (B, ...) of the shuffled global batch, in ``order``, from its part (B, ...) of the batch.
+def shuffled(images: Tensor, step: Tensor, groups: int, ranks: Ranks) -> Tensor:
+    """Shuffle the global batch: this rank's part (B, ...) of it, in ``order``, from its part (B, ...) of the batch.
 
-    ``exchange`` sends the r-th of ``world`` equal parts along dimension 0 to rank r and returns the parts received, in
-    the order of their senders; ``gather`` concatenates the parts of all ranks. ``groups`` counts those of all ranks.
+    ``groups`` counts those of all ranks.
     """
     local = len(images)
-    count, first = world * local, rank * local
-    if world == 1 or not _deals(count, groups):
-        return gather(images)[order(step, count, groups)[first : first + local]]
-    mine, piece = groups // world, count // groups**2
-    dealt = (_dealt(step, count, groups)[first : first + local] - first).view(mine, world, mine, piece)
+    count, first = ranks.size * local, ranks.rank * local
+    if ranks.size == 1 or not _deals(count, groups):
+        return ranks.gather(images)[order(step, count, groups)[first : first + local]]
+    mine, piece = groups // ranks.size, count // groups**2
+    dealt = (_dealt(step, count, groups)[first : first + local] - first).view(mine, ranks.size, mine, piece)
     sent = images[dealt.transpose(0, 1).flatten()]  # by receiver, chunk, its group, place
-    arrived = exchange(sent).unflatten(0, (groups, mine, piece))  # by chunk, own group, place
+    arrived = ranks.exchange(sent).unflatten(0, (groups, mine, piece))  # by chunk, own group, place
     return arrived.transpose(0, 1).flatten(0, 2)
 
 

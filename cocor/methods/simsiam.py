@@ -9,9 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cocor.methods.base import feature_size
-from cocor.methods.predicting import Predicting
-from cocor.objective.consistency import normalised
+from cocor.methods.base import Config, Predicting, Ranks, feature_size, normalised
 
 
 class SimSiam(Predicting):
@@ -21,6 +19,14 @@ class SimSiam(Predicting):
     the backbone's features, which is the same for ResNet-50. With ``fix_predictor_lr`` the predictor's learning rate
     does not decay.
     """
+
+    # Loss and rate of the MMNN, which the paper leaves open, as they won on CIFAR-10 (benchmarks/README.md).
+    defaults = {
+        "lr": 0.05, "constants": (0.75, 0.70, 0.60), "sync_bn": True,
+        "consistency_weight": 3.0, "consistency_beta": 8.0, "mmnn_lr": 0.5,
+    }  # fmt: skip
+    options = ("projector_dim", "predictor_dim", "fix_predictor_lr")
+    cost = 6
 
     def __init__(
         self, backbone: nn.Module, *, dim: int = 2048, predictor_dim: int = 512, fix_predictor_lr: bool = False
@@ -47,8 +53,14 @@ class SimSiam(Predicting):
         )
         self.metrics = {}
 
-    def after_step(self) -> None:
-        """Nothing: SimSiam keeps no state besides its weights."""
+    @classmethod
+    def from_config(cls, config: Config, ranks: Ranks, backbone: nn.Module) -> "SimSiam":
+        return cls(
+            backbone,
+            dim=config.projector_dim,
+            predictor_dim=config.predictor_dim,
+            fix_predictor_lr=config.fix_predictor_lr,
+        )
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Encoder and predictor."""

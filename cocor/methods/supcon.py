@@ -5,18 +5,30 @@ Source: Khosla et al. 2020, their loss "out", which averages over positives outs
 embeds originals and composites with encoder and head (paper, appendix "Experimental Setup for Pre-training").
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from cocor.methods.base import Gather, batch_statistics_only, feature_size, feature_std, joined
-from cocor.methods.encoding import Encoding, two_layer_head
-from cocor.objective.consistency import identity, normalised
+from cocor.methods.base import (
+    Config,
+    Method,
+    Ranks,
+    batch_statistics_only,
+    feature_size,
+    feature_std,
+    joined,
+    normalised,
+    two_layer_head,
+)
 
 
-class SupCon(Encoding):
-    """SupCon on ``backbone``; ``gather`` concatenates equally shaped tensors of all ``world`` ranks."""
+class SupCon(Method):
+    """SupCon on ``backbone``."""
+
+    # The paper's rate; its authors' is 0.05 for this batch.
+    defaults = {"lr": 0.03, "epochs": 100, "temperature": 0.07, "final_lr": 1e-3, "blur_prob": (0.0,)}
+    options = ("temperature", "embedding_dim")
+    needs_labels = True
+    cost = 6
 
     def __init__(
         self,
@@ -24,16 +36,18 @@ class SupCon(Encoding):
         *,
         dim: int = 128,
         temperature: float = 0.07,
-        gather: Gather = identity,
-        rank: int = 0,
-        world: int = 1,
+        ranks: Ranks = Ranks(),
     ) -> None:
         super().__init__()
         self.backbone = backbone
         self.head = two_layer_head(feature_size(backbone), dim)
         self.temperature = temperature
-        self.gather, self.rank, self.world = gather, rank, world
+        self.ranks = ranks
         self.metrics = {}
+
+    @classmethod
+    def from_config(cls, config: Config, ranks: Ranks, backbone: nn.Module) -> "SupCon":
+        return cls(backbone, dim=config.embedding_dim, temperature=config.temperature, ranks=ranks)
 
     def contrastive(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
         """The loss of views (2, B, 3, H, W) with ``labels`` (B,), over the batches of all ranks."""
@@ -52,20 +66,12 @@ class SupCon(Encoding):
         """Backbone and head."""
         return normalised(self.head(self.backbone(images)))
 
-    def after_step(self) -> None:
-        """Nothing: SupCon keeps no state besides its weights."""
-
-    def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """One group of backbone and head. There is no predictor."""
-        parameters = [*self.backbone.parameters(), *self.head.parameters()]
-        return [{"params": parameters, "weight_decay": weight_decay, "fixed_lr": False}]
-
     def _loss(self, embeddings: Tensor, labels: Tensor | None) -> Tensor:
         """The global loss of this rank's embeddings (V, B, dim). Rows are ordered by rank, then sample, then view."""
         assert labels is not None
         views = len(embeddings)
-        everything = joined(embeddings.transpose(0, 1).contiguous(), self.gather, self.rank, self.world)
-        labels = self.gather(labels).repeat_interleave(views)
+        everything = joined(embeddings.transpose(0, 1).contiguous(), self.ranks)
+        labels = self.ranks.gather(labels).repeat_interleave(views)
         with torch.autocast(embeddings.device.type, enabled=False):
             return supervised_contrastive(everything.flatten(0, 1), labels, self.temperature)
 

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 import cocor
 from cocor import atomic, checkpoint
+from cocor.checkpoint import export_backbone
 from cocor.eval.weights.load import Encoder, digest
-from cocor.export import export_backbone
 from cocor.models import build_backbone, fixed_size
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
 from loaders.errors import UserError
