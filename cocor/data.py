@@ -159,10 +159,7 @@ def evaluation_plan(config: Config) -> ViewPlan:
 
 def training_loader(config: Config, data: Data, world: World, dtype: torch.dtype) -> Loader:
     order = BatchOrder(len(data.train), config.batch_size, seed=config.seed, rank=world.rank, world_size=world.size)
-    return open_loader(
-        config.loader, data.train, training_plan(config), order, device=world.device, dtype=dtype,
-        workers=config.workers, hw_decoder_load=config.hw_decoder_load, on_error=config.on_error,
-    )  # fmt: skip
+    return _open(config, data.train, training_plan(config), order, world, dtype)
 
 
 def labelled_loader(config: Config, data: Data, world: World, dtype: torch.dtype, steps: int) -> Loader | None:
@@ -176,17 +173,10 @@ def labelled_loader(config: Config, data: Data, world: World, dtype: torch.dtype
     # would name the same images and crops twice, and the MMNN would be judged on what the step has just trained on.
     stream = _LABELLED_STREAM if len(data.labelled) > len(data.train) // 2 else 0
     order = CyclicOrder(
-        len(data.labelled),
-        labelled_batch_size(config, world.size),
-        steps=labelled_steps(config, steps),
-        seed=config.seed ^ stream,
-        rank=world.rank,
-        world_size=world.size,
-    )
-    return open_loader(
-        config.loader, data.labelled, labelled_plan(config, stream), order, device=world.device, dtype=dtype,
-        workers=max(1, config.workers // 4), hw_decoder_load=config.hw_decoder_load, on_error=config.on_error,
+        len(data.labelled), labelled_batch_size(config, world.size), steps=labelled_steps(config, steps),
+        seed=config.seed ^ stream, rank=world.rank, world_size=world.size,
     )  # fmt: skip
+    return _open(config, data.labelled, labelled_plan(config, stream), order, world, dtype, max(1, config.workers // 4))
 
 
 def knn_loaders(config: Config, data: Data, world: World, dtype: torch.dtype) -> tuple[Loader, Loader] | None:
@@ -197,12 +187,17 @@ def knn_loaders(config: Config, data: Data, world: World, dtype: torch.dtype) ->
     def evaluation_loader(dataset: ImageDataset, limit: int) -> Loader:
         chosen = dataset.subset(evenly(np.flatnonzero(dataset.labels >= 0), limit))
         order = BatchOrder(len(chosen), _KNN_BATCH, shuffle=False, drop_last=False)
-        return open_loader(
-            config.loader, chosen, evaluation_plan(config), order, device=world.device, dtype=dtype,
-            workers=config.workers, hw_decoder_load=config.hw_decoder_load, on_error=config.on_error,
-        )  # fmt: skip
+        return _open(config, chosen, evaluation_plan(config), order, world, dtype)
 
     return evaluation_loader(data.train, KNN_BANK), evaluation_loader(data.held_out, KNN_QUERIES)
+
+
+def _open(config: Config, images: ImageDataset, plan: ViewPlan, order: BatchOrder, world: World, dtype: torch.dtype,
+          workers: int | None = None) -> Loader:  # fmt: skip
+    return open_loader(
+        config.loader, images, plan, order, device=world.device, dtype=dtype, workers=workers or config.workers,
+        hw_decoder_load=config.hw_decoder_load, on_error=config.on_error,
+    )  # fmt: skip
 
 
 def evenly(index: np.ndarray, limit: int) -> np.ndarray:

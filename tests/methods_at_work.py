@@ -39,30 +39,11 @@ def two_blocks(num_classes: int = 0, **options: Any) -> ResNet:
 
 
 SMALL: dict[str, Any] = {
-    "loader": "torch",
-    "workers": 1,
-    "gpus": 0,
-    "precision": "fp32",
-    "backbone": "two_blocks",
-    "image_size": 32,
-    "batch_size": 8,
-    "labelled_batch_size": 8,
-    "label_fraction": 0.5,
-    "epochs": 1,
-    "lr": 0.05,
-    "final_lr": 0.0,
-    "queue_size": 16,
-    "key_bn_splits": 4,
-    "embedding_dim": 12,
-    "projector_dim": 16,
-    "predictor_dim": 8,
-    "mmnn_lr": 1.0,
-    "mmnn_wait_epochs": 0,
-    "mmnn_warmup_epochs": 0,
-    "sync_bn": True,
-}
-
-
+    "loader": "torch", "workers": 1, "gpus": 0, "precision": "fp32", "backbone": "two_blocks", "image_size": 32,
+    "batch_size": 8, "labelled_batch_size": 8, "label_fraction": 0.5, "epochs": 1, "lr": 0.05, "final_lr": 0.0,
+    "queue_size": 16, "key_bn_splits": 4, "embedding_dim": 12, "projector_dim": 16, "predictor_dim": 8,
+    "mmnn_lr": 1.0, "mmnn_wait_epochs": 0, "mmnn_warmup_epochs": 0, "sync_bn": True,
+}  # fmt: skip
 CHEAPER = {"lengths_per_step": 2, "composite_size": 24, "mmnn_every": 2}  # see cocor.step.subsample
 ON_TWO = {"plain": {"consistency": "none"}, "abs": {"consistency": "abs", "hypergradient": "taylor"}}  # MoCo
 
@@ -81,9 +62,8 @@ def in_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
     return replace(batch, **{name: getattr(batch, name).to(dtype) for name in ("views", "original", "composites")})
 
 
-def steps(
-    config: Config, world: World, mmnn: nn.Module | None, pairs: list[tuple[Batch, Batch]], dtype: torch.dtype
-) -> dict[str, Tensor]:
+def steps(config: Config, world: World, mmnn: nn.Module | None, pairs: list[tuple[Batch, Batch]],
+          dtype: torch.dtype) -> dict[str, Tensor]:  # fmt: skip
     """What steps on ``pairs`` did, and the state behind them."""
     method, target = build_method(config, world), copy.deepcopy(mmnn)
     with torch.no_grad():

@@ -14,7 +14,7 @@ from cocor.config.checks import warnings
 from cocor.config.resolve import load, read
 from cocor.data import training_plan
 from cocor.methods import METHODS
-from cocor.methods.base import Config, Method, Ranks, batch_statistics_only, feature_size, feature_std, normalised
+from cocor.methods.base import Config, Method, Ranks, feature_size, normalised
 from cocor.train import main
 from loaders.errors import UserError
 from loaders.views.ops import BASIC, POOLS, Op
@@ -27,35 +27,21 @@ class Align(Method):
     options = ("embedding_dim",)
     cost = 6
 
-    def __init__(self, backbone: nn.Module, dim: int) -> None:
-        super().__init__()
-        self.backbone, self.head, self.metrics = backbone, nn.Linear(feature_size(backbone), dim), {}
-
-    @classmethod
-    def from_config(cls, config: Config, ranks: Ranks, backbone: nn.Module) -> "Align":
-        return cls(backbone, config.embedding_dim)
+    def __init__(self, backbone: nn.Module, ranks: Ranks, embedding_dim: int) -> None:
+        super().__init__(backbone, ranks)
+        self.head = nn.Linear(feature_size(backbone), embedding_dim)
 
     @classmethod
     def check(cls, config: Config, ranks: int) -> None:
         if config.embedding_dim % 2:
             raise UserError("embedding_dim: must be even for Align")
 
-    def contrastive(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
-        embeddings = [self.encode(images) for images in views]
-        loss = self._loss(*embeddings)
-        self.metrics = {"loss": loss.detach(), "feature_std": feature_std(embeddings[0])}
-        return loss
-
-    @torch.no_grad()
-    def reevaluate(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
-        with batch_statistics_only(self):
-            return self._loss(*(self.encode(images) for images in views))
+    def loss_of(self, views: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+        first, second = (self.encode(images) for images in views)
+        return first.mean(0).square().sum() - (first * second).sum(1).mean(), first
 
     def encode(self, images: Tensor) -> Tensor:
         return normalised(self.head(self.backbone(images)))
-
-    def _loss(self, first: Tensor, second: Tensor) -> Tensor:
-        return -(first * second).sum(1).mean() + first.mean(0).square().sum()
 
 
 @pytest.fixture(autouse=True)

@@ -54,7 +54,7 @@ def copy_of(fitted: MMNN) -> MMNN:
     return g
 
 
-def test_every_further_augmentation_lowers_the_similarity(fitted: MMNN) -> None:
+def test_every_augmentation_lowers_similarity(fitted: MMNN) -> None:
     assert_strictly_decreasing(fitted)
 
 
@@ -65,7 +65,7 @@ def test_every_further_augmentation_lowers_the_similarity(fitted: MMNN) -> None:
     steps=st.integers(1, 8),
     length=st.integers(1, 4),
 )
-def test_it_stays_strictly_decreasing_under_wild_training(seed: int, lr: float, steps: int, length: int) -> None:
+def test_strictly_decreasing_in_wild_training(seed: int, lr: float, steps: int, length: int) -> None:
     g = copy_of(FITTED)
     generator = torch.Generator().manual_seed(seed)
     optimiser = torch.optim.SGD(g.parameters(), lr=lr, momentum=0.9)
@@ -81,7 +81,7 @@ def test_it_stays_strictly_decreasing_under_wild_training(seed: int, lr: float, 
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), scale=st.sampled_from([1.0, 10.0, 100.0, 1e4]))
-def test_it_is_strictly_decreasing_for_any_weights(seed: int, scale: float) -> None:
+def test_strictly_decreasing_for_any_weights(seed: int, scale: float) -> None:
     g = copy_of(FITTED)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -113,7 +113,7 @@ def test_the_fit_meets_other_lengths(constants: dict[int, float]) -> None:
             assert g(random_composites(length)).mean().item() == pytest.approx(similarity, abs=3e-3)
 
 
-def test_the_fit_is_deterministic_fast_and_leaves_the_global_generator_alone() -> None:
+def test_the_fit_is_deterministic_and_fast() -> None:
     state = torch.get_rng_state()
     first = MMNN(PAPER)
     _fitted.cache_clear()
@@ -125,14 +125,14 @@ def test_the_fit_is_deterministic_fast_and_leaves_the_global_generator_alone() -
         assert torch.equal(a, b)
 
 
-def test_every_weight_can_learn_from_composites_of_the_trained_lengths(fitted: MMNN) -> None:
+def test_every_weight_can_learn(fitted: MMNN) -> None:
     g = copy_of(fitted)
     g(torch.cat([vectors(length) for length in (1, 2, 3)])).sum().backward()
     assert bool((g.linear.grad != 0).all()) and g.bias.grad != 0
     assert ((g.hidden.grad != 0).all(1)).float().mean() > 0.4  # units that set in at longer lengths wait for those
 
 
-def test_output_is_float32_under_autocast_and_shaped_like_the_batch(fitted: MMNN) -> None:
+def test_output_is_float32_under_autocast(fitted: MMNN) -> None:
     composition = torch.stack([random_composites(length, 5) for length in (1, 2, 3)])
     plain = fitted(composition)
     with torch.autocast("cpu", torch.bfloat16):
@@ -141,7 +141,7 @@ def test_output_is_float32_under_autocast_and_shaped_like_the_batch(fitted: MMNN
     assert torch.equal(plain, mixed)
 
 
-def test_constants_are_looked_up_by_length_and_continued_in_a_line() -> None:
+def test_constants_are_continued_in_a_line() -> None:
     constants = Constants(PAPER)
     composition = torch.stack([random_composites(length, 4) for length in (1, 2, 3, 5)])
     expected = torch.tensor([0.80, 0.75, 0.65, 0.45])
@@ -155,7 +155,7 @@ def test_constants_are_looked_up_by_length_and_continued_in_a_line() -> None:
     "constants",
     [{}, {0: 1.0, 1: 0.8}, {1: 1.0}, {1: 0.8, 2: 0.8}, {1: 0.8, 2: 0.5, 3: 0.4}, {1: -1.1}],
 )
-def test_constants_that_no_concave_falling_function_meets_are_refused(constants: dict[int, float]) -> None:
+def test_constants_must_be_concave_and_fall(constants: dict[int, float]) -> None:
     with pytest.raises(UserError, match="constants:"):
         MMNN(constants)
 

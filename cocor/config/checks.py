@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from cocor.config.options import Config
 from cocor.config.parse import check_bounds, flag, shown
-from cocor.methods import METHODS, method_class, spec
+from cocor.methods import METHODS, method_class, owners, spec
 from loaders.errors import UserError
 
 
@@ -32,13 +32,10 @@ _CONSISTENCY = (
     *("composite_order", "recipe", "released_originals", "mmnn", "constants", *_MMNN),
 )
 _KNN = ("val_data", "knn_k", "knn_temperature")
+_IMAGES = ("data", "labels", "label_split", "label_fraction", "on_error", "knn_every", *_KNN)
 
 NEEDS = (
-    Need(
-        ("data", "labels", "label_split", "label_fraction", "on_error", "knn_every", *_KNN),
-        "with a --loader that reads images",
-        lambda c: c.loader != "synthetic",
-    ),
+    Need(_IMAGES, "with a --loader that reads images", lambda c: c.loader != "synthetic"),
     Need(("synthetic_images",), "with --loader synthetic", lambda c: c.loader == "synthetic"),
     Need(("hw_decoder_load",), "with --loader dali on GPUs", lambda c: c.loader == "dali" and c.gpus != 0),
     Need(_KNN, "with --knn-every above 0", lambda c: c.knn_every > 0),
@@ -64,11 +61,8 @@ NEEDS = (
     ),
     Need(("profile",), "without --dry-run", lambda c: not c.dry_run),
 )
-_WHERE_OTHERS_LAUNCH = Need(
-    ("max_restarts",),
-    "where cocor-train starts the ranks itself, not torchrun (which has a flag of this name) or srun",
-    lambda c: False,
-)
+_OWN = "where cocor-train starts the ranks itself, not torchrun (which has a flag of this name) or srun"
+_WHERE_OTHERS_LAUNCH = Need(("max_restarts",), _OWN, lambda c: False)
 
 
 def needs() -> list[Need]:
@@ -79,11 +73,10 @@ def needs() -> list[Need]:
         f"with --mmnn learned, --method {'|'.join(by_labels)} or --knn-every above 0",
         lambda c: c.method in by_labels or c.knn_every > 0 or c.learns_targets,
     )
-    return [*NEEDS, labels, *map(_of_methods, dict.fromkeys(key for method in METHODS for key in spec(method).options))]
+    return [*NEEDS, labels, *(_of_methods(key, methods) for key, methods in owners().items())]
 
 
-def _of_methods(key: str) -> Need:
-    methods = [method for method in METHODS if key in spec(method).options]
+def _of_methods(key: str, methods: list[str]) -> Need:
     return Need((key,), f"with --method {'|'.join(methods)}", lambda c: c.method in methods)
 
 
@@ -107,41 +100,31 @@ def warnings(config: Config, keys: Iterable[str], launched: bool = False) -> lis
 def check(config: Config) -> None:
     """Raise a UserError for values out of bounds or at odds with each other."""
     check_bounds(config)
-    learned = config.learns_targets
+    c, learned, on_16 = config, config.learns_targets, -(-config.image_size // 16)
     mistakes = {
-        "label_fraction: 0 shows no label; use --mmnn constants for that": (
-            learned and config.label_split is None and config.label_fraction == 0
-        ),
-        f"lengths: {config.lengths} names a length twice": len(set(config.lengths)) < len(config.lengths),
-        f"lengths_per_step: {config.lengths_per_step} is more than there are in --lengths {shown(config.lengths)}": (
-            config.lengths_per_step > len(config.lengths)
-        ),
-        f"composite_size: {config.composite_size} is no size between {-(-config.image_size // 16)} and the "
-        f"{config.image_size} of --image-size; 0 leaves composites as they are": (
-            config.composite_size != 0 and not config.image_size <= 16 * config.composite_size <= 16 * config.image_size
-        ),
-        f"blur_sigma: {config.blur_sigma} must rise": config.blur_sigma[0] > config.blur_sigma[1],
-        f"constants: {config.constants} must fall": any(a <= b for a, b in pairwise(config.constants)),
-        f"warmup_epochs: {config.warmup_epochs} leaves nothing of {config.epochs} epochs; lower it or raise epochs": (
-            config.warmup_epochs >= config.epochs
-        ),
-        f"mmnn_wait_epochs: {config.mmnn_wait_epochs} and mmnn_warmup_epochs: {config.mmnn_warmup_epochs} leave "
-        f"nothing of {config.epochs} epochs; lower them, raise epochs, or use --mmnn constants": (
-            learned and config.mmnn_wait_epochs + config.mmnn_warmup_epochs >= config.epochs
-        ),
-        f"blur_prob: {config.blur_prob}: one value, or one for each of the 2 views": len(config.blur_prob) > 2,
-        f"solarize_prob: {config.solarize_prob}: one value, or one for each of the 2 views": (
-            len(config.solarize_prob) > 2
-        ),
-        "--overwrite and --resume exclude each other": config.overwrite and config.resume is not None,
-        f"--execution {config.execution}: forward derivatives cannot be compiled; use auto with --consistency abs": (
-            config.consistency == "abs" and config.execution in ("compiled", "fused")
-        ),
-        f"--execution {config.execution}: LARS cannot be recorded; use compiled with --optimiser lars": (
-            config.optimiser == "lars" and config.execution in ("graph", "fused")
-        ),
-        "--cpu-ranks needs --gpus 0": config.cpu_ranks > 1 and bool(config.gpus),
-    }
+        "label_fraction: 0 shows no label; use --mmnn constants for that":
+            learned and c.label_split is None and c.label_fraction == 0,
+        f"lengths: {c.lengths} names a length twice": len(set(c.lengths)) < len(c.lengths),
+        f"lengths_per_step: {c.lengths_per_step} is more than there are in --lengths {shown(c.lengths)}":
+            c.lengths_per_step > len(c.lengths),
+        f"composite_size: {c.composite_size} is no size between {on_16} and the {c.image_size} of --image-size; "
+        "0 leaves composites as they are": c.composite_size != 0 and not on_16 <= c.composite_size <= c.image_size,
+        f"blur_sigma: {c.blur_sigma} must rise": c.blur_sigma[0] > c.blur_sigma[1],
+        f"constants: {c.constants} must fall": any(a <= b for a, b in pairwise(c.constants)),
+        f"warmup_epochs: {c.warmup_epochs} leaves nothing of {c.epochs} epochs; lower it or raise epochs":
+            c.warmup_epochs >= c.epochs,
+        f"mmnn_wait_epochs: {c.mmnn_wait_epochs} and mmnn_warmup_epochs: {c.mmnn_warmup_epochs} leave nothing of "
+        f"{c.epochs} epochs; lower them, raise epochs, or use --mmnn constants":
+            learned and c.mmnn_wait_epochs + c.mmnn_warmup_epochs >= c.epochs,
+        f"blur_prob: {c.blur_prob}: one value, or one for each of the 2 views": len(c.blur_prob) > 2,
+        f"solarize_prob: {c.solarize_prob}: one value, or one for each of the 2 views": len(c.solarize_prob) > 2,
+        "--overwrite and --resume exclude each other": c.overwrite and c.resume is not None,
+        f"--execution {c.execution}: forward derivatives cannot be compiled; use auto with --consistency abs":
+            c.consistency == "abs" and c.execution in ("compiled", "fused"),
+        f"--execution {c.execution}: LARS cannot be recorded; use compiled with --optimiser lars":
+            c.optimiser == "lars" and c.execution in ("graph", "fused"),
+        "--cpu-ranks needs --gpus 0": c.cpu_ranks > 1 and bool(c.gpus),
+    }  # fmt: skip
     for message, wrong in mistakes.items():
         if wrong:
             raise UserError(message)

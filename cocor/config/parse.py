@@ -28,15 +28,8 @@ _shortened.maxstring = _shortened.maxother = 200
 _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    low: float | None = None,
-    high: float | None = None,
-    bare: str | None = None,
-    choices: Collection[str] | None = None,
-) -> Any:
+def option(default: Any, help: str, *, low: float | None = None, high: float | None = None, bare: str | None = None,
+           choices: Collection[str] | None = None) -> Any:  # fmt: skip
     """Make a dataclass field.
 
     ``low`` and ``high`` bound a number, both included; ``bare`` is the value of a bare flag; ``choices`` are the
@@ -151,13 +144,7 @@ def _sequence(key: str, value: Any, kinds: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(convert(key, part, kind) for part, kind in zip(parts, kinds, strict=True))
 
 
-_SCALARS: dict[type, Callable[[Any], Any]] = {
-    bool: _boolean,
-    int: _integer,
-    float: _number,
-    str: _text,
-    Path: _path,
-}
+_SCALARS: dict[type, Callable[[Any], Any]] = {bool: _boolean, int: _integer, float: _number, str: _text, Path: _path}
 
 
 def shown(value: Any) -> str:
@@ -174,14 +161,8 @@ def flag(key: str) -> str:
     return "--" + key.replace("_", "-")
 
 
-def parser(
-    options: type,
-    prog: str,
-    description: str,
-    groups: Mapping[str, str],
-    notes: Mapping[str, str],
-    owners: Mapping[str, str],
-) -> argparse.ArgumentParser:
+def parser(options: type, prog: str, description: str, groups: Mapping[str, str], notes: Mapping[str, str],
+           owners: Mapping[str, str]) -> argparse.ArgumentParser:  # fmt: skip
     """Make a parser with one flag per field.
 
     ``groups`` maps the first field of each group to the group's title, ``notes`` fields to what the help shows in place

@@ -14,7 +14,7 @@ from cocor.config import parse
 from cocor.config.checks import check
 from cocor.config.options import Config
 from cocor.config.parse import shown
-from cocor.methods import METHODS, spec
+from cocor.methods import METHODS, owners, spec
 
 GROUPS = {  # the first field of each group
     "data": "data and output",
@@ -48,8 +48,8 @@ def load(argv: Sequence[str] | None = None) -> Config:
 
 def read(argv: Sequence[str] | None = None) -> tuple[Config, list[str]]:
     """Do as :func:`load`, and return the keys of the flags that were on the command line as well."""
-    notes, owners = _NOTES | _method_notes(), {key: ", ".join(titles) for key, titles in _owners().items()}
-    parser = parse.parser(Config, "cocor-train", _DESCRIPTION, GROUPS, notes, owners)
+    titles = {key: ", ".join(spec(method).title for method in methods) for key, methods in owners().items()}
+    parser = parse.parser(Config, "cocor-train", _DESCRIPTION, GROUPS, _NOTES | _method_notes(), titles)
     flags, file = parse.read_flags(Config, parser, sys.argv[1:] if argv is None else argv)
     values = flags if file is None else parse.read_yaml(Config, file) | flags
     return resolve(values, name=None if file is None else file.stem), list(flags)
@@ -57,28 +57,14 @@ def read(argv: Sequence[str] | None = None) -> tuple[Config, list[str]]:
 
 def _method_notes() -> dict[str, str]:
     """Describe the defaults that depend on the method, for the help: ``default: 0.03; simsiam: 0.05``."""
-    defaults = {method: spec(method).defaults for method in METHODS}
-    plain, keys = Config(), dict.fromkeys(key for values in defaults.values() for key in values)
-    return {
-        key: "; ".join(
-            [f"default: {shown(getattr(plain, key))}"]
-            + [
-                f"{method}: {shown(values[key])}"
-                for method, values in defaults.items()
-                if values.get(key, getattr(plain, key)) != getattr(plain, key)
-            ]
-        )
-        for key in keys
-    }
-
-
-def _owners() -> dict[str, list[str]]:
-    """Map the options that are for some methods only to the names of these."""
-    owners: dict[str, list[str]] = {}
-    for declared in map(spec, METHODS):
-        for key in declared.options:
-            owners.setdefault(key, []).append(declared.title)
-    return owners
+    plain, own = Config(), {method: spec(method).defaults for method in METHODS}
+    notes = {}
+    for key in dict.fromkeys(key for values in own.values() for key in values):
+        general = getattr(plain, key)
+        others = {method: values[key] for method, values in own.items() if values.get(key, general) != general}
+        parts = [f"default: {shown(general)}", *(f"{method}: {shown(value)}" for method, value in others.items())]
+        notes[key] = "; ".join(parts)
+    return notes
 
 
 def resolve(values: Mapping[str, Any], name: str | None = None) -> Config:

@@ -39,6 +39,12 @@ def spec(method: str) -> Spec:
     return Spec(entry.__name__, **{key.name: getattr(entry, key.name) for key in fields(Spec)[1:]})
 
 
+def owners() -> dict[str, list[str]]:
+    """Map each option that is for some methods only to these methods."""
+    keys = dict.fromkeys(key for method in METHODS for key in spec(method).options)
+    return {key: [method for method in METHODS if key in spec(method).options] for key in keys}
+
+
 def method_class(method: str) -> Any:
     """Import the class of ``method``."""
     entry = METHODS[method]

@@ -1,4 +1,4 @@
-"""Define the interface of a contrastive method, and what several methods share. Not a base trainer.
+"""Define the interface of a contrastive method, and what several methods share.
 
 A step calls ``contrastive`` once, ``embed_original`` and ``embed_composite`` for the consistency loss, steps the
 optimiser and calls ``after_step``. In each of these forward passes BatchNorm normalises with the pass's own batch
@@ -8,7 +8,7 @@ statistics; only ``contrastive`` updates the running statistics, which evaluatio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -69,10 +69,11 @@ def joined(tensor: Tensor, ranks: Ranks) -> Tensor:
 
 
 class Method(nn.Module):
-    """An ``nn.Module`` whose ``state_dict`` is all that is needed to resume.
+    """A contrastive method: an ``nn.Module`` whose ``state_dict`` is all that is needed to resume.
 
-    ``backbone`` maps images (B, 3, H, W) to features (B, D). ``metrics`` holds detached scalars () of the last
-    ``contrastive`` call on this rank: ``loss``, ``feature_std`` and more if the method has any.
+    Its constructor takes a backbone, :class:`Ranks` and its options by their names. ``backbone`` maps images (B, 3, H,
+    W) to features (B, D). ``metrics`` holds detached scalars () of the last ``contrastive`` call on this rank:
+    ``loss``, ``feature_std`` and more if the method has any.
     """
 
     # Literals, as they are read from the source too (cocor.methods.spec).
@@ -87,10 +88,15 @@ class Method(nn.Module):
     metrics: dict[str, Tensor]
     total_steps: int = 1  # of the run, for what a method schedules itself
 
+    def __init__(self, backbone: nn.Module, ranks: Ranks) -> None:
+        super().__init__()
+        self.backbone, self.ranks, self.metrics = backbone, ranks, {}
+
     @classmethod
-    def from_config(cls, config: Config, ranks: Ranks, backbone: nn.Module) -> "Method":
-        """Build the method around ``backbone`` with the options of ``config``."""
-        raise NotImplementedError
+    def from_config(cls, config: Config, ranks: Ranks, backbone: nn.Module) -> Self:
+        """Build the method around ``backbone`` with its options in ``config``."""
+        options: dict[str, Any] = {key: getattr(config, key) for key in cls.options}
+        return cls(backbone, ranks=ranks, **options)
 
     @classmethod
     def check(cls, config: Config, ranks: int) -> None:
@@ -106,19 +112,28 @@ class Method(nn.Module):
         """Return formula and value of the loss of a network that guesses; None if there is no such value."""
         return None
 
+    def loss_of(self, views: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the method's own loss of views (V, B, 3, H, W), and embeddings (B, d) of the first, with gradient."""
+        raise NotImplementedError
+
     def contrastive(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
-        """The method's own loss of views (V, B, 3, H, W): a scalar with gradient. Updates running statistics.
+        """Compute the method's own loss of views (V, B, 3, H, W), over the batches of all ranks.
 
-        ``labels`` (B,) int64 are for supervised methods; others ignore them.
+        Returns a scalar with gradient, and updates running statistics. ``labels`` (B,) int64 are for supervised
+        methods; others ignore them.
         """
-        raise NotImplementedError
+        loss, embeddings = self.loss_of(views, labels)
+        self.metrics = {"loss": loss.detach(), "feature_std": feature_std(embeddings)}
+        return loss
 
+    @torch.no_grad()
     def reevaluate(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
-        """The loss of the same batch at the current weights, without gradient and without any change of state.
+        """Compute the loss of the same batch at the current weights, without any change of state.
 
-        For use between ``contrastive`` and ``after_step``; MoCo's keys and queue are those of ``contrastive``.
+        For use between ``contrastive`` and ``after_step``: keys, queue and target network are those of ``contrastive``.
         """
-        raise NotImplementedError
+        with batch_statistics_only(self):
+            return self.loss_of(views, labels)[0]
 
     def encode(self, images: Tensor) -> Tensor:
         """Embed images (N, 3, H, W) by backbone and head: normalised (N, d) with gradient."""
@@ -153,22 +168,6 @@ class Predicting(Method):
 
     projector: nn.Module
     predictor: nn.Module
-
-    def loss_of(self, views: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss of views (2, B, 3, H, W) with gradient, and the projections (B, dim) of the first view."""
-        raise NotImplementedError
-
-    def contrastive(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Compute the symmetrised loss of views (2, B, 3, H, W)."""
-        loss, projections = self.loss_of(views)
-        self.metrics = {"loss": loss.detach(), "feature_std": feature_std(projections)}
-        return loss
-
-    @torch.no_grad()
-    def reevaluate(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Compute the loss at the current weights; BYOL's target network has not been updated yet."""
-        with batch_statistics_only(self):
-            return self.loss_of(views)[0]
 
     def encode(self, images: Tensor) -> Tensor:
         """Embed images by backbone and projector."""

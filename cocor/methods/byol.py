@@ -12,11 +12,11 @@ import math
 import torch
 from torch import Tensor, nn
 
-from cocor.methods.base import Config, Predicting, Ranks, feature_size, normalised
+from cocor.methods.base import Predicting, Ranks, feature_size, normalised
 
 
 class BYOL(Predicting):
-    """BYOL on ``backbone``: hidden layers of ``hidden`` (projector) and ``predictor_dim``, embeddings of ``dim``.
+    """BYOL on ``backbone``: hidden layers of ``projector_dim`` and ``predictor_dim``, embeddings of ``embedding_dim``.
 
     ``total_steps`` is the K of the momentum's schedule; the buffer ``step`` counts its k, and is saved in checkpoints.
     """
@@ -32,34 +32,15 @@ class BYOL(Predicting):
 
     step: Tensor
 
-    def __init__(
-        self,
-        backbone: nn.Module,
-        *,
-        dim: int = 256,
-        hidden: int = 4096,
-        predictor_dim: int = 4096,
-        momentum: float = 0.99,
-    ) -> None:
-        super().__init__()
-        self.backbone = backbone
-        self.projector = _perceptron(feature_size(backbone), hidden, dim)
-        self.predictor = _perceptron(dim, predictor_dim, dim)
+    def __init__(self, backbone: nn.Module, ranks: Ranks = Ranks(), *, embedding_dim: int = 256,
+                 projector_dim: int = 4096, predictor_dim: int = 4096, key_momentum: float = 0.99) -> None:  # fmt: skip
+        super().__init__(backbone, ranks)
+        self.projector = _perceptron(feature_size(backbone), projector_dim, embedding_dim)
+        self.predictor = _perceptron(embedding_dim, predictor_dim, embedding_dim)
         self.target_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
         self.target_projector = copy.deepcopy(self.projector).requires_grad_(False)
-        self.momentum = momentum
+        self.momentum = key_momentum
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
-        self.metrics = {}
-
-    @classmethod
-    def from_config(cls, config: Config, ranks: Ranks, backbone: nn.Module) -> "BYOL":
-        return cls(
-            backbone,
-            dim=config.embedding_dim,
-            hidden=config.projector_dim,
-            predictor_dim=config.predictor_dim,
-            momentum=config.key_momentum,
-        )
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -70,8 +51,8 @@ class BYOL(Predicting):
         torch._foreach_add_(targets, torch._foreach_mul(torch._foreach_sub(online, targets), share))
         self.step += 1
 
-    def loss_of(self, views: Tensor) -> tuple[Tensor, Tensor]:
-        """The symmetrised loss, in [0, 8], and the online projections (B, dim) of the first view."""
+    def loss_of(self, views: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Compute the symmetrised loss, in [0, 8]; also return the online projections of the first view."""
         with torch.no_grad():
             first, second = (self.target_projector(self.target_backbone(images)) for images in views)
         projections = [self.projector(self.backbone(images)) for images in views]
@@ -81,12 +62,12 @@ class BYOL(Predicting):
 
 
 def prediction_error(prediction: Tensor, target: Tensor) -> Tensor:
-    """Mean over the batch of ``|p / |p| - z / |z||^2 = 2 - 2 cos``, both (B, d); in at least float32."""
+    """Average ``|p / |p| - z / |z||^2 = 2 - 2 cos``, both (B, d); in at least float32."""
     return 2.0 - 2.0 * (normalised(prediction) * normalised(target)).sum(1).mean()
 
 
 def target_momentum(step: Tensor, total: int, start: float) -> Tensor:
-    """``1 - (1 - start) (cos(pi k / K) + 1) / 2``: from ``start`` at the first step to 1 at the end, float64 ()."""
+    """Return ``1 - (1 - start) (cos(pi k / K) + 1) / 2``: from ``start`` at first to 1 at the end, float64 ()."""
     progress = (step.double() / total).clamp(max=1.0)
     return 1.0 - (1.0 - start) * (torch.cos(math.pi * progress) + 1.0) / 2.0
 

@@ -12,21 +12,12 @@ import math
 import torch
 from torch import Tensor, nn
 
-from cocor.methods.base import (
-    Config,
-    Method,
-    Ranks,
-    batch_statistics_only,
-    feature_size,
-    feature_std,
-    joined,
-    normalised,
-)
+from cocor.methods.base import Config, Method, Ranks, feature_size, joined, normalised
 from loaders.errors import UserError
 
 
 class INTL(Method):
-    """INTL on ``backbone``: a projector of two hidden layers of ``hidden`` units, embeddings of ``dim``.
+    """INTL on ``backbone``: a projector of two hidden layers of ``projector_dim`` units.
 
     ``trace_weight`` None is the authors' ``0.01 (log2(N) - 3)`` for a global batch of N.
     """
@@ -40,18 +31,11 @@ class INTL(Method):
     options = ("embedding_dim", "projector_dim", "whitening_iterations", "trace_weight")
     cost = 6
 
-    def __init__(
-        self,
-        backbone: nn.Module,
-        *,
-        dim: int = 8192,
-        hidden: int = 8192,
-        iterations: int = 4,
-        trace_weight: float | None = None,
-        ranks: Ranks = Ranks(),
-    ) -> None:
-        super().__init__()
-        self.backbone = backbone
+    def __init__(self, backbone: nn.Module, ranks: Ranks = Ranks(), *, embedding_dim: int = 8192,
+                 projector_dim: int = 8192, whitening_iterations: int = 4,
+                 trace_weight: float | None = None) -> None:  # fmt: skip
+        super().__init__(backbone, ranks)
+        hidden = projector_dim
         self.projector = nn.Sequential(
             nn.Linear(feature_size(backbone), hidden, bias=False),
             nn.BatchNorm1d(hidden),
@@ -59,22 +43,9 @@ class INTL(Method):
             nn.Linear(hidden, hidden, bias=False),
             nn.BatchNorm1d(hidden),
             nn.ReLU(inplace=True),
-            nn.Linear(hidden, dim),
+            nn.Linear(hidden, embedding_dim),
         )
-        self.iterations, self.trace_weight = iterations, trace_weight
-        self.ranks = ranks
-        self.metrics = {}
-
-    @classmethod
-    def from_config(cls, config: Config, ranks: Ranks, backbone: nn.Module) -> "INTL":
-        return cls(
-            backbone,
-            dim=config.embedding_dim,
-            hidden=config.projector_dim,
-            iterations=config.whitening_iterations,
-            trace_weight=config.trace_weight,
-            ranks=ranks,
-        )
+        self.iterations, self.trace_weight = whitening_iterations, trace_weight
 
     @classmethod
     def check(cls, config: Config, ranks: int) -> None:
@@ -84,43 +55,32 @@ class INTL(Method):
                 f"more dimensions than images, not {config.embedding_dim}; raise embedding_dim or lower batch_size"
             )
 
-    def contrastive(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
-        """The loss of views (2, B, 3, H, W), over the batches of all ranks."""
+    def loss_of(self, views: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Compute the whitened views' distance and trace losses; also return the embeddings of the first view."""
         embeddings = [self.projector(self.backbone(images)) for images in views]
-        loss = self._loss(embeddings)
-        self.metrics = {"loss": loss.detach(), "feature_std": feature_std(embeddings[0])}
-        return loss
-
-    @torch.no_grad()
-    def reevaluate(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
-        """The loss of ``views`` at the present weights."""
-        with batch_statistics_only(self):
-            return self._loss([self.projector(self.backbone(images)) for images in views])
-
-    def encode(self, images: Tensor) -> Tensor:
-        """Backbone and projector."""
-        return normalised(self.projector(self.backbone(images)))
-
-    def _loss(self, embeddings: list[Tensor]) -> Tensor:
         # In float64: GPUs round the factors of float32 products (TF32), and Newton's steps magnify that.
-        with torch.autocast(embeddings[0].device.type, enabled=False):
+        with torch.autocast(views.device.type, enabled=False):
             whole = [joined(_precise(part), self.ranks) for part in embeddings]
             weight = self.trace_weight
             if weight is None:
                 weight = 0.01 * (math.log2(len(whole[0])) - 3)
             loss = iterative_normalisation_loss(whole[0].double(), whole[1].double(), self.iterations, weight)
-            return loss.to(whole[0].dtype)
+            return loss.to(whole[0].dtype), embeddings[0]
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Embed images by backbone and projector."""
+        return normalised(self.projector(self.backbone(images)))
 
 
 def iterative_normalisation_loss(first: Tensor, second: Tensor, iterations: int, trace_weight: float) -> Tensor:
-    """``2 - 2 cos`` of the whitened views of every image, plus the trace losses of both batches. (N, d) each."""
+    """Compute ``2 - 2 cos`` of the whitened views (N, d) of every image, plus the trace losses of both batches."""
     first, second = whitened(first, iterations), whitened(second, iterations)
     distance = 2.0 - 2.0 * (normalised(first) * normalised(second)).sum(1).mean()
     return distance + trace_weight * (trace_loss(first) + trace_loss(second))
 
 
 def whitened(embeddings: Tensor, iterations: int) -> Tensor:
-    """Embeddings (N, d) centred over d and whitened over N by ``iterations`` Newton steps towards ``Sigma^(-1/2)``.
+    """Centre embeddings (N, d) over d and whiten them over N by ``iterations`` Newton steps to ``Sigma^(-1/2)``.
 
     ``Sigma`` (N, N) is their covariance over d, divided by its trace so that the steps converge:
     ``P <- 1.5 P - 0.5 P^3 Sigma`` from the identity.
@@ -137,7 +97,7 @@ def whitened(embeddings: Tensor, iterations: int) -> Tensor:
 
 
 def trace_loss(embeddings: Tensor) -> Tensor:
-    """Sum over the batch of ``(variance over d - 1)^2``, of (N, d)."""
+    """Sum ``(variance over d - 1)^2`` over the batch, of (N, d)."""
     return (embeddings.var(1) - 1.0).square().sum()
 
 

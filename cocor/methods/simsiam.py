@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cocor.methods.base import Config, Predicting, Ranks, feature_size, normalised
+from cocor.methods.base import Predicting, Ranks, feature_size, normalised
 
 
 class SimSiam(Predicting):
-    """SimSiam on ``backbone``: a three-layer projector to ``dim`` and a predictor with ``predictor_dim`` hidden units.
+    """SimSiam on ``backbone``: a three-layer projector, and a predictor with ``predictor_dim`` hidden units.
 
-    The projector's hidden layers are ``dim`` wide, as the SimSiam paper says. The authors' code makes them as wide as
-    the backbone's features, which is the same for ResNet-50. With ``fix_predictor_lr`` the predictor's learning rate
+    The projector's layers are ``projector_dim`` wide, as the SimSiam paper says. The authors' code makes them as wide
+    as the backbone's features, which is the same for ResNet-50. With ``fix_predictor_lr`` the predictor's learning rate
     does not decay.
     """
 
@@ -28,12 +28,10 @@ class SimSiam(Predicting):
     options = ("projector_dim", "predictor_dim", "fix_predictor_lr")
     cost = 6
 
-    def __init__(
-        self, backbone: nn.Module, *, dim: int = 2048, predictor_dim: int = 512, fix_predictor_lr: bool = False
-    ) -> None:
-        super().__init__()
-        self._fix_predictor_lr = fix_predictor_lr
-        self.backbone = backbone
+    def __init__(self, backbone: nn.Module, ranks: Ranks = Ranks(), *, projector_dim: int = 2048,
+                 predictor_dim: int = 512, fix_predictor_lr: bool = False) -> None:  # fmt: skip
+        super().__init__(backbone, ranks)
+        self._fix_predictor_lr, dim = fix_predictor_lr, projector_dim
         # Linear layers before a BatchNorm need no bias: it would be subtracted again.
         self.projector = nn.Sequential(
             nn.Linear(feature_size(backbone), dim, bias=False),
@@ -51,19 +49,9 @@ class SimSiam(Predicting):
             nn.ReLU(inplace=True),
             nn.Linear(predictor_dim, dim),
         )
-        self.metrics = {}
-
-    @classmethod
-    def from_config(cls, config: Config, ranks: Ranks, backbone: nn.Module) -> "SimSiam":
-        return cls(
-            backbone,
-            dim=config.projector_dim,
-            predictor_dim=config.predictor_dim,
-            fix_predictor_lr=config.fix_predictor_lr,
-        )
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Encoder and predictor."""
+        """Group encoder and predictor apart."""
         encoder = [*self.backbone.parameters(), *self.projector.parameters()]
         predictor = list(self.predictor.parameters())
         return [
@@ -71,13 +59,13 @@ class SimSiam(Predicting):
             {"params": predictor, "weight_decay": weight_decay, "fixed_lr": self._fix_predictor_lr},
         ]
 
-    def loss_of(self, views: Tensor) -> tuple[Tensor, Tensor]:
-        """Symmetrised negative cosine, in [-1, 1], and the projections (B, dim) of the first view."""
+    def loss_of(self, views: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Compute the symmetrised negative cosine, in [-1, 1]; also return the projections of the first view."""
         first, second = (self.projector(self.backbone(images)) for images in views)
         similarity = _cosine(self.predictor(first), second) + _cosine(self.predictor(second), first)
         return -0.5 * similarity, first
 
 
 def _cosine(prediction: Tensor, projection: Tensor) -> Tensor:
-    """Mean over the batch; the projection carries no gradient."""
+    """Average over the batch; the projection carries no gradient."""
     return (normalised(prediction) * normalised(projection.detach())).sum(1).mean()

@@ -37,6 +37,7 @@ class Consistency:
     target: Tensor  # (L,) mean over the global batch, detached
     slope: Tensor
     curvature: Tensor
+    compared: Tensor  # what targets are compared with, detached: mean similarities (L,), or all of them (L, B)
 
 
 def latent_similarity(composites: Tensor, originals: Tensor) -> Tensor:
@@ -47,14 +48,8 @@ def latent_similarity(composites: Tensor, originals: Tensor) -> Tensor:
     return (normalised(composites) * normalised(originals.detach())).sum(-1)
 
 
-def softplus_loss(
-    similarity: Tensor,
-    target: Tensor,
-    *,
-    weight: float = 1.0,
-    beta: float = 1.0,
-    mean_over_ranks: MeanOverRanks = identity,
-) -> Consistency:
+def softplus_loss(similarity: Tensor, target: Tensor, *, weight: float = 1.0, beta: float = 1.0,
+                  mean_over_ranks: MeanOverRanks = identity) -> Consistency:  # fmt: skip
     """Compute ``weight`` times the mean over lengths of ``softplus(beta k_l) / beta``.
 
     There ``k_l = mean_i target - mean_i similarity``. ``similarity`` and ``target`` are (L, B). The sign of ``k_l`` is
@@ -69,17 +64,12 @@ def softplus_loss(
     slope = weight * (-weights * torch.sigmoid(gap))
     curvature = weight * (weights * beta * torch.sigmoid(gap) * torch.sigmoid(-gap))
     value = (weights * F.softplus(gap) / beta).sum()
-    return Consistency(weight * value + _carrier(slope, local), value, means[0], means[1], slope, curvature)
+    loss = weight * value + _carrier(slope, local)
+    return Consistency(loss, value, means[0], means[1], slope, curvature, compared=means[0])
 
 
-def abs_loss(
-    similarity: Tensor,
-    target: Tensor,
-    *,
-    weight: float = 1.0,
-    epsilon: float = 0.05,
-    mean_over_ranks: MeanOverRanks = identity,
-) -> Consistency:
+def abs_loss(similarity: Tensor, target: Tensor, *, weight: float = 1.0, epsilon: float = 0.05,
+             mean_over_ranks: MeanOverRanks = identity) -> Consistency:  # fmt: skip
     """Compute ``weight`` times the mean over lengths of ``mean_i phi(similarity_i - target_i)``.
 
     That is the paper's eq. 2 with a smoothed absolute value. ``phi(r) = sqrt(r^2 + epsilon^2) - epsilon`` (pseudo-Huber
@@ -97,7 +87,8 @@ def abs_loss(
     means = mean_over_ranks(torch.stack([similarity.detach().mean(1), target.detach().mean(1), root.mean(1) - epsilon]))
     slope, curvature = weight * slope, weight * curvature
     value = (weights * means[2]).sum()
-    return Consistency(weight * value + _carrier(slope, similarity), value, means[0], means[1], slope, curvature)
+    loss = weight * value + _carrier(slope, similarity)
+    return Consistency(loss, value, means[0], means[1], slope, curvature, compared=similarity.detach())
 
 
 def _weights(similarity: Tensor) -> Tensor:

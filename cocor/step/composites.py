@@ -76,7 +76,6 @@ class CompositeGradients:
     target: Tensor  # as in Lengths
     originals: Tensor
     gradients: list[Sequence[Tensor]]
-    similarity: Tensor  # (L, B) detached
 
 
 class CompositeTerm:
@@ -86,16 +85,8 @@ class CompositeTerm:
     networks run; lengths run beside each other on ``streams``.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        method: Method,
-        target: nn.Module,
-        parameters: Sequence[Tensor],
-        *,
-        autocast: Callable[[], AbstractContextManager[None]],
-        streams: Streams,
-    ) -> None:
+    def __init__(self, config: Config, method: Method, target: nn.Module, parameters: Sequence[Tensor], *,
+                 autocast: Callable[[], AbstractContextManager[None]], streams: Streams) -> None:  # fmt: skip
         self._method, self._target, self._parameters = method, target, parameters
         self._of_samples = config.consistency == "abs"
         if self._of_samples:
@@ -122,9 +113,8 @@ class CompositeTerm:
     def finish(self, lengths: Lengths) -> CompositeGradients:
         """Wait for all lengths, and compute their consistency loss."""
         self._streams.join()
-        similarity = torch.stack(lengths.similarity)
-        consistency = self.consistency(similarity, lengths.target)
-        return CompositeGradients(consistency, lengths.target, lengths.originals, lengths.gradients, similarity)
+        consistency = self.consistency(torch.stack(lengths.similarity), lengths.target)
+        return CompositeGradients(consistency, lengths.target, lengths.originals, lengths.gradients)
 
     def add(self, composites: CompositeGradients) -> dict[str, Tensor]:
         """Add the consistency gradient to the contrastive one in ``.grad``; return the norms of both, on this rank."""
@@ -150,10 +140,6 @@ class CompositeTerm:
     def consistency(self, similarity: Tensor, target: Tensor) -> Consistency:
         """Compute the consistency loss of ``similarity`` (L, B) with ``target`` (L, B)."""
         return self._loss(similarity, target, mean_over_ranks=mean_over_ranks)
-
-    def compared(self, similarity: Tensor, consistency: Consistency) -> Tensor:
-        """Choose what the targets are compared with: every similarity (L, B) for the abs loss, or their means (L,)."""
-        return similarity if self._of_samples else consistency.similarity
 
     def _gradients(self, similarity: Tensor, target: Tensor, lengths: int) -> Sequence[Tensor]:
         """Return parameter gradients of one length: of its mean similarity for softplus, of its loss for abs."""

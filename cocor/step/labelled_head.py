@@ -28,17 +28,8 @@ class OuterObjective:
     ``autocast()`` is the context in which networks run; ``steps_per_epoch`` scales the schedules.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        method: Method,
-        mmnn: nn.Module,
-        classes: int,
-        parameters: Sequence[Tensor],
-        *,
-        steps_per_epoch: int,
-        autocast: Callable[[], AbstractContextManager[None]],
-    ) -> None:
+    def __init__(self, config: Config, method: Method, mmnn: nn.Module, classes: int, parameters: Sequence[Tensor], *,
+                 steps_per_epoch: int, autocast: Callable[[], AbstractContextManager[None]]) -> None:  # fmt: skip
         self.config, self.backbone, self.mmnn, self.autocast = config, method.backbone, mmnn, autocast
         owned = {id(p) for p in method.backbone.parameters()}
         self._inside = [id(p) in owned for p in parameters]

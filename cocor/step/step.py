@@ -42,16 +42,8 @@ class TrainingStep:
     for the plain method. ``steps_per_epoch`` scales the schedules.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        method: Method,
-        target: nn.Module | None,
-        classes: int | None,
-        *,
-        steps_per_epoch: int,
-        precision: torch.dtype = torch.float32,
-    ) -> None:
+    def __init__(self, config: Config, method: Method, target: nn.Module | None, classes: int | None, *,
+                 steps_per_epoch: int, precision: torch.dtype = torch.float32) -> None:  # fmt: skip
         self.config, self.method, self.target, self.precision = config, method, target, precision
         self.device = next(method.parameters()).device
         self.timer: Timer = nullcontext  # a context per part of the step, see cocor.monitor.profile
@@ -66,9 +58,8 @@ class TrainingStep:
         self.composites: CompositeTerm | None = None
         if target is not None:
             self.composites = CompositeTerm(
-                config, method, target, self.parameters,
-                autocast=self.autocast, streams=self.streams,
-            )  # fmt: skip
+                config, method, target, self.parameters, autocast=self.autocast, streams=self.streams
+            )
         self.outer: OuterObjective | None = None
         if target is not None and any(p.requires_grad for p in target.parameters()):
             assert classes is not None
@@ -175,14 +166,8 @@ class TrainingStep:
     def autocast(self) -> AbstractContextManager[None]:
         return torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32)
 
-    def _step_all(
-        self,
-        outer: OuterObjective,
-        batch: Batch,
-        labelled: Batch,
-        contrastive: Tensor,
-        composites: CompositeGradients,
-    ) -> Metrics:
+    def _step_all(self, outer: OuterObjective, batch: Batch, labelled: Batch, contrastive: Tensor,
+                  composites: CompositeGradients) -> Metrics:  # fmt: skip
         """Step encoder, MMNN and classifier, in this order. The encoder's gradient is in ``.grad``."""
         config = self.config
         before = None
@@ -211,14 +196,8 @@ class TrainingStep:
         norm = outer.step(surrogate, self.timer)
         return {"labelled_loss": cross_entropy, "labelled_accuracy": accuracy, "hypergradient_norm": norm}
 
-    def _products(
-        self,
-        outer: OuterObjective,
-        batch: Batch,
-        composites: CompositeGradients,
-        gradient: list[Tensor],
-        old: dict[str, Tensor] | None,
-    ) -> Tensor:
+    def _products(self, outer: OuterObjective, batch: Batch, composites: CompositeGradients, gradient: list[Tensor],
+                  old: dict[str, Tensor] | None) -> Tensor:  # fmt: skip
         """Multiply the similarities' gradients with the cross-entropy's ``gradient``: (L,), (L, B) for the abs loss.
 
         ``old``: for the abs loss, the weights before the step.
@@ -236,20 +215,16 @@ class TrainingStep:
     def _weights_copy(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.method.named_parameters() if p.requires_grad}
 
-    def _measure(
-        self, outer: OuterObjective, labelled: Batch, contrastive: Tensor, composites: CompositeGradients
-    ) -> Measured:
-        assert self.composites is not None
+    def _measure(self, outer: OuterObjective, labelled: Batch, contrastive: Tensor,
+                 composites: CompositeGradients) -> Measured:  # fmt: skip
         loss = mean_over_ranks(contrastive) + composites.consistency.loss.detach()
         with torch.no_grad():
             cross_entropy = mean_over_ranks(F.cross_entropy(outer.logits(labelled), labelled.label))
-        compared = self.composites.compared(composites.similarity, composites.consistency)
-        return Measured(loss, cross_entropy, compared)
+        return Measured(loss, cross_entropy, composites.consistency.compared)
 
     @torch.no_grad()
-    def _remeasure(
-        self, batch: Batch, composites: CompositeGradients, cross_entropy: Tensor
-    ) -> tuple[Measured, Consistency]:
+    def _remeasure(self, batch: Batch, composites: CompositeGradients,
+                   cross_entropy: Tensor) -> tuple[Measured, Consistency]:  # fmt: skip
         """Measure loss and similarities of the same batch at the new weights, with the targets of before the step."""
         term = self.composites
         assert term is not None
@@ -259,4 +234,4 @@ class TrainingStep:
         similarity = latent_similarity(embeddings, term.originals(batch))
         consistency = term.consistency(similarity, composites.target)
         loss = mean_over_ranks(contrastive) + consistency.loss
-        return Measured(loss, cross_entropy, term.compared(similarity, consistency)), consistency
+        return Measured(loss, cross_entropy, consistency.compared), consistency
