@@ -1,4 +1,4 @@
-"""Write and read checkpoints: all that a run needs to go on, in files that are whole and safe to open.
+"""Write and read checkpoints: all that a run needs to go on, whole and safe.
 
     runs/NAME/checkpoints/step_0001000.pt     {"step", "epoch", "training", "config", "versions", "dataset", ...}
 
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 def save(folder: Path, state: Mapping[str, Any], *, keep: int, milestones: int = 0) -> Path:
-    """Write ``state``, whose ``"step"`` counts the finished steps, to a file in ``folder``.
+    """Write ``state``, with ``"step"`` finished steps, to a file in ``folder``.
 
     Of the files up to that step, only the newest ``keep`` stay, and all whose step is a multiple of ``milestones`` (0:
     none). Tensors are copied to the CPU; prefixes of wrappers (``module.``, ``_orig_mod.``) are removed from the keys.
@@ -54,7 +54,7 @@ def save(folder: Path, state: Mapping[str, Any], *, keep: int, milestones: int =
 
 
 def write(state: object, path: Path) -> None:
-    """Call ``torch.save``, but raise the system's own error: torch's writer hides it behind a RuntimeError.
+    """Call ``torch.save``, but raise the system's own error.
 
     Raises:
         OSError: the file cannot be written, as on a full disk.
@@ -62,7 +62,7 @@ def write(state: object, path: Path) -> None:
     with path.open("wb") as file:
         try:
             torch.save(state, file)
-        except RuntimeError as error:
+        except RuntimeError as error:  # which hides the system's
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
@@ -74,7 +74,7 @@ def _remove(path: Path) -> None:
 
 
 def describe(config: Config, digest: str) -> dict[str, Any]:
-    """Describe a run in its checkpoint: configuration, versions, and the data set's ``digest``."""
+    """Describe a run: configuration, versions, and its images' ``digest``."""
     return {"config": config.to_dict(), "versions": versions(), "dataset": digest}
 
 
@@ -120,7 +120,7 @@ def is_compressed(path: Path) -> bool:
 
 
 def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Load the newest checkpoint in ``folder`` that is sound; None if there is none at all. Damaged ones are named.
+    """Load the newest sound checkpoint in ``folder``; None if there are none.
 
     Raises:
         UserError: there are checkpoints, but none that loads.
@@ -138,9 +138,9 @@ def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def find(resume: str, output: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Load what ``--resume`` names: a checkpoint, the newest one in the folder of a run, or in its own for ``auto``.
+    """Load the checkpoint that ``--resume`` names; None if ``auto`` finds none yet.
 
-    None if ``auto`` finds none yet.
+    It names a checkpoint, or the folder of a run for its newest; ``auto`` is the run's own folder.
 
     Raises:
         UserError: nothing loads there, or the run's own folder holds later checkpoints, which would be mixed up with
@@ -162,12 +162,12 @@ def find(resume: str, output: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def exists(resume: str | None, output: Path) -> bool:
-    """Tell whether ``--resume`` names, or would find, a checkpoint; looks at file names only."""
+    """Tell by names of files whether ``--resume`` finds a checkpoint."""
     return resume is not None and (resume != "auto" or bool(_listed(output / FOLDER)))
 
 
 def compare(state: Mapping[str, Any], config: Config, digest: str) -> list[str]:
-    """List how the run that wrote ``state`` differs from that of ``config`` and the data set's ``digest``.
+    """List how the run of ``state`` differs from ``config`` and ``digest``.
 
     Only what enters the arithmetic of steps counts; with ``--force-data`` other images are no difference.
     """
@@ -185,7 +185,7 @@ def compare(state: Mapping[str, Any], config: Config, digest: str) -> list[str]:
 
 
 def read_backbone(path: Path) -> dict[str, Tensor]:
-    """Read the backbone's weights, under timm's names, from an exported ``.safetensors`` file or a checkpoint.
+    """Read the backbone's weights from an exported file or a checkpoint.
 
     Raises:
         UserError: missing or damaged file, or no backbone in it.
@@ -204,7 +204,7 @@ def read_backbone(path: Path) -> dict[str, Tensor]:
 
 
 def export_backbone(backbone: nn.Module, path: Path, metadata: Mapping[str, object]) -> None:
-    """Write the weights and buffers of ``backbone`` to ``path``, whole or not at all; ``metadata`` becomes text.
+    """Write the weights of ``backbone``, with ``metadata`` as text.
 
     They have timm's own names, for any other program:
 
@@ -231,7 +231,7 @@ def export_backbone(backbone: nn.Module, path: Path, metadata: Mapping[str, obje
 
 
 def portable(state: Any, place: str = "checkpoint") -> Any:
-    """Convert ``state`` to what loads anywhere: CPU tensors with storages of their own, and plain containers.
+    """Convert ``state`` to CPU tensors and plain containers, which load anywhere.
 
     Keys lose the prefixes of compiled and distributed wrappers. TypeError, naming the path (``place``), for anything
     that cannot be converted.

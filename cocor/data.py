@@ -38,7 +38,7 @@ _LABELLED_STREAM = 1 << 62
 
 @dataclass(frozen=True)
 class Data:
-    """The data sets of a run. ``labelled`` holds the images whose labels the MMNN may use; None if it needs none."""
+    """The data sets of a run; ``labelled`` holds those that show the MMNN labels."""
 
     train: ImageDataset
     labelled: ImageDataset | None
@@ -46,7 +46,7 @@ class Data:
 
 
 def open_data(config: Config) -> Data:
-    """Read the folders that ``config`` names. UserError for anything missing or contradictory."""
+    """Read the folders that ``config`` names; UserError for what is missing."""
     if config.loader == "synthetic":
         train = synthetic_dataset(config.synthetic_images)
         return Data(train, train if config.learns_targets else None, None)
@@ -81,7 +81,7 @@ def held_out_images(config: Config) -> Path | None:
 
 
 def _roots(config: Config) -> tuple[Path, Path | None]:
-    """Find the training and held-out folders: ``--data`` itself, or the splits in it if it holds both."""
+    """Find the training and held-out folders in ``--data`` and ``--val-data``."""
     if config.data is None:
         raise UserError("--data: name a folder of training images, or try --config configs/demo.yaml")
     root, held_out = or_demo(config.data), config.val_data
@@ -112,7 +112,7 @@ def _labelled(config: Config, train: ImageDataset) -> ImageDataset | None:
 
 
 def training_plan(config: Config) -> ViewPlan:
-    """Plan the views of the unlabelled batches (paper, section "Experimental settings")."""
+    """Plan the views of the unlabelled batches (paper, "Experimental settings")."""
     contrastive = tuple(_augmentation(config, view) for view in range(2))
     if config.consistency == "none":
         return ViewPlan(config.image_size, config.seed, contrastive, original="none", lengths=())
@@ -132,7 +132,7 @@ def training_plan(config: Config) -> ViewPlan:
 
 
 def _augmentation(config: Config, view: int) -> Augmentation:
-    """Describe how contrastive view 0 or 1 is made; they differ where an option has two values."""
+    """Describe contrastive view 0 or 1, which an option of two values sets apart."""
     return Augmentation(
         crop_scale=(config.crop_scale_min, 1.0),
         brightness=config.brightness,
@@ -148,7 +148,7 @@ def _augmentation(config: Config, view: int) -> Augmentation:
 
 
 def labelled_plan(config: Config, stream: int = 0) -> ViewPlan:
-    """Plan one random resized crop and flip, a classifier's usual training view (torchvision's default scale)."""
+    """Plan a classifier's usual training view: random resized crop and flip."""
     return ViewPlan(config.image_size, config.seed ^ stream, (), "shared", original_scale=(0.08, 1.0), lengths=())
 
 
@@ -163,7 +163,7 @@ def training_loader(config: Config, data: Data, world: World, dtype: torch.dtype
 
 
 def labelled_loader(config: Config, data: Data, world: World, dtype: torch.dtype, steps: int) -> Loader | None:
-    """Open the MMNN's labelled batches: one for each of the ``steps`` steps of an epoch in which it learns.
+    """Open the MMNN's labelled batches, one for each step in which it learns.
 
     A small labelled set is repeated within an epoch. None if no labels are needed.
     """
@@ -180,7 +180,7 @@ def labelled_loader(config: Config, data: Data, world: World, dtype: torch.dtype
 
 
 def knn_loaders(config: Config, data: Data, world: World, dtype: torch.dtype) -> tuple[Loader, Loader] | None:
-    """Open bank (training images) and queries (held-out images) of the online k-NN; None without labels in both."""
+    """Open bank and queries of the online k-NN; None without labels in both."""
     if data.held_out is None or (data.train.labels < 0).all() or (data.held_out.labels < 0).all():
         return None
 
@@ -201,7 +201,7 @@ def _open(config: Config, images: ImageDataset, plan: ViewPlan, order: BatchOrde
 
 
 def evenly(index: np.ndarray, limit: int) -> np.ndarray:
-    """Choose at most ``limit`` entries of ``index``, evenly spaced: classes that lie in order keep their shares."""
+    """Choose at most ``limit`` entries of ``index``, evenly spaced."""
     if len(index) <= limit:
         return index
     return index[np.linspace(0, len(index) - 1, limit).round().astype(np.int64)]

@@ -1,4 +1,4 @@
-"""Build networks from a configuration: timm backbone, contrastive method around it, source of target similarities."""
+"""Build networks from a configuration: backbone, method, source of targets."""
 
 import copy
 import difflib
@@ -20,7 +20,7 @@ from loaders.errors import UserError
 
 
 def build_backbone(name: str, stem: str = "imagenet", image_size: int | None = None) -> nn.Module:
-    """Build a randomly initialised timm model without classifier: images (B, 3, H, W) -> features (B, D).
+    """Build a timm model without classifier: (B, 3, H, W) -> features (B, D).
 
     ``stem`` "small" is the usual change for images of 32 to 64 pixels: a first convolution of 3x3 with stride 1, and no
     pooling after it. ``image_size`` is H = W, if not timm's default; models with position embeddings are built for it.
@@ -54,13 +54,13 @@ def _create(name: str, image_size: int | None) -> nn.Module:
 
 
 def fixed_size(backbone: nn.Module) -> int | None:
-    """Return the image side in pixels that a transformer's position embeddings are for; None without any."""
+    """Return the image side for which position embeddings are made, or None."""
     sides = getattr(getattr(backbone, "patch_embed", None), "img_size", None)
     return None if sides is None else int(sides[0])
 
 
 def _try_size(model: nn.Module, name: str, size: int, flag: str) -> None:
-    """Raise a UserError if ``model`` cannot take images of this size; computes shapes only, on the meta device."""
+    """Raise a UserError if ``model`` cannot take images of this size."""
     shapes_only = copy.deepcopy(model).to("meta").eval()
     try:
         with torch.no_grad():
@@ -75,7 +75,7 @@ def _try_size(model: nn.Module, name: str, size: int, flag: str) -> None:
 
 
 def build_method(config: Config, world: World) -> Method:
-    """Build the method of ``config`` on ``world.device``, with equal weights on all ranks.
+    """Build the method of ``config``, with equal weights on all ranks.
 
     They depend on ``seed`` alone, but for a backbone from ``--init``, which is not read if a checkpoint is to be
     resumed.
@@ -100,7 +100,7 @@ def build_method(config: Config, world: World) -> Method:
 
 
 def build_target(config: Config, world: World) -> nn.Module | None:
-    """Build the source of target similarities: MMNN, the paper's constants, or None for the plain method."""
+    """Build the source of targets: MMNN, constants, or None for the plain method."""
     if config.consistency == "none":
         return None
     constants = by_length(config.constants)
@@ -109,7 +109,7 @@ def build_target(config: Config, world: World) -> nn.Module | None:
 
 
 def load_backbone(backbone: nn.Module, path: Path) -> None:
-    """Load the weights in ``path`` (a backbone.safetensors or a checkpoint of a run) into ``backbone``, all of them.
+    """Load all weights in ``path``, exported or a checkpoint, into ``backbone``.
 
     Raises:
         UserError: the file is missing or unreadable, or its names and shapes are not all those of ``backbone``.

@@ -1,4 +1,4 @@
-"""Save a run to a checkpoint, and resume it from one: exactly there, or not at all.
+"""Save a run to a checkpoint, and resume it: exactly there, or not at all.
 
 A run's position is the number of finished steps; the order of samples and their views follow from it. A run may
 therefore resume on another number of ranks and still sees the same global batches. But BatchNorm may then normalise
@@ -81,7 +81,7 @@ def _write(run: Run) -> None:
 
 
 def restore(run: Run) -> Path | None:
-    """Load the checkpoint that ``--resume`` asks for into ``run``; return its path, or None if there is none.
+    """Load what ``--resume`` asks for; return its path, or None if there is none.
 
     Raises:
         UserError: no checkpoint loads, or it is from another run, from other images, or from ranks that change the
@@ -117,7 +117,7 @@ def _refuse_strangers(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def _labelled(run: Run) -> str:
-    """Return the digest of the images whose labels the MMNN may use; empty if it needs none."""
+    """Return the digest of the images with labels for the MMNN, or nothing."""
     return "" if run.data.labelled is None else run.data.labelled.digest
 
 
@@ -128,7 +128,7 @@ def _other_labels(run: Run, state: Mapping[str, Any]) -> list[str]:
 
 
 def geometry(run: Run) -> dict[str, int]:
-    """Describe how batches are laid out over the ranks. All but the first two entries change what a step computes."""
+    """Describe how batches are laid out over the ranks."""
     config, ranks = run.config, run.world.size
     layout = {"ranks": ranks, "images a rank": config.batch_size // ranks}
     if any(isinstance(module, _BatchNorm) for module in run.step.method.modules()):
@@ -140,7 +140,7 @@ def geometry(run: Run) -> dict[str, int]:
 
 
 def _compare_ranks(run: Run, path: Path, state: Mapping[str, Any]) -> None:
-    """Refuse a number of ranks on which a step would compute something else, unless ``--force-ranks``."""
+    """Refuse ranks on which a step would compute something else."""
     now = geometry(run)
     saved = state["geometry"]
     if saved == now:
@@ -160,7 +160,7 @@ def _show(layout: Mapping[str, int]) -> str:
 
 
 def _agree(run: Run, step: int) -> None:
-    """Collective: check that all ranks have found the same checkpoint; network file systems may show it late."""
+    """Check, with all ranks, that they have found the same checkpoint."""
     last, first = run.votes.now(step, -step)
     if last != -first:
         raise UserError(f"--resume: one rank finds step {-first}, another step {last}; is --output the same for all?")

@@ -1,4 +1,6 @@
-"""Validate options and their combinations. Each mistake is one line that names what to change.
+"""Validate options and their combinations.
+
+Each mistake is one line that names what to change.
 
 A flag that has no effect with the run's other settings is worth a warning, as the user expects one; no more than that,
 as the same flags may be given to unlike runs. Keys of a config file get no warning: a file serves several runs, and
@@ -16,7 +18,7 @@ from loaders.errors import UserError
 
 
 class Need(NamedTuple):
-    """A condition (``met``; in words ``where``) without which the options ``keys`` have no effect."""
+    """A condition ``met`` (in words ``where``) without which ``keys`` are idle."""
 
     keys: tuple[str, ...]
     where: str
@@ -81,7 +83,7 @@ def _of_methods(key: str, methods: list[str]) -> Need:
 
 
 def warnings(config: Config, keys: Iterable[str], launched: bool = False) -> list[str]:
-    """Return a line for each flag of the command line (``keys``) without effect in the resulting ``config``.
+    """Name the flags among ``keys`` without effect in ``config``, a line each.
 
     Values of 0, false or none ask for nothing and get no line. ``--dry-run`` and ``--profile`` count as the run that
     they look at. ``launched``: torchrun or srun has started the ranks.
@@ -132,7 +134,7 @@ def check(config: Config) -> None:
 
 
 def check_ranks(config: Config, ranks: int) -> None:
-    """Raise a UserError if the batches cannot be split evenly among ``ranks``, or if an option rules out so many."""
+    """Raise a UserError for batches or options that do not fit so many ranks."""
     for key in ("batch_size", "labelled_batch_size"):
         size = getattr(config, key)
         if size % ranks:

@@ -152,7 +152,7 @@ class Config:
         return self.consistency != "none" and self.mmnn == "learned"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, as YAML and checkpoints hold them: paths become text, tuples lists."""
+        """Return plain values for YAML and checkpoints: texts for paths, lists."""
         return {key: _plain(value) for key, value in dataclasses.asdict(self).items()}
 
     def save(self, path: Path, header: str = "") -> None:
@@ -177,7 +177,7 @@ FREE_TO_CHANGE = ONE_START | {
 
 
 def labelled_batch_size(config: Config, ranks: int) -> int:
-    """Return the labelled images per step over all ranks: as configured, else a quarter of the batch.
+    """Return the labelled images a step: as configured, or a quarter of the batch.
 
     The latter is rounded down to a multiple of the ranks, but at least 2 per rank, for BatchNorm.
     """

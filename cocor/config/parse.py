@@ -40,7 +40,7 @@ def option(default: Any, help: str, *, low: float | None = None, high: float | N
 
 
 def kinds(options: type) -> dict[str, Any]:
-    """Return the type of each field of the dataclass ``options``; that of choices is their Literal."""
+    """Return the type of each field of ``options``; that of choices is a Literal."""
     hints = get_type_hints(options)
     choices = {field.name: field.metadata["choices"] for field in dataclasses.fields(options)}
     return {name: hints[name] if choices[name] is None else Literal[tuple(choices[name])] for name in choices}
@@ -201,7 +201,7 @@ def _add_flag(group: Any, field: dataclasses.Field[Any], kind: Any, help: str, n
 def read_flags(
     options: type, arguments: argparse.ArgumentParser, argv: Sequence[str]
 ) -> tuple[dict[str, Any], Path | None]:
-    """Parse ``argv`` into the converted values of its flags, and the file of ``--config``.
+    """Parse ``argv`` into the values of its flags and the file of ``--config``.
 
     Raises:
         UserError: an unknown flag (names the nearest), a missing value, or a value of the wrong type.
@@ -221,7 +221,7 @@ def read_flags(
 
 
 def _with_negative_values(argv: Sequence[str]) -> list[str]:
-    """Join ``--constants -0.1,-0.2`` and the like by an equals sign: argparse would take such values for flags."""
+    """Join ``--constants -0.1`` by an equals sign, as it is no flag."""
     words: list[str] = []
     for word in argv:
         if re.match(r"-\.?\d", word) and words and words[-1].startswith("--") and "=" not in words[-1]:
@@ -276,7 +276,7 @@ for _kind in ("int", "float", "timestamp"):
 
 
 def read_yaml(options: type, path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read the values of a YAML file over those of the file that its ``defaults:`` names (relative to it), converted.
+    """Read a YAML file over the one that its ``defaults:`` names, relative to it.
 
     Raises:
         UserError: missing, malformed or circular files, unknown or repeated keys, values of the wrong type.

@@ -38,7 +38,9 @@ _DESCRIPTION = "Pre-train an image encoder with CoCor. A flag overrides --config
 
 
 def load(argv: Sequence[str] | None = None) -> Config:
-    """Return the checked configuration for a command line (default: this process's). Ends the process on --help.
+    """Return the checked configuration for a command line, by default this one.
+
+    Ends the process on ``--help``.
 
     Raises:
         UserError: any unknown key or flag, wrong value, unreadable file or contradiction, in one line.
@@ -47,7 +49,7 @@ def load(argv: Sequence[str] | None = None) -> Config:
 
 
 def read(argv: Sequence[str] | None = None) -> tuple[Config, list[str]]:
-    """Do as :func:`load`, and return the keys of the flags that were on the command line as well."""
+    """Do as :func:`load`, and also return the keys of the flags that were given."""
     titles = {key: ", ".join(spec(method).title for method in methods) for key, methods in owners().items()}
     parser = parse.parser(Config, "cocor-train", _DESCRIPTION, GROUPS, _NOTES | _method_notes(), titles)
     flags, file = parse.read_flags(Config, parser, sys.argv[1:] if argv is None else argv)
@@ -56,7 +58,7 @@ def read(argv: Sequence[str] | None = None) -> tuple[Config, list[str]]:
 
 
 def _method_notes() -> dict[str, str]:
-    """Describe the defaults that depend on the method, for the help: ``default: 0.03; simsiam: 0.05``."""
+    """Describe defaults by method: ``default: 0.03; simsiam: 0.05``."""
     plain, own = Config(), {method: spec(method).defaults for method in METHODS}
     notes = {}
     for key in dict.fromkeys(key for values in own.values() for key in values):
@@ -68,7 +70,7 @@ def _method_notes() -> dict[str, str]:
 
 
 def resolve(values: Mapping[str, Any], name: str | None = None) -> Config:
-    """Complete ``values`` by the method's own defaults, else the general ones, and check the result.
+    """Complete ``values`` by the method's defaults, then the general, and check.
 
     ``name`` (the config file's stem) names the default output folder.
     """
@@ -85,7 +87,7 @@ def resolve(values: Mapping[str, Any], name: str | None = None) -> Config:
 
 
 def _mmnn_start(values: Mapping[str, Any], epochs: int) -> dict[str, int]:
-    """Return the default wait and warm-up of the MMNN; 0 in a run too short for them, so that it learns at all."""
+    """Return the MMNN's default wait and warm-up; 0 in a run too short for them."""
     keys = ("mmnn_wait_epochs", "mmnn_warmup_epochs")
     defaults = {key: getattr(Config, key) for key in keys if key not in values}
     given = sum(values[key] for key in keys if key in values)

@@ -23,7 +23,7 @@ METHODS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Spec:
-    """Literals in the body of a method's class, see :class:`cocor.methods.base.Method`."""
+    """Literals in the body of the class of a :class:`cocor.methods.base.Method`."""
 
     title: str  # the name of the class
     defaults: dict[str, Any] = field(default_factory=dict)

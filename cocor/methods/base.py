@@ -27,7 +27,7 @@ def identity(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank among ``size``, and its collectives (see :mod:`cocor.distributed.collectives`).
+    """This rank among ``size``, and its collectives.
 
     ``gather`` concatenates equally shaped tensors of all ranks along dimension 0; ``exchange`` is an all-to-all of
     equal parts.
@@ -40,7 +40,10 @@ class Ranks:
 
 
 def normalised(features: Tensor) -> Tensor:
-    """Scale rows (..., d) to length 1, in at least float32; a zero row stays zero and receives no gradient."""
+    """Scale rows (..., d) to length 1, in at least float32.
+
+    A zero row stays zero and receives no gradient.
+    """
     features = features.to(torch.promote_types(features.dtype, torch.float32))
     squares = features.square().sum(-1, keepdim=True)
     zero = squares < torch.finfo(squares.dtype).tiny
@@ -59,7 +62,7 @@ class _Joined(torch.autograd.Function):
 
 
 def joined(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """Concatenate the ``tensor`` (B, ...) of all ranks: (ranks * B, ...), differentiable in this rank's share.
+    """Concatenate ``tensor`` (B, ...) of all ranks, with gradient in this one's.
 
     For losses of the global batch that every rank computes alike: this rank's gradient is that of the global loss times
     the number of ranks, so that averaging over ranks gives the global gradient. The backward pass needs no
@@ -69,7 +72,7 @@ def joined(tensor: Tensor, ranks: Ranks) -> Tensor:
 
 
 class Method(nn.Module):
-    """A contrastive method: an ``nn.Module`` whose ``state_dict`` is all that is needed to resume.
+    """A contrastive method, whose ``state_dict`` is all that is needed to resume.
 
     Its constructor takes a backbone, :class:`Ranks` and its options by their names. ``backbone`` maps images (B, 3, H,
     W) to features (B, D). ``metrics`` holds detached scalars () of the last ``contrastive`` call on this rank:
@@ -100,24 +103,24 @@ class Method(nn.Module):
 
     @classmethod
     def check(cls, config: Config, ranks: int) -> None:
-        """Raise a UserError for options with which the method does not work on so many ranks."""
+        """Raise a UserError for options that do not work on so many ranks."""
 
     @classmethod
     def geometry(cls, config: Config, ranks: int) -> dict[str, int]:
-        """Describe how batches are laid out over ranks, as far as it changes the method and only the method knows."""
+        """Describe the layout over ranks, as far as it changes the method."""
         return {}
 
     @classmethod
     def chance_loss(cls, config: Config) -> tuple[str, float] | None:
-        """Return formula and value of the loss of a network that guesses; None if there is no such value."""
+        """Return formula and value of the loss of guessing; None if there is none."""
         return None
 
     def loss_of(self, views: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the method's own loss of views (V, B, 3, H, W), and embeddings (B, d) of the first, with gradient."""
+        """Return the loss of views (V, B, 3, H, W), and embeddings (B, d) of the first."""
         raise NotImplementedError
 
     def contrastive(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Compute the method's own loss of views (V, B, 3, H, W), over the batches of all ranks.
+        """Compute the loss of views (V, B, 3, H, W), over the batches of all ranks.
 
         Returns a scalar with gradient, and updates running statistics. ``labels`` (B,) int64 are for supervised
         methods; others ignore them.
@@ -128,7 +131,7 @@ class Method(nn.Module):
 
     @torch.no_grad()
     def reevaluate(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Compute the loss of the same batch at the current weights, without any change of state.
+        """Compute the loss of the same batch at the current weights; change no state.
 
         For use between ``contrastive`` and ``after_step``: keys, queue and target network are those of ``contrastive``.
         """
@@ -154,13 +157,13 @@ class Method(nn.Module):
         """Update moving averages and queues; called once per step, after the optimiser."""
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Group the parameters for the optimiser; groups with ``fixed_lr`` stay at the base learning rate."""
+        """Group the parameters; those with ``fixed_lr`` keep the base learning rate."""
         parameters = [p for p in self.parameters() if p.requires_grad]
         return [{"params": parameters, "weight_decay": weight_decay, "fixed_lr": False}]
 
 
 class Predicting(Method):
-    """A method whose two views predict each other: a predictor after the projector, as in SimSiam and BYOL.
+    """A method of views that predict each other, by a predictor behind a projector.
 
     CoCor's loss compares composites behind backbone, projector and predictor with the original behind backbone and
     projector, without gradient (paper, appendix "Experimental Setup for Pre-training", for SimSiam).
@@ -181,7 +184,7 @@ class Predicting(Method):
 
 @contextmanager
 def batch_statistics_only(module: nn.Module) -> Iterator[None]:
-    """Within the block BatchNorm in training mode does not update its running statistics.
+    """Keep BatchNorm in training mode from updating its running statistics.
 
     Also holds for synchronised BatchNorm and timm's variants. In evaluation mode nothing changes: they normalise with
     their running statistics, as outside of the block.
@@ -202,7 +205,7 @@ def feature_size(backbone: nn.Module) -> int:
 
 
 def feature_std(features: Tensor) -> Tensor:
-    """Standard deviation over the batch of l2-normalised features (B, d), averaged over d, times sqrt(d): ().
+    """Average the standard deviation of normalised features (B, d), times sqrt(d).
 
     About 1 for features that are spread over the sphere, 0 if all have collapsed to one point.
     """

@@ -1,4 +1,4 @@
-"""BatchNorm with statistics of groups of the batch, or of the batches of all ranks.
+"""Normalise with statistics of groups of the batch, or of all ranks' batches.
 
 The first is for MoCo's keys, the second for SimSiam, BYOL and INTL. Both kinds have BatchNorm's parameters and buffers
 under the same names, and neither updates the running statistics while ``track_running_stats`` is off.
@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class GroupedBatchNorm2d(nn.BatchNorm2d):
-    """Normalise ``groups`` equal slices of the batch, each with its own statistics; without gradient.
+    """Normalise ``groups`` equal slices of the batch apart, without gradient.
 
     Bitwise equal to one call per group with the same kernels; the running statistics are updated once per group.
     """
@@ -41,7 +41,7 @@ class GroupedBatchNorm2d(nn.BatchNorm2d):
         return result
 
     def _by_formula(self, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None) -> Tensor:
-        """The same from elementary operations, which torch.compile fuses with their neighbours."""
+        """Compute the same by elementary operations, which torch.compile fuses."""
         exact = input.to(torch.promote_types(input.dtype, torch.float32))
         groups = exact.unflatten(0, (self.groups, -1))
         var, mean = torch.var_mean(groups, (1, 3, 4), correction=0, keepdim=True)
@@ -58,7 +58,7 @@ class GroupedBatchNorm2d(nn.BatchNorm2d):
 
 
 def group_batch_norm(module: nn.Module, groups: int) -> bool:
-    """Turn every ``nn.BatchNorm2d`` in ``module`` into a :class:`GroupedBatchNorm2d`; parameters and buffers stay.
+    """Turn all BatchNorm in ``module`` into :class:`GroupedBatchNorm2d`, in place.
 
     Returns False, and changes nothing, if the module has other kinds of BatchNorm: its groups need a pass each then.
     """
@@ -72,7 +72,7 @@ def group_batch_norm(module: nn.Module, groups: int) -> bool:
 
 
 class _MeanOverRanks(torch.autograd.Function):
-    """The mean over ranks, in the forward and the backward pass: every rank's result depends on every rank's input."""
+    """The mean over ranks, in the forward and in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -90,8 +90,10 @@ def _mean(tensor: Tensor) -> Tensor:
 
 
 class GlobalBatchNorm(_BatchNorm):
-    """BatchNorm of (N, C) or (N, C, H, W) over the equally large batches of all ranks, followed by its child modules:
-    timm's variants hold a dropout and an activation."""
+    """BatchNorm of (N, C) or (N, C, H, W) over the equal batches of all ranks.
+
+    Its child modules follow: timm's variants hold a dropout and an activation.
+    """
 
     def _check_input_dim(self, input: Tensor) -> None:
         pass
@@ -126,7 +128,7 @@ class GlobalBatchNorm(_BatchNorm):
 
 
 def synchronise_batch_norm(module: nn.Module, device: torch.device) -> nn.Module:
-    """Make every BatchNorm in ``module`` normalise over all ranks; parameters and buffers stay what they are."""
+    """Make every BatchNorm in ``module`` normalise over all ranks."""
     if isinstance(module, _BatchNorm):
         return _synchronised(module, device)
     for name, child in module.named_children():

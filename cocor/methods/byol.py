@@ -1,4 +1,4 @@
-"""BYOL: an online network predicts the other view's projection by a slowly moving copy of itself, the target network.
+"""BYOL: an online network predicts the projections of a slowly moving copy.
 
 Source: Grill et al. 2020, their loss ``2 - 2 cos`` in both directions, target momentum ``1 - (1 - m0)(cos(pi k / K) +
 1) / 2`` at step k of K. Projector and predictor have one hidden layer each, with BatchNorm and ReLU, and no biases. The
@@ -16,7 +16,7 @@ from cocor.methods.base import Predicting, Ranks, feature_size, normalised
 
 
 class BYOL(Predicting):
-    """BYOL on ``backbone``: hidden layers of ``projector_dim`` and ``predictor_dim``, embeddings of ``embedding_dim``.
+    """BYOL on ``backbone``, with hidden layers ``projector_dim`` and ``predictor_dim``.
 
     ``total_steps`` is the K of the momentum's schedule; the buffer ``step`` counts its k, and is saved in checkpoints.
     """
@@ -44,7 +44,7 @@ class BYOL(Predicting):
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Move the target's parameters towards the online network's (exponential moving average)."""
+        """Move the target's parameters towards the online network's."""
         targets: list[Tensor] = [*self.target_backbone.parameters(), *self.target_projector.parameters()]
         online: list[Tensor] = [*self.backbone.parameters(), *self.projector.parameters()]
         share = (1.0 - target_momentum(self.step, self.total_steps, self.momentum)).to(targets[0].dtype)
@@ -52,7 +52,7 @@ class BYOL(Predicting):
         self.step += 1
 
     def loss_of(self, views: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Compute the symmetrised loss, in [0, 8]; also return the online projections of the first view."""
+        """Compute the loss, in [0, 8]; also return the projections of the first view."""
         with torch.no_grad():
             first, second = (self.target_projector(self.target_backbone(images)) for images in views)
         projections = [self.projector(self.backbone(images)) for images in views]
@@ -67,7 +67,7 @@ def prediction_error(prediction: Tensor, target: Tensor) -> Tensor:
 
 
 def target_momentum(step: Tensor, total: int, start: float) -> Tensor:
-    """Return ``1 - (1 - start) (cos(pi k / K) + 1) / 2``: from ``start`` at first to 1 at the end, float64 ()."""
+    """Return ``1 - (1 - start) (cos(pi k / K) + 1) / 2`` in float64: ``start`` to 1."""
     progress = (step.double() / total).clamp(max=1.0)
     return 1.0 - (1.0 - start) * (torch.cos(math.pi * progress) + 1.0) / 2.0
 

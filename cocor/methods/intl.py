@@ -1,4 +1,4 @@
-"""INTL: iterative normalisation whitens a batch approximately; a trace loss equalises the remaining eigenvalues.
+"""INTL: iterative normalisation whitens a batch, a trace loss equalises the rest.
 
 Source: Weng et al. 2023 ("Modulate Your Spectrum in Self-Supervised Learning") and its authors' code in the default
 setting, "channel whitening": an embedding is centred over its own d values, and the N embeddings of the batch are
@@ -17,7 +17,7 @@ from loaders.errors import UserError
 
 
 class INTL(Method):
-    """INTL on ``backbone``: a projector of two hidden layers of ``projector_dim`` units.
+    """INTL on ``backbone``: a projector of three linear layers.
 
     ``trace_weight`` None is the authors' ``0.01 (log2(N) - 3)`` for a global batch of N.
     """
@@ -56,7 +56,7 @@ class INTL(Method):
             )
 
     def loss_of(self, views: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Compute the whitened views' distance and trace losses; also return the embeddings of the first view."""
+        """Compute the loss; also return the embeddings of the first view."""
         embeddings = [self.projector(self.backbone(images)) for images in views]
         # In float64: GPUs round the factors of float32 products (TF32), and Newton's steps magnify that.
         with torch.autocast(views.device.type, enabled=False):
@@ -73,14 +73,16 @@ class INTL(Method):
 
 
 def iterative_normalisation_loss(first: Tensor, second: Tensor, iterations: int, trace_weight: float) -> Tensor:
-    """Compute ``2 - 2 cos`` of the whitened views (N, d) of every image, plus the trace losses of both batches."""
+    """Compute ``2 - 2 cos`` of the whitened views (N, d), plus both trace losses."""
     first, second = whitened(first, iterations), whitened(second, iterations)
     distance = 2.0 - 2.0 * (normalised(first) * normalised(second)).sum(1).mean()
     return distance + trace_weight * (trace_loss(first) + trace_loss(second))
 
 
 def whitened(embeddings: Tensor, iterations: int) -> Tensor:
-    """Centre embeddings (N, d) over d and whiten them over N by ``iterations`` Newton steps to ``Sigma^(-1/2)``.
+    """Centre embeddings (N, d) over d, and whiten them over N.
+
+    ``iterations`` Newton steps go towards ``Sigma^(-1/2)``.
 
     ``Sigma`` (N, N) is their covariance over d, divided by its trace so that the steps converge:
     ``P <- 1.5 P - 0.5 P^3 Sigma`` from the identity.

@@ -98,7 +98,7 @@ class MoCo(Method):
 
     @torch.no_grad()
     def reevaluate(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Compute the loss of the last ``contrastive`` call with the current query encoder and the same keys."""
+        """Compute the loss anew, with the current query encoder and the same keys."""
         with batch_statistics_only(self.backbone):
             return _info_nce(*self._logits(self.encode(views[0])))
 
@@ -108,7 +108,7 @@ class MoCo(Method):
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Enqueue the step's keys and move the key encoder (parameters only) towards the query encoder.
+        """Enqueue the step's keys, and move the key encoder towards the query encoder.
 
         The queue is changed in place, which is why it waits until the backward pass no longer needs it.
         """
@@ -140,7 +140,7 @@ class MoCo(Method):
         return normalised(self.key_head(self.key_backbone(images)))
 
     def _logits(self, queries: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute logits of each query's own key (B,) and of the queue (B, K), float32 even under autocast."""
+        """Compute logits of a query's own key (B,) and of the queue (B, K), in float32."""
         if self._keys is None:
             raise RuntimeError("reevaluate needs the keys of contrastive and comes before after_step")
         keys = self._keys.chunk(self.ranks.size)[self.ranks.rank]
@@ -150,10 +150,10 @@ class MoCo(Method):
 
 
 def key_bn_groups(splits: int, ranks: int) -> int:
-    """Return the BatchNorm groups of keys on each rank: those of the global batch are ``splits``, or one a rank."""
+    """Return a rank's BatchNorm groups of keys, of ``splits`` over all ranks."""
     return max(1, splits // ranks)
 
 
 def _info_nce(positive: Tensor, negative: Tensor) -> Tensor:
-    """Compute the cross-entropy of 1 + K logits, the positive one being the label, without joining them."""
+    """Compute the cross-entropy of 1 + K logits, without joining them."""
     return (torch.logaddexp(positive, negative.logsumexp(1)) - positive).mean()

@@ -1,4 +1,4 @@
-"""Shuffled batches for MoCo's keys: which keys share a BatchNorm group, and how their images get to its rank.
+"""Shuffle batches for MoCo's keys, into groups for BatchNorm on any rank.
 
 The global batch is cut into as many chunks as there are groups. Each chunk is put into a random order and dealt out in
 equal pieces, one to each group, so that every group holds images of every chunk. The order is a hash of the step: the
@@ -16,7 +16,7 @@ from cocor.methods.base import Ranks
 
 
 def order(step: Tensor, count: int, groups: int) -> Tensor:
-    """(count,) int64: the index in the global batch of each image of the shuffled one, whose groups are contiguous."""
+    """Return the shuffled global batch as indices (count,); groups are contiguous."""
     if not _deals(count, groups):
         return permutation(step, count)
     chunk = count // groups
@@ -24,7 +24,7 @@ def order(step: Tensor, count: int, groups: int) -> Tensor:
 
 
 def shuffled(images: Tensor, step: Tensor, groups: int, ranks: Ranks) -> Tensor:
-    """Shuffle the global batch: this rank's part (B, ...) of it, in ``order``, from its part (B, ...) of the batch.
+    """Shuffle the global batch: from this rank's part (B, ...) to its new part.
 
     ``groups`` counts those of all ranks.
     """
@@ -40,7 +40,7 @@ def shuffled(images: Tensor, step: Tensor, groups: int, ranks: Ranks) -> Tensor:
 
 
 def permutation(step: Tensor, count: int) -> Tensor:
-    """A random order of ``count`` items that depends on the step number alone (splitmix64 of step and item)."""
+    """Order ``count`` items at random, by step number alone (splitmix64)."""
     return _hash(step, count).argsort(stable=True)
 
 

@@ -1,4 +1,4 @@
-"""SimSiam: two views predict each other's projection, without negatives and without a second encoder.
+"""SimSiam: two views predict each other, without negatives or second encoder.
 
 Source: Chen & He 2021, with the layers of the authors' code. CoCor passes composites through backbone, projector and
 predictor, and the original through backbone and projector without gradient (paper, appendix "Experimental Setup for
@@ -13,7 +13,7 @@ from cocor.methods.base import Predicting, Ranks, feature_size, normalised
 
 
 class SimSiam(Predicting):
-    """SimSiam on ``backbone``: a three-layer projector, and a predictor with ``predictor_dim`` hidden units.
+    """SimSiam on ``backbone``: a three-layer projector and a predictor.
 
     The projector's layers are ``projector_dim`` wide, as the SimSiam paper says. The authors' code makes them as wide
     as the backbone's features, which is the same for ResNet-50. With ``fix_predictor_lr`` the predictor's learning rate
@@ -60,7 +60,7 @@ class SimSiam(Predicting):
         ]
 
     def loss_of(self, views: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Compute the symmetrised negative cosine, in [-1, 1]; also return the projections of the first view."""
+        """Compute the negative cosine; also return the projections of the first view."""
         first, second = (self.projector(self.backbone(images)) for images in views)
         similarity = _cosine(self.predictor(first), second) + _cosine(self.predictor(second), first)
         return -0.5 * similarity, first

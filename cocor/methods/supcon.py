@@ -1,4 +1,4 @@
-"""SupCon: views of the same class attract each other, all other views of the batch repel.
+"""SupCon: views of the same class attract each other, all others repel.
 
 Source: Khosla et al. 2020, their loss "out", which averages over positives outside the logarithm. The head is 2048-2048
 (ReLU)-128. Their code multiplies by temperature / 0.07, which is 1 at its default; here that factor is left out. CoCor
@@ -27,7 +27,7 @@ class SupCon(Method):
         self.temperature = temperature
 
     def loss_of(self, views: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Compute the loss of the global batch with ``labels`` (B,); also return the embeddings of the first view."""
+        """Compute the global loss; also return the embeddings of the first view."""
         assert labels is not None
         embeddings = torch.stack([self.encode(images) for images in views], 1)
         everything = joined(embeddings, self.ranks)  # ordered by rank, then sample, then view
@@ -41,7 +41,7 @@ class SupCon(Method):
 
 
 def supervised_contrastive(embeddings: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """Average over anchors i of ``-mean_p log(exp(z_i z_p / T) / sum_{a != i} exp(z_i z_a / T))``.
+    """Average ``-mean_p log(exp(z_i z_p / T) / sum_{a != i} exp(z_i z_a / T))``.
 
     ``embeddings`` (N, d) are normalised, p runs over the other views with i's label in ``labels`` (N,). An anchor
     without any such view adds 0 to the mean; with two views per image every anchor has at least one.

@@ -41,7 +41,7 @@ class Consistency:
 
 
 def latent_similarity(composites: Tensor, originals: Tensor) -> Tensor:
-    """Compute the cosine similarity of every composite view with its original, whose side carries no gradient.
+    """Compute cosines of composites with their originals, which get no gradient.
 
     ``composites`` (L, B, d), ``originals`` (B, d), in any floating type -> (L, B) in at least float32.
     """
@@ -70,7 +70,7 @@ def softplus_loss(similarity: Tensor, target: Tensor, *, weight: float = 1.0, be
 
 def abs_loss(similarity: Tensor, target: Tensor, *, weight: float = 1.0, epsilon: float = 0.05,
              mean_over_ranks: MeanOverRanks = identity) -> Consistency:  # fmt: skip
-    """Compute ``weight`` times the mean over lengths of ``mean_i phi(similarity_i - target_i)``.
+    """Compute ``weight`` times the mean of ``phi(similarity - target)``.
 
     That is the paper's eq. 2 with a smoothed absolute value. ``phi(r) = sqrt(r^2 + epsilon^2) - epsilon`` (pseudo-Huber
     of unit slope). The absolute value itself, ``epsilon`` 0, has no curvature, so that a bi-level step would never move
@@ -97,5 +97,5 @@ def _weights(similarity: Tensor) -> Tensor:
 
 
 def _carrier(slope: Tensor, local: Tensor) -> Tensor:
-    """Return a zero whose gradient is ``slope``: added to the global value, it gives it this rank's gradient."""
+    """Return a zero with gradient ``slope``, that of this rank for a global value."""
     return (slope * (local - local.detach())).sum()

@@ -1,4 +1,4 @@
-"""Map composition vectors to optimal latent similarities: the monotone mapping network (MMNN).
+"""Map composition vectors to optimal similarities by a monotone network, the MMNN.
 
 Paper, section "Imposing Monotonicity to the Learnable Model". The network is 14-64-1,
 ``g(v) = 1 - [softplus(b) + a.v + u.relu(W v + c)]`` with ``a, W, u > 0``: at most 1, the largest cosine, and strictly
@@ -32,12 +32,12 @@ FIT_RESTRAINT = 1e-9  # weight of the penalty on moving the raw weights
 
 
 def by_length(constants: Iterable[float]) -> dict[int, float]:
-    """Map the lengths 1, 2, 3, ... of composites to ``constants``, as ``--constants`` names them."""
+    """Map lengths 1, 2, 3, ... to ``constants``, as ``--constants`` names them."""
     return dict(enumerate(constants, start=1))
 
 
 def similarity_at(constants: Mapping[int, float], length: int) -> float:
-    """Interpolate the similarity at ``length`` linearly between ``constants``, extrapolated beyond both ends.
+    """Interpolate ``constants`` linearly at ``length``, also beyond both ends.
 
     A single constant is joined with the point (0, 1), as an image has similarity 1 to itself.
     """
@@ -50,7 +50,7 @@ def similarity_at(constants: Mapping[int, float], length: int) -> float:
 
 
 def check_constants(constants: Mapping[int, float]) -> None:
-    """Raise a UserError for constants that no strictly decreasing, concave network with ``g <= 1`` can represent."""
+    """Raise a UserError for constants that no such network can represent."""
     known = sorted(constants)
     if not known or known[0] < 1:
         raise UserError("constants: name at least one length of composites, each of 1 or more")
@@ -67,7 +67,7 @@ def check_constants(constants: Mapping[int, float]) -> None:
 
 
 class Constants(nn.Module):
-    """The ablation without MMNN: one fixed similarity per length of composite, clipped to [-1, 1]."""
+    """The ablation without MMNN: a similarity per length, clipped to [-1, 1]."""
 
     table: Tensor
 
@@ -82,7 +82,7 @@ class Constants(nn.Module):
 
 
 class MMNN(nn.Module):
-    """``g(v) = 1 - [softplus(b) + a.v + u.relu(W v + c)]``, strictly decreasing in every count; see the module's text.
+    """``g(v) = 1 - [softplus(b) + a.v + u.relu(W v + c)]``, falling in every count.
 
     A new network is already fitted to ``constants``, one similarity per length; the same arguments always give the same
     weights, and the global random number generator is left alone. UserError for constants that a decreasing concave
@@ -133,7 +133,7 @@ def _initial_weights() -> dict[str, Tensor]:
 @lru_cache(maxsize=16)
 @torch.no_grad()
 def _fitted(constants: tuple[tuple[int, float], ...]) -> dict[str, Tensor]:
-    """Fit weights with which ``g`` meets one similarity per length, in float64 on the CPU, in well under a second.
+    """Fit weights with which ``g`` meets a similarity per length, in float64.
 
     A least-squares fit of all composites of lengths 1 to 3 and a fixed sample of longer ones (up to 10) to the constant
     of their length, with little weight to the extrapolated value of :func:`similarity_at` where there is none. Only
@@ -173,7 +173,7 @@ def _fitted(constants: tuple[tuple[int, float], ...]) -> dict[str, Tensor]:
 
 
 def _fitting_set(constants: Mapping[int, float]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return composition vectors (n, 14), their similarities (n,) and importances (n,), all float64."""
+    """Return compositions (n, 14), similarities and weights (n,), in float64."""
     generator = torch.Generator().manual_seed(0)
     counts, targets, importance = [], [], []
     for length in range(1, LONGEST_FITTED + 1):

@@ -75,7 +75,7 @@ def missing_to_compile(device: torch.device) -> str | None:
 
 
 def executable(step: TrainingStep, execution: str, parallel: bool | None = None) -> Step:
-    """``step`` with the ``execution`` that :func:`choose` returned, to be called as ``step`` is.
+    """Return ``step`` with the ``execution`` that :func:`choose` returned.
 
     Load a checkpoint into ``step`` before this, not after it. ``parallel``: see :class:`GraphedStep`.
     """
@@ -86,7 +86,7 @@ def executable(step: TrainingStep, execution: str, parallel: bool | None = None)
 
 
 def compile_backbones(step: TrainingStep, backend: str = "inductor") -> None:
-    """Compile the backbones of ``step`` in place, at their first use; names of parameters stay as they are."""
+    """Compile the backbones of ``step`` in place, at their first use."""
     compiled_code.keep(step.config)
     # The passes of a step differ in gradients, batch size and whether running statistics move: each is compiled apart.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
@@ -97,6 +97,6 @@ def compile_backbones(step: TrainingStep, backend: str = "inductor") -> None:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run compiled modules as written: for evaluation, whose odd batch sizes would each be compiled."""
+    """Run compiled modules as written, for evaluation and its odd batch sizes."""
     with torch.compiler.set_stance("force_eager"):
         yield

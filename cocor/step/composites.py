@@ -26,7 +26,7 @@ Timer = Callable[[str], AbstractContextManager[object]]
 
 
 class Streams:
-    """Run parts of a step on CUDA streams of their own, beside the current one: a small batch does not fill a GPU.
+    """Run parts of a step on CUDA streams of their own, as one may not fill a GPU.
 
     Without any, which :meth:`use` sets, they run on the current stream itself.
     """
@@ -39,7 +39,7 @@ class Streams:
 
     @contextmanager
     def beside(self, number: int) -> Iterator[None]:
-        """Run the block on the stream of part ``number``, after what the current stream has queued so far.
+        """Run the block on the stream of part ``number``, after what is queued so far.
 
         Tensors made there must be kept alive until the step ends, as the caching allocator may hand out their memory
         otherwise.
@@ -79,7 +79,7 @@ class CompositeGradients:
 
 
 class CompositeTerm:
-    """Adds the consistency loss to the gradient of ``parameters``, all that the encoder's optimiser steps.
+    """The consistency loss, added to the gradient of the encoder's ``parameters``.
 
     ``target`` maps composition vectors to the similarities that are aimed at. ``autocast()`` is the context in which
     networks run; lengths run beside each other on ``streams``.
@@ -96,7 +96,7 @@ class CompositeTerm:
         self._autocast, self._streams = autocast, streams
 
     def begin(self, batch: Batch, timer: Timer) -> Lengths:
-        """Compute similarities and their gradients; on streams of their own they may run on when this returns."""
+        """Compute similarities and gradients, which may run on when this returns."""
         with timer("original"):
             originals = self.originals(batch)
             target = self._target(batch.composition)
@@ -117,7 +117,7 @@ class CompositeTerm:
         return CompositeGradients(consistency, lengths.target, lengths.originals, lengths.gradients)
 
     def add(self, composites: CompositeGradients) -> dict[str, Tensor]:
-        """Add the consistency gradient to the contrastive one in ``.grad``; return the norms of both, on this rank."""
+        """Add the consistency gradient to ``.grad``; return the norms of both parts."""
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -132,7 +132,7 @@ class CompositeTerm:
         return {"gradient_contrastive": norms[0], "gradient_consistency": norms[1]}
 
     def originals(self, batch: Batch) -> Tensor:
-        """Embed the original, (B, d); the normalised mean over the recipe's several originals if there are."""
+        """Embed originals, (B, d); of several, the normalised mean."""
         with self._autocast():
             embedding = self._method.embed_original(batch.original)
         return normalised(embedding.view(-1, len(batch.index), embedding.shape[1]).mean(0))
@@ -142,7 +142,7 @@ class CompositeTerm:
         return self._loss(similarity, target, mean_over_ranks=mean_over_ranks)
 
     def _gradients(self, similarity: Tensor, target: Tensor, lengths: int) -> Sequence[Tensor]:
-        """Return parameter gradients of one length: of its mean similarity for softplus, of its loss for abs."""
+        """Return gradients of a length's mean similarity or, for abs, of its loss."""
         # The slope of the softplus loss depends on the mean alone, so add() can multiply by it later; that of the abs
         # loss differs between samples.
         output = self._loss(similarity[None], target[None]).loss / lengths if self._of_samples else similarity.mean()

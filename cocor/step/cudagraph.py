@@ -19,7 +19,7 @@ _PARALLEL_BATCH = 128  # images per GPU up to which lengths run concurrently: la
 
 @dataclass
 class _Recording:
-    """``compute`` as a CUDA graph that reads ``inputs`` and writes ``values``, all metrics concatenated."""
+    """``compute`` as a CUDA graph that reads ``inputs`` and writes ``values``."""
 
     graph: torch.cuda.CUDAGraph
     inputs: tuple[Batch, Batch | None]
@@ -87,7 +87,7 @@ class GraphedStep:
         self._step.streams.use([torch.cuda.Stream(self._step.device) for _ in batch.composites] if parallel else [])
 
     def _warm_up(self, batch: Batch, labelled: Batch | None) -> Metrics:
-        """An ordinary step, on the stream of the capture: what PyTorch caches per stream then serves both."""
+        """Make an ordinary step, on the stream of the capture."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             metrics = self._step.compute(batch, labelled)

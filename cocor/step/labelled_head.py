@@ -1,4 +1,4 @@
-"""Step the MMNN by the outer objective: the loss of a linear classifier of labelled images on the encoder's features.
+"""Step the MMNN by the outer objective, a linear classifier's labelled loss.
 
 Paper, eq. 4 and algorithm 1: the MMNN learns to set targets such that the encoder's step lowers the classifier's
 cross-entropy; the classifier learns from the same forward pass.
@@ -23,8 +23,9 @@ Item = TypeVar("Item")
 
 
 class OuterObjective:
-    """MMNN and classifier on ``method``'s backbone. ``parameters`` are all that the encoder's optimiser steps.
+    """MMNN and classifier on ``method``'s backbone.
 
+    ``parameters`` are all that the encoder's optimiser steps.
     ``autocast()`` is the context in which networks run; ``steps_per_epoch`` scales the schedules.
     """
 
@@ -45,7 +46,7 @@ class OuterObjective:
         self.classifier_schedule = Cosine(total)
 
     def parts(self) -> dict[str, Any]:
-        """Return all modules and optimisers that have a state, by their name in a checkpoint."""
+        """Return all modules and optimisers with a state, by name in a checkpoint."""
         return {
             "mmnn": self.mmnn,
             "mmnn_optimiser": self.mmnn_optimiser,
@@ -61,17 +62,17 @@ class OuterObjective:
             set_rate(group, self.config.classifier_lr * self.classifier_schedule(step))
 
     def of_backbone(self, values: Iterable[Item]) -> list[Item]:
-        """Select those of ``values`` (one per parameter of the encoder's optimiser) that belong to the backbone."""
+        """Select the backbone's of ``values``, one per parameter of the encoder."""
         return [value for value, inside in zip(values, self._inside, strict=True) if inside]
 
     def logits(self, labelled: Batch) -> Tensor:
-        """Compute logits (B, classes) in the classifier's own precision, not in autocast's."""
+        """Compute logits (B, classes) in the classifier's own precision."""
         with self.autocast(), batch_statistics_only(self.backbone):
             features = self.backbone(labelled.original)
         return self.classifier(features.to(self.classifier.weight.dtype))
 
     def classify(self, labelled: Batch) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return cross-entropy (), accuracy () and the gradient of the backbone's parameters, averaged over ranks.
+        """Return cross-entropy (), accuracy () and backbone gradient, over all ranks.
 
         The classifier's gradient goes to ``.grad``.
         """
@@ -88,7 +89,7 @@ class OuterObjective:
         return means[0], means[1], gradients[:count]
 
     def step(self, surrogate: Tensor, timer: Timer) -> Tensor:
-        """Step MMNN and classifier, after :meth:`classify`; return the norm of the MMNN's gradient, ().
+        """Step MMNN and classifier; return the norm of the MMNN's gradient, ().
 
         ``surrogate`` is the scalar of :mod:`cocor.objective.hypergradient`.
         """

@@ -25,7 +25,7 @@ from loaders.errors import UserError
 
 @dataclass(frozen=True)
 class Cosine:
-    """Factor on a base learning rate: 0 for ``wait`` steps, linear warm-up over ``warmup`` steps, cosine to ``final``.
+    """Factor on a base learning rate: a wait, linear warm-up, cosine to ``final``.
 
     A pure function of the step, so that resuming needs no state. All lengths are in optimiser steps, which are numbered
     from 0. The cosine reaches ``final`` at step ``total``, so that the last step, ``total - 1``, is still above it.
@@ -56,7 +56,7 @@ class Cosine:
 
 
 def build_optimiser(config: Config, method: Method) -> Optimizer:
-    """Build the encoder's optimiser, of ``method``'s parameter groups. The caller is to respect their ``fixed_lr``."""
+    """Build the encoder's optimiser; the caller is to respect ``fixed_lr``."""
     groups: list[dict[str, Any]] = [
         {**group, "params": [p for p in group["params"] if p.requires_grad]}  # timm freezes some
         for group in method.parameter_groups(config.weight_decay)
@@ -86,21 +86,21 @@ def set_rate(group: dict[str, Any], rate: float) -> None:
 
 
 def rates_to_device(optimiser: Optimizer) -> None:
-    """Hold the learning rates in tensors on the parameters' device. ``load_state_dict`` makes them numbers again."""
+    """Hold the learning rates in tensors; ``load_state_dict`` makes them numbers."""
     for group in optimiser.param_groups:
         if not isinstance(group["lr"], Tensor):
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=group["params"][0].device)
 
 
 def state_of(optimiser: Optimizer) -> dict[str, Any]:
-    """Return the optimiser's ``state_dict``, with learning rates as numbers even if they are held in tensors."""
+    """Return the optimiser's ``state_dict``, with numbers for learning rates."""
     state = optimiser.state_dict()
     groups = [{**group, "lr": float(group["lr"])} for group in state["param_groups"]]
     return {**state, "param_groups": groups}
 
 
 def _split(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """Split ``group`` into its weights, and its biases and normalisation parameters, without decay and LARS' factor."""
+    """Split ``group`` into weights, and parameters without decay and LARS' factor."""
     weights = [p for p in group["params"] if p.ndim > 1]
     others = [p for p in group["params"] if p.ndim <= 1]
     parts = [{**group, "params": weights}, {**group, "params": others, "weight_decay": 0.0, "always_adapt": False}]
@@ -109,7 +109,7 @@ def _split(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def trust_ratios(optimiser: Optimizer) -> list[Tensor] | None:
-    """Compute LARS' factor on each parameter's gradient in the coming step, besides the learning rate.
+    """Compute LARS' factor on each parameter's gradient in the coming step.
 
     Returns tensors () in the order of the optimiser's parameters; None for SGD, where the factor is 1. Call it with the
     gradients in place, before the step. The hyper-gradient needs it, as it is part of the derivative of the step.

@@ -1,4 +1,4 @@
-"""Make a training step: the contrastive loss, the consistency loss and the bi-level update of the MMNN.
+"""Make a training step: contrastive loss, consistency loss, update of the MMNN.
 
     1. encoder    gradient of the contrastive loss, plus slope_l times the gradient of the similarity of each length l
                   (paper, eq. 3); one SGD step to theta'
@@ -36,7 +36,7 @@ Metrics = dict[str, Tensor]
 
 
 class TrainingStep:
-    """Method, MMNN and classifier with their optimisers; calling it makes one step on a batch.
+    """Method, MMNN and classifier with their optimisers; a call makes one step.
 
     ``target`` maps composition vectors to similarities: an MMNN (then ``classes`` must be given), constants, or None
     for the plain method. ``steps_per_epoch`` scales the schedules.
@@ -69,7 +69,7 @@ class TrainingStep:
             )  # fmt: skip
 
     def __call__(self, batch: Batch, labelled: Batch | None, step: int) -> Metrics:
-        """Make optimiser step number ``step`` of the run; returns detached scalars, still on the device."""
+        """Make optimiser step number ``step``; return scalars, still on the device."""
         self.set_rates(step)
         return self.named(self.compute(*self.share(batch, labelled, step)), step)
 
@@ -82,7 +82,7 @@ class TrainingStep:
         return self.subsample(batch, labelled, step)
 
     def named(self, metrics: Metrics, step: int) -> Metrics:
-        """Make ``metrics`` of :meth:`compute` scalars: ``similarity`` (L,) becomes ``similarity_1`` etc., by length."""
+        """Split ``metrics`` (L,) of :meth:`compute` into scalars: ``similarity_1`` etc."""
         lengths = [self.config.lengths[place] for place in self.subsample.places(step)]
         scalars: Metrics = {}
         for name, value in metrics.items():
@@ -102,7 +102,7 @@ class TrainingStep:
             self.outer.set_rates(step)
 
     def compute(self, batch: Batch, labelled: Batch | None) -> Metrics:
-        """Make the step itself, on the batches that ``share`` returns and with the learning rates that are set.
+        """Make the step itself, on what ``share`` returns, at the rates that are set.
 
         Returns detached metrics: scalars (), and values per length (L,).
         """
@@ -137,19 +137,19 @@ class TrainingStep:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a later process needs to resume: weights, queues, moving averages and momentum buffers."""
+        """Return all that is needed to resume: weights, queues and moments."""
         return {
             name: state_of(part) if isinstance(part, Optimizer) else part.state_dict()
             for name, part in self.parts().items()
         }
 
     def weights(self) -> list[Tensor]:
-        """Return all parameters, detached. They must be finite, and are equal on all ranks."""
+        """Return all parameters, detached; they are equal on all ranks."""
         modules = [part for part in self.parts().values() if isinstance(part, nn.Module)]
         return [p.detach() for module in modules for p in module.parameters()]
 
     def rates_to_device(self) -> None:
-        """Hold the learning rates on the device, where a captured ``compute`` reads them at each replay."""
+        """Hold the learning rates on the device, where a captured step reads them."""
         for part in self.parts().values():
             if isinstance(part, Optimizer):
                 rates_to_device(part)
@@ -159,7 +159,7 @@ class TrainingStep:
             part.load_state_dict(state[name])
 
     def parts(self) -> dict[str, Any]:
-        """Return all modules and optimisers that have a state, by their name in a checkpoint."""
+        """Return all modules and optimisers with a state, by name in a checkpoint."""
         parts: dict[str, Any] = {"method": self.method, "optimiser": self.optimiser}
         return parts if self.outer is None else parts | self.outer.parts()
 
@@ -168,7 +168,7 @@ class TrainingStep:
 
     def _step_all(self, outer: OuterObjective, batch: Batch, labelled: Batch, contrastive: Tensor,
                   composites: CompositeGradients) -> Metrics:  # fmt: skip
-        """Step encoder, MMNN and classifier, in this order. The encoder's gradient is in ``.grad``."""
+        """Step encoder (with its gradient in ``.grad``), MMNN and classifier."""
         config = self.config
         before = None
         if config.hypergradient != "exact":
@@ -198,9 +198,9 @@ class TrainingStep:
 
     def _products(self, outer: OuterObjective, batch: Batch, composites: CompositeGradients, gradient: list[Tensor],
                   old: dict[str, Tensor] | None) -> Tensor:  # fmt: skip
-        """Multiply the similarities' gradients with the cross-entropy's ``gradient``: (L,), (L, B) for the abs loss.
+        """Multiply the similarities' gradients with that of the cross-entropy.
 
-        ``old``: for the abs loss, the weights before the step.
+        Returns (L,), for the abs loss (L, B), which needs ``old``, the weights before the step.
         """
         if old is None:
             return inner_products([outer.of_backbone(row) for row in composites.gradients], gradient, mean_over_ranks)
@@ -225,7 +225,7 @@ class TrainingStep:
     @torch.no_grad()
     def _remeasure(self, batch: Batch, composites: CompositeGradients,
                    cross_entropy: Tensor) -> tuple[Measured, Consistency]:  # fmt: skip
-        """Measure loss and similarities of the same batch at the new weights, with the targets of before the step."""
+        """Measure the same batch at the new weights, with targets from before."""
         term = self.composites
         assert term is not None
         with self.autocast():

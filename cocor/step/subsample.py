@@ -1,4 +1,4 @@
-"""Choose the part of its batches that a step trains on, by options that make steps cheaper.
+"""Choose the part of its batches that a step trains on, to make it cheaper.
 
     --lengths-per-step N   N of the lengths of composites, in turn
     --composite-size S     composites scaled down to S x S pixels; the original and the contrastive views keep theirs
@@ -29,7 +29,7 @@ class StepSchedule:
     steps_per_epoch: int
 
     def __call__(self, batch: Batch, labelled: Batch | None, step: int) -> tuple[Batch, Batch | None]:
-        """Choose what step number ``step`` of the run trains on; without options these are the same tensors.
+        """Choose what step number ``step`` trains on; without options, all of it.
 
         Returns ``batch`` with the composites whose turn it is, scaled to their size, and ``labelled`` if the MMNN
         learns in this step.
@@ -43,7 +43,7 @@ class StepSchedule:
         return batch, labelled if self.has_labelled(step) else None
 
     def places(self, step: int) -> list[int]:
-        """Return the ascending indices into ``config.lengths`` of the lengths that step number ``step`` trains on.
+        """Return the indices into ``config.lengths`` that step ``step`` trains on.
 
         Every length takes part in the same share of the steps. As a step's loss is the mean over its lengths, the mean
         gradient over a whole cycle is that of all lengths.
@@ -58,11 +58,11 @@ class StepSchedule:
         return sorted((turn * taken + at) % count for at in range(taken))
 
     def has_labelled(self, step: int) -> bool:
-        """Tell whether step number ``step`` is one in which the MMNN learns, hence has a labelled batch."""
+        """Tell whether the MMNN learns in step ``step``, from a labelled batch."""
         return step % self.steps_per_epoch % self.config.mmnn_every == 0
 
     def labelled_before(self, step: int) -> int:
-        """Count the steps of the same epoch, before step number ``step`` of the run, that had a labelled batch."""
+        """Count the earlier steps of the same epoch that had a labelled batch."""
         return -(-(step % self.steps_per_epoch) // self.config.mmnn_every)
 
     @property
@@ -78,7 +78,7 @@ def labelled_steps(config: Config, steps_per_epoch: int) -> int:
 
 
 def scaled_down(images: Tensor, size: int) -> Tensor:
-    """Resize images (L, B, 3, H, W) to ``size`` x ``size``, antialiased and bilinear as crops are; channels-last."""
+    """Resize (L, B, 3, H, W) to ``size`` pixels a side, antialiased; channels-last."""
     lengths, count, channels = images.shape[:3]
     result = images.new_empty(lengths, count, size, size, channels).movedim(-1, 2)
     precise = torch.promote_types(images.dtype, torch.float32)  # on a CPU it does not work in bfloat16
