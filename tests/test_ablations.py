@@ -80,37 +80,6 @@ def test_targets() -> None:
     assert chosen is not None and chosen(composition).tolist() == pytest.approx([0.1, 0.1])
 
 
-@pytest.mark.parametrize("change", [{"consistency": "abs"}, {"consistency_beta": 4.0}, {"consistency_weight": 3.0}])
-def test_the_consistency_loss(photo_folder: Path, change: dict[str, object]) -> None:
-    """Each option changes the total and the step, and the contrastive part not at all."""
-    results = []
-    for options in ({}, change):
-        step, pairs = build(config_for(photo_folder, mmnn="constants", **options))
-        metrics = step(*pairs[0], 0)
-        results.append((metrics, step.parameters[0].detach().clone()))
-    (plain, before), (other, after) = results
-    assert torch.equal(plain["contrastive_loss"], other["contrastive_loss"])
-    assert not torch.allclose(plain["loss"], other["loss"]) and not torch.equal(before, after)
-    if "consistency_weight" in change:
-        assert torch.allclose(other["loss"], other["contrastive_loss"] + 3 * other["consistency_loss"])
-
-
-@pytest.mark.parametrize("hypergradient", ["exact", "taylor", "released"])
-def test_hypergradients_differ(photo_folder: Path, hypergradient: str) -> None:
-    step, pairs = build(config_for(photo_folder, hypergradient=hypergradient))
-    assert step.target is not None
-    encoder = [p.detach().clone() for p in step.parameters]
-    step(*pairs[0], 0)
-    moved = [p.grad.clone() for p in step.target.parameters() if p.grad is not None]
-    other, pairs = build(config_for(photo_folder, hypergradient="taylor" if hypergradient == "exact" else "exact"))
-    other(*pairs[0], 0)
-    assert other.target is not None
-    assert all(g.abs().max() > 0 for g in moved[-1:])
-    assert not all(torch.equal(a, b.grad) for a, b in zip(moved, other.target.parameters(), strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(step.parameters, other.parameters, strict=True))  # the encoder's step
-    assert not all(torch.equal(a, b) for a, b in zip(step.parameters, encoder, strict=True))
-
-
 def test_views_may_differ_from_each_other() -> None:
     plan = training_plan(load(["--method", "byol"]))
     assert [view.blur_prob for view in plan.contrastive] == [1.0, 0.1]

@@ -75,4 +75,5 @@ def test_every_recipe_makes_steps(file: Path, tmp_path: Path, capsys: pytest.Cap
     recipe.write_text(yaml.safe_dump({"defaults": str(file), **small}))
     flags = "--loader synthetic --synthetic-images 32 --gpus 0 --dry-run"
     assert main(["--config", str(recipe), *flags.split()]) == 0
+    assert load(["--config", str(file)]).output == Path("runs") / file.stem and file.read_text().startswith("# ")
     assert "loss after 2 steps: " in capsys.readouterr().out

@@ -15,7 +15,6 @@ from cocor.run import build as build_run
 from cocor.step.subsample import StepSchedule, scaled_down
 from cocor.train import main
 from loaders.batch import Batch
-from loaders.errors import UserError
 
 ALL = {"lengths_per_step": 2, "composite_size": 16, "mmnn_every": 2}
 EACH = [{"lengths_per_step": 1}, {"lengths_per_step": 2}, {"composite_size": 16}, {"mmnn_every": 2}, ALL]
@@ -182,23 +181,6 @@ def test_other_turns_are_another_run(photo_folder: Path, tmp_path: Path, capsys:
     assert main(flags(**common, epochs=1)) == 0
     assert main([*flags(**common, epochs=1, mmnn_every=2), "--resume"]) == 2
     assert "mmnn_every: 1 in the checkpoint, 2 now" in capsys.readouterr().err.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("--lengths-per-step 4", "lengths_per_step: 4 is more than there are in --lengths 1,2,3"),
-        ("--lengths-per-step -1", "lengths_per_step: -1 is too small; the least is 0"),
-        ("--composite-size 225", "composite_size: 225 is no size between 14 and the 224 of --image-size"),
-        ("--composite-size 13", "composite_size: 13 is no size between 14 and the 224 of --image-size"),
-        ("--mmnn-every 0", "mmnn_every: 0 is too small; the least is 1"),
-        ("--mmnn-evry 2", "unknown flag --mmnn-evry; did you mean --mmnn-every?"),
-    ],
-)
-def test_mistaken_options_are_refused(words: str, told: str) -> None:
-    with pytest.raises(UserError) as error:
-        load(words.split())
-    assert str(error.value).startswith(told) and "\n" not in str(error.value)
 
 
 def test_composites_too_small_for_the_network(
