@@ -53,14 +53,14 @@ from benchmarks.common import (
     script,
     write_json,
 )
-from cocor.config.arguments import flag
 from cocor.config.options import Config, Execution, labelled_batch_size
+from cocor.config.parse import convert, flag
 from cocor.config.resolve import resolve
-from cocor.config.values import convert
 from cocor.distributed.collectives import World
+from cocor.methods import METHODS
 from cocor.methods.base import batch_statistics_only
 from cocor.models import build_method, build_target
-from cocor.monitor.profile import CONTRASTIVE_COST, costs
+from cocor.monitor.profile import costs
 from cocor.step.compile import choose, executable
 from cocor.step.cudagraph import WARM_UP
 from cocor.step.step import TrainingStep
@@ -87,7 +87,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--backbone", default="resnet50" if on_gpu else "test_resnet")
     add("--size", type=positive, default=224 if on_gpu else 64, help="side of the images in pixels")
     add("--batch-sizes", type=positive, nargs="+", default=[256, 64] if on_gpu else [16])
-    add("--methods", nargs="+", choices=sorted(CONTRASTIVE_COST), default=["moco", "simsiam"])
+    add("--methods", nargs="+", choices=sorted(METHODS), default=["moco", "simsiam"])
     add("--kinds", nargs="+", choices=["plain", "cocor"], default=["plain", "cocor"])
     add("--options", nargs="+", default=["none"], metavar="KEY=VALUE",
         help=f"rows of + CoCor with {', '.join(map(_word, OPTIONS))}; none: without")  # fmt: skip
@@ -195,7 +195,7 @@ def measure_row(
         run(batch, labelled, next(numbers))
     _wait(device)
     start = time.perf_counter() - begin
-    window = -(-steps // step.turns.cycle) * step.turns.cycle
+    window = -(-steps // step.subsample.cycle) * step.subsample.cycle
     seconds, spread = timed(lambda: run(batch, labelled, next(numbers)), window, device)
     allocated, reserved = None, None
     if device.type == "cuda":
@@ -257,7 +257,7 @@ def all_passes(step: TrainingStep, batch: Batch, labelled: Batch | None) -> None
         loss = method.contrastive(batch.views, batch.label)
     torch.autograd.grad(loss, parameters, allow_unused=True)
     step.streams.join()
-    if step.guide is not None and labelled is not None:
+    if step.outer is not None and labelled is not None:
         with step.autocast(), batch_statistics_only(method.backbone):
             output = method.backbone(labelled.original).sum()
         torch.autograd.grad(output, backbone)

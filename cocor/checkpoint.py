@@ -1,4 +1,4 @@
-"""Checkpoints: all that a run needs to go on, in files that are whole, safe to open, and never the last of their kind.
+"""Write and read checkpoints: all that a run needs to go on, whole and safe.
 
     runs/NAME/checkpoints/step_0001000.pt     {"step", "epoch", "training", "config", "versions", "dataset", ...}
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cocor.config.options import FREE_TO_CHANGE, Config
 from cocor.run_dir import CHECKPOINTS as FOLDER
@@ -30,10 +30,10 @@ _log = logging.getLogger(__name__)
 
 
 def save(folder: Path, state: Mapping[str, Any], *, keep: int, milestones: int = 0) -> Path:
-    """Write ``state``, whose ``"step"`` counts the finished steps, to a file in ``folder``. Of the files up to that
-    step, only the newest ``keep`` stay, and all whose step is a multiple of ``milestones`` (0: none).
+    """Write ``state``, with ``"step"`` finished steps, to a file in ``folder``.
 
-    Tensors are copied to the CPU; prefixes of wrappers (``module.``, ``_orig_mod.``) are removed from the keys.
+    Of the files up to that step, only the newest ``keep`` stay, and all whose step is a multiple of ``milestones`` (0:
+    none). Tensors are copied to the CPU; prefixes of wrappers (``module.``, ``_orig_mod.``) are removed from the keys.
 
     Raises:
         UserError: the disk is full or the folder not writable; what was there is still there.
@@ -52,7 +52,7 @@ def save(folder: Path, state: Mapping[str, Any], *, keep: int, milestones: int =
 
 
 def write(state: object, path: Path) -> None:
-    """``torch.save``, but with the system's own error: torch's writer hides it behind a RuntimeError.
+    """Call ``torch.save``, but raise the system's own error.
 
     Raises:
         OSError: the file cannot be written, as on a full disk.
@@ -60,7 +60,7 @@ def write(state: object, path: Path) -> None:
     with path.open("wb") as file:
         try:
             torch.save(state, file)
-        except RuntimeError as error:
+        except RuntimeError as error:  # which hides the system's
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
@@ -72,7 +72,7 @@ def _remove(path: Path) -> None:
 
 
 def describe(config: Config, digest: str) -> dict[str, Any]:
-    """What a checkpoint records about its run: configuration, versions, and the data set's ``digest``."""
+    """Describe a run: configuration, versions, and its images' ``digest``."""
     return {"config": config.to_dict(), "versions": versions(), "dataset": digest}
 
 
@@ -109,7 +109,8 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether this is a zip file with compressed parts, which torch never writes: a small one could fill all memory."""
+    """Tell whether this is a zip file with compressed parts, which torch never writes."""
+    # A small one could fill all memory.
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:
@@ -117,7 +118,7 @@ def is_compressed(path: Path) -> bool:
 
 
 def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint in ``folder`` that loads; None if there is none at all. Damaged ones are named.
+    """Load the newest sound checkpoint in ``folder``; None if there are none.
 
     Raises:
         UserError: there are checkpoints, but none that loads.
@@ -135,8 +136,9 @@ def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def find(resume: str, output: Path) -> tuple[Path, dict[str, Any]] | None:
-    """What ``--resume`` means: ``auto`` is the newest in the run's own folder (None if it has none yet), else a
-    checkpoint or the folder of a run.
+    """Load the checkpoint that ``--resume`` names; None if ``auto`` finds none yet.
+
+    It names a checkpoint, or the folder of a run for its newest; ``auto`` is the run's own folder.
 
     Raises:
         UserError: nothing loads there, or the run's own folder holds later checkpoints, which would be mixed up with
@@ -158,14 +160,15 @@ def find(resume: str, output: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def exists(resume: str | None, output: Path) -> bool:
-    """Whether ``--resume`` names, or would find, a checkpoint; looks at file names only."""
+    """Tell by names of files whether ``--resume`` finds a checkpoint."""
     return resume is not None and (resume != "auto" or bool(_listed(output / FOLDER)))
 
 
 def compare(state: Mapping[str, Any], config: Config, digest: str) -> list[str]:
-    """How the run that wrote ``state`` differs, in what enters the arithmetic of its steps, from the one that
-    ``config`` and the data set's ``digest`` describe: one string per difference, none if it can go on unchanged.
-    With ``--force-data`` other images are no difference."""
+    """List how the run of ``state`` differs from ``config`` and ``digest``.
+
+    Only what enters the arithmetic of steps counts; with ``--force-data`` other images are no difference.
+    """
     saved, now = state["config"], config.to_dict()
     default = Config().to_dict()
     differences = [
@@ -180,7 +183,7 @@ def compare(state: Mapping[str, Any], config: Config, digest: str) -> list[str]:
 
 
 def read_backbone(path: Path) -> dict[str, Tensor]:
-    """The backbone's weights, under timm's names, in an exported ``.safetensors`` file or a checkpoint.
+    """Read the backbone's weights from an exported file or a checkpoint.
 
     Raises:
         UserError: missing or damaged file, or no backbone in it.
@@ -198,9 +201,39 @@ def read_backbone(path: Path) -> dict[str, Tensor]:
     return backbone
 
 
+def export_backbone(backbone: nn.Module, path: Path, metadata: Mapping[str, object]) -> None:
+    """Write the weights of ``backbone``, with ``metadata`` as text.
+
+    They have timm's own names, for any other program:
+
+        timm.create_model("resnet50", num_classes=0, checkpoint_path="runs/NAME/backbone.safetensors")
+
+    With a new head: ``timm.create_model("resnet50", pretrained=True, num_classes=10, pretrained_cfg_overlay=dict(
+    file="runs/NAME/backbone.safetensors", num_classes=0))``. ResNets also fit torchvision's, whose names are the same,
+    with ``load_state_dict(..., strict=False)``. A model with ``--stem small`` differs from timm's in its first layers:
+
+        model = timm.create_model("resnet18", num_classes=0)
+        model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
+        timm.models.load_checkpoint(model, "runs/NAME/backbone.safetensors")
+
+    A transformer that was trained at another image size than timm's default needs that as well: ``img_size=96``.
+
+    Raises:
+        UserError: the disk is full or the folder not writable.
+    """
+    # safetensors takes neither channels-last tensors nor two names for one memory.
+    weights = {name: value.contiguous().clone() for name, value in portable(backbone.state_dict()).items()}
+    content = safetensors.torch.save(weights, {"format": "pt", **{key: str(value) for key, value in metadata.items()}})
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
+
+
 def portable(state: Any, place: str = "checkpoint") -> Any:
-    """``state`` as it loads anywhere: CPU tensors with storages of their own, plain containers, keys without the
-    prefixes of compiled and distributed wrappers. TypeError, naming the path (``place``), for anything else."""
+    """Convert ``state`` to CPU tensors and plain containers, which load anywhere.
+
+    Keys lose the prefixes of compiled and distributed wrappers. TypeError, naming the path (``place``), for anything
+    that cannot be converted.
+    """
     if isinstance(state, Tensor):
         tensor = state.detach().cpu()
         # A view would drag its whole storage into the file.
@@ -222,5 +255,5 @@ def _names(mapping: Mapping[Any, Any]) -> list[Any]:
 
 
 def _listed(folder: Path) -> list[Path]:
-    """The checkpoints that runs have written to ``folder``, newest first."""
+    """List the checkpoints that runs have written to ``folder``, newest first."""
     return sorted(checkpoints(folder), key=step_of, reverse=True)

@@ -1,11 +1,11 @@
-"""From a configuration to loaders: which images, which views, which batches.
+"""Build loaders from a configuration: which images, which views, which batches.
 
 Three loaders serve a run, all of one kind and over one index of the images: the unlabelled batches with all their
 views, the labelled batches that steer the MMNN, and the plain views on which k-NN is measured.
 """
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,8 @@ import torch
 
 from cocor.config.options import Config, labelled_batch_size
 from cocor.distributed.collectives import World
-from cocor.step.subsample import guided_steps
+from cocor.methods import spec
+from cocor.step.subsample import labelled_steps
 from loaders.batch import Loader
 from loaders.datasets.dataset import ImageDataset, read_label_split
 from loaders.datasets.labels import stratified_split
@@ -32,12 +33,12 @@ _log = logging.getLogger(__name__)
 KNN_BANK, KNN_QUERIES = 20_000, 5_000
 _KNN_BATCH = 256
 
-_LABELLED_STREAM = 1 << 62  # joins the seed where labelled batches are drawn from nearly the same images as the others
+_LABELLED_STREAM = 1 << 62
 
 
 @dataclass(frozen=True)
 class Data:
-    """The data sets of a run. ``labelled`` holds the images whose labels the MMNN may use; None if it needs none."""
+    """The data sets of a run; ``labelled`` holds those that show the MMNN labels."""
 
     train: ImageDataset
     labelled: ImageDataset | None
@@ -45,19 +46,20 @@ class Data:
 
 
 def open_data(config: Config) -> Data:
-    """Read the folders that ``config`` names. UserError for anything missing or contradictory."""
+    """Read the folders that ``config`` names; UserError for what is missing."""
     if config.loader == "synthetic":
         train = synthetic_dataset(config.synthetic_images)
-        return Data(train, train if uses_labels(config) else None, None)
+        return Data(train, train if config.learns_targets else None, None)
     root, held_out_root = _roots(config)
     train = open_images(root, config.labels, config.on_error, config.workers or None)
     unlabelled = int((train.labels < 0).sum())
-    if config.method == "supcon" and unlabelled:
+    by_labels = spec(config.method).needs_labels
+    if by_labels and unlabelled:
         raise UserError(
-            f"{config.data}: --method supcon learns from the label of every image, {unlabelled:,} of {len(train):,} "
-            "have none; pass --labels FILE or another --method"
+            f"{config.data}: --method {config.method} learns from the label of every image, {unlabelled:,} of "
+            f"{len(train):,} have none; pass --labels FILE or another --method"
         )
-    if len(train.classes) == 1 and (uses_labels(config) or config.method == "supcon"):
+    if len(train.classes) == 1 and (config.learns_targets or by_labels):
         raise UserError(
             f"{config.data}: holds one class, {printable(train.classes[0])}, so that its labels say nothing; give a "
             "folder of several class folders, or train without labels (--mmnn constants, another --method)"
@@ -73,18 +75,13 @@ def open_data(config: Config) -> Data:
     return Data(train, labelled, held_out)
 
 
-def uses_labels(config: Config) -> bool:
-    """Whether the MMNN is learned, which takes a few labels (paper, eq. 4)."""
-    return config.consistency != "none" and config.mmnn == "learned"
-
-
 def held_out_images(config: Config) -> Path | None:
-    """The folder of the images on which k-NN is measured; None if it is not."""
+    """Return the folder of the images on which k-NN is measured; None if it is not."""
     return None if config.loader == "synthetic" else _roots(config)[1]
 
 
 def _roots(config: Config) -> tuple[Path, Path | None]:
-    """The training and held-out folders: ``--data`` itself, or the splits in it if it holds both."""
+    """Find the training and held-out folders in ``--data`` and ``--val-data``."""
     if config.data is None:
         raise UserError("--data: name a folder of training images, or try --config configs/demo.yaml")
     root, held_out = or_demo(config.data), config.val_data
@@ -94,7 +91,7 @@ def _roots(config: Config) -> tuple[Path, Path | None]:
 
 
 def _labelled(config: Config, train: ImageDataset) -> ImageDataset | None:
-    if not uses_labels(config):
+    if not config.learns_targets:
         return None
     if (train.labels < 0).all():
         above = folder_above(train.root)
@@ -115,7 +112,7 @@ def _labelled(config: Config, train: ImageDataset) -> ImageDataset | None:
 
 
 def training_plan(config: Config) -> ViewPlan:
-    """The views of the unlabelled batches (paper, section "Experimental settings" and the recipes of the design)."""
+    """Plan the views of the unlabelled batches (paper, "Experimental settings")."""
     contrastive = tuple(_augmentation(config, view) for view in range(2))
     if config.consistency == "none":
         return ViewPlan(config.image_size, config.seed, contrastive, original="none", lengths=())
@@ -135,7 +132,7 @@ def training_plan(config: Config) -> ViewPlan:
 
 
 def _augmentation(config: Config, view: int) -> Augmentation:
-    """How contrastive view 0 or 1 is made; they differ where an option has two values."""
+    """Describe contrastive view 0 or 1, which an option of two values sets apart."""
     return Augmentation(
         crop_scale=(config.crop_scale_min, 1.0),
         brightness=config.brightness,
@@ -150,74 +147,61 @@ def _augmentation(config: Config, view: int) -> Augmentation:
     )
 
 
-def labelled_plan(config: Config) -> ViewPlan:
-    """One random resized crop and flip, the usual training view of a classifier (torchvision's default scale)."""
-    return ViewPlan(config.image_size, config.seed, (), "shared", original_scale=(0.08, 1.0), lengths=())
+def labelled_plan(config: Config, stream: int = 0) -> ViewPlan:
+    """Plan a classifier's usual training view: random resized crop and flip."""
+    return ViewPlan(config.image_size, config.seed ^ stream, (), "shared", original_scale=(0.08, 1.0), lengths=())
 
 
 def evaluation_plan(config: Config) -> ViewPlan:
-    """The central crop."""
+    """Plan the central crop."""
     return ViewPlan(config.image_size, config.seed, (), "center", lengths=())
 
 
 def training_loader(config: Config, data: Data, world: World, dtype: torch.dtype) -> Loader:
     order = BatchOrder(len(data.train), config.batch_size, seed=config.seed, rank=world.rank, world_size=world.size)
-    return open_loader(
-        config.loader, data.train, training_plan(config), order, device=world.device, dtype=dtype,
-        workers=config.workers, hw_decoder_load=config.hw_decoder_load, on_error=config.on_error,
-    )  # fmt: skip
+    return _open(config, data.train, training_plan(config), order, world, dtype)
 
 
 def labelled_loader(config: Config, data: Data, world: World, dtype: torch.dtype, steps: int) -> Loader | None:
-    """The MMNN's labelled batches: one for each of the ``steps`` steps of an epoch in which it learns. A small labelled
-    set is repeated within an epoch. None if no labels are needed.
+    """Open the MMNN's labelled batches, one for each step in which it learns.
 
-    Draws are named by seed and place in the set. If all images show their labels, or all but a few, the same seed would
-    name the same images and crops twice, and the MMNN would be judged on what the step has just trained on.
+    A small labelled set is repeated within an epoch. None if no labels are needed.
     """
     if data.labelled is None:
         return None
-    if len(data.labelled) > len(data.train) // 2:
-        config = replace(config, seed=config.seed ^ _LABELLED_STREAM)
+    # Draws are named by seed and place in the set. If all images show their labels, or all but a few, the same seed
+    # would name the same images and crops twice, and the MMNN would be judged on what the step has just trained on.
+    stream = _LABELLED_STREAM if len(data.labelled) > len(data.train) // 2 else 0
     order = CyclicOrder(
-        len(data.labelled),
-        labelled_batch_size(config, world.size),
-        steps=guided_steps(config, steps),
-        seed=config.seed,
-        rank=world.rank,
-        world_size=world.size,
-    )
-    return open_loader(
-        config.loader,
-        data.labelled,
-        labelled_plan(config),
-        order,
-        device=world.device,
-        dtype=dtype,
-        workers=max(1, config.workers // 4),
-        hw_decoder_load=config.hw_decoder_load,
-        on_error=config.on_error,
-    )
+        len(data.labelled), labelled_batch_size(config, world.size), steps=labelled_steps(config, steps),
+        seed=config.seed ^ stream, rank=world.rank, world_size=world.size,
+    )  # fmt: skip
+    return _open(config, data.labelled, labelled_plan(config, stream), order, world, dtype, max(1, config.workers // 4))
 
 
 def knn_loaders(config: Config, data: Data, world: World, dtype: torch.dtype) -> tuple[Loader, Loader] | None:
-    """Bank (training images) and queries (held-out images) of the online k-NN, or None without labels in both."""
+    """Open bank and queries of the online k-NN; None without labels in both."""
     if data.held_out is None or (data.train.labels < 0).all() or (data.held_out.labels < 0).all():
         return None
 
     def evaluation_loader(dataset: ImageDataset, limit: int) -> Loader:
         chosen = dataset.subset(evenly(np.flatnonzero(dataset.labels >= 0), limit))
         order = BatchOrder(len(chosen), _KNN_BATCH, shuffle=False, drop_last=False)
-        return open_loader(
-            config.loader, chosen, evaluation_plan(config), order, device=world.device, dtype=dtype,
-            workers=config.workers, hw_decoder_load=config.hw_decoder_load, on_error=config.on_error,
-        )  # fmt: skip
+        return _open(config, chosen, evaluation_plan(config), order, world, dtype)
 
     return evaluation_loader(data.train, KNN_BANK), evaluation_loader(data.held_out, KNN_QUERIES)
 
 
+def _open(config: Config, images: ImageDataset, plan: ViewPlan, order: BatchOrder, world: World, dtype: torch.dtype,
+          workers: int | None = None) -> Loader:  # fmt: skip
+    return open_loader(
+        config.loader, images, plan, order, device=world.device, dtype=dtype, workers=workers or config.workers,
+        hw_decoder_load=config.hw_decoder_load, on_error=config.on_error,
+    )  # fmt: skip
+
+
 def evenly(index: np.ndarray, limit: int) -> np.ndarray:
-    """At most ``limit`` entries of ``index``, evenly spaced: classes that lie in order keep their shares."""
+    """Choose at most ``limit`` entries of ``index``, evenly spaced."""
     if len(index) <= limit:
         return index
     return index[np.linspace(0, len(index) - 1, limit).round().astype(np.int64)]

@@ -1,31 +1,26 @@
-"""From a configuration to networks: the timm backbone, the contrastive method around it, the source of targets."""
+"""Build networks from a configuration: backbone, method, source of targets."""
 
 import copy
 import difflib
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import timm
 import torch
 from torch import nn
 
 from cocor import checkpoint
-from cocor.config.options import Config, key_bn_groups
+from cocor.config.options import Config
 from cocor.distributed.collectives import World, broadcast_parameters, exchange, gather
-from cocor.methods.base import Method
-from cocor.methods.byol import BYOL
-from cocor.methods.intl import INTL
-from cocor.methods.moco import MoCo
-from cocor.methods.simsiam import SimSiam
-from cocor.methods.supcon import SupCon
-from cocor.methods.sync_norm import synchronise_batch_norm
-from cocor.objective.mmnn import MMNN, Constants
+from cocor.methods import method_class
+from cocor.methods.base import Method, Ranks
+from cocor.methods.batchnorm import synchronise_batch_norm
+from cocor.objective.mmnn import MMNN, Constants, by_length
 from loaders.errors import UserError
 
 
 def build_backbone(name: str, stem: str = "imagenet", image_size: int | None = None) -> nn.Module:
-    """A randomly initialised timm model without classifier: images (B, 3, H, W) -> features (B, D).
+    """Build a timm model without classifier: (B, 3, H, W) -> features (B, D).
 
     ``stem`` "small" is the usual change for images of 32 to 64 pixels: a first convolution of 3x3 with stride 1, and no
     pooling after it. ``image_size`` is H = W, if not timm's default; models with position embeddings are built for it.
@@ -59,13 +54,13 @@ def _create(name: str, image_size: int | None) -> nn.Module:
 
 
 def fixed_size(backbone: nn.Module) -> int | None:
-    """The image side in pixels that a transformer's position embeddings are for; None for models without any."""
+    """Return the image side for which position embeddings are made, or None."""
     sides = getattr(getattr(backbone, "patch_embed", None), "img_size", None)
     return None if sides is None else int(sides[0])
 
 
 def _try_size(model: nn.Module, name: str, size: int, flag: str) -> None:
-    """Raise a UserError if ``model`` cannot take images of this size; only shapes are computed, on the meta device."""
+    """Raise a UserError if ``model`` cannot take images of this size."""
     shapes_only = copy.deepcopy(model).to("meta").eval()
     try:
         with torch.no_grad():
@@ -80,17 +75,23 @@ def _try_size(model: nn.Module, name: str, size: int, flag: str) -> None:
 
 
 def build_method(config: Config, world: World) -> Method:
-    """The method of ``config`` on ``world.device``, with equal weights on all ranks. They depend on ``seed`` alone, but
-    for a backbone from ``--init``; when a checkpoint is to be resumed, ``--init`` is not read."""
+    """Build the method of ``config``, with equal weights on all ranks.
+
+    They depend on ``seed`` alone, but for a backbone from ``--init``, which is not read if a checkpoint is to be
+    resumed.
+    """
     torch.manual_seed(config.seed)
     backbone = build_backbone(config.backbone, config.stem, config.image_size)
     if config.composite_size:
         _try_size(backbone, config.backbone, config.composite_size, "--composite-size")
     if config.init is not None and not checkpoint.exists(config.resume, config.output):
         load_backbone(backbone, config.init)
-    method = _method(config, world, backbone)
+    ranks = Ranks(world.rank, world.size, gather, exchange)
+    method: Method = method_class(config.method).from_config(config, ranks, backbone)
     if config.sync_bn and world.size > 1:
-        _synchronise(method, world.device)
+        for name, part in method.named_children():
+            if name not in method.own_batch_norm:
+                setattr(method, name, synchronise_batch_norm(part, world.device))
     method = method.to(world.device)
     if world.device.type == "cuda":
         method = method.to(memory_format=torch.channels_last)
@@ -98,64 +99,17 @@ def build_method(config: Config, world: World) -> Method:
     return method
 
 
-def _method(config: Config, world: World, backbone: nn.Module) -> Method:
-    ranks: dict[str, Any] = {"gather": gather, "rank": world.rank, "world": world.size}
-    if config.method == "moco":
-        return MoCo(
-            backbone,
-            dim=config.embedding_dim,
-            queue=config.queue_size,
-            temperature=config.temperature,
-            momentum=config.key_momentum,
-            key_bn_splits=key_bn_groups(config, world.size),
-            exchange=exchange,
-            **ranks,
-        )
-    if config.method == "simsiam":
-        return SimSiam(
-            backbone,
-            dim=config.projector_dim,
-            predictor_dim=config.predictor_dim,
-            fix_predictor_lr=config.fix_predictor_lr,
-        )
-    if config.method == "supcon":
-        return SupCon(backbone, dim=config.embedding_dim, temperature=config.temperature, **ranks)
-    if config.method == "byol":
-        return BYOL(
-            backbone,
-            dim=config.embedding_dim,
-            hidden=config.projector_dim,
-            predictor_dim=config.predictor_dim,
-            momentum=config.key_momentum,
-        )
-    return INTL(
-        backbone,
-        dim=config.embedding_dim,
-        hidden=config.projector_dim,
-        iterations=config.whitening_iterations,
-        trace_weight=config.trace_weight,
-        **ranks,
-    )
-
-
-def _synchronise(method: Method, device: torch.device) -> None:
-    """Synchronise BatchNorm over ranks, except in MoCo's key encoder, which has BatchNorm groups of its own."""
-    for name, part in method.named_children():
-        if not (isinstance(method, MoCo) and name.startswith("key_")):
-            setattr(method, name, synchronise_batch_norm(part, device))
-
-
 def build_target(config: Config, world: World) -> nn.Module | None:
-    """The source of target similarities: MMNN, the paper's constants, or None for the plain method."""
+    """Build the source of targets: MMNN, constants, or None for the plain method."""
     if config.consistency == "none":
         return None
-    constants = dict(enumerate(config.constants, start=1))
+    constants = by_length(config.constants)
     target: nn.Module = MMNN(constants) if config.mmnn == "learned" else Constants(constants)
     return target.to(world.device)
 
 
 def load_backbone(backbone: nn.Module, path: Path) -> None:
-    """Load the weights in ``path`` (a backbone.safetensors or a checkpoint of a run) into ``backbone``, all of them.
+    """Load all weights in ``path``, exported or a checkpoint, into ``backbone``.
 
     Raises:
         UserError: the file is missing or unreadable, or its names and shapes are not all those of ``backbone``.

@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds, and how a run resumes from one: exactly there, or not at all.
+"""Save a run to a checkpoint, and resume it: exactly there, or not at all.
 
 A run's position is the number of finished steps; the order of samples and their views follow from it. A run may
 therefore resume on another number of ranks and still sees the same global batches. But BatchNorm may then normalise
@@ -15,10 +15,8 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cocor import checkpoint
-from cocor.config.options import key_bn_groups, labelled_batch_size
-from cocor.data import uses_labels
+from cocor.config.options import labelled_batch_size
 from cocor.distributed.collectives import barrier
-from cocor.export import export_backbone
 from cocor.run import Run
 from loaders.errors import UserError
 
@@ -27,8 +25,10 @@ _log = logging.getLogger(__name__)
 
 
 def save(run: Run, *, must: bool) -> None:
-    """Write a checkpoint and the backbone, on the main rank; the others wait. If it cannot be written, as on a full
-    disk, that is a warning unless it ``must`` be: the next one may find more room.
+    """Write a checkpoint and the backbone, on the main rank; the others wait.
+
+    If it cannot be written, as on a full disk, that is a warning unless it ``must`` be: the next one may find more
+    room.
 
     Raises:
         UserError: it cannot be written but must be, weights are not finite, or :mod:`cocor.monitor.health` stops the
@@ -67,11 +67,11 @@ def _write(run: Run) -> None:
     checkpoint.save(folder, state, keep=config.keep_checkpoints, milestones=milestones)
     about = {"architecture": config.backbone, "stem": config.stem, "image_size": config.image_size}
     about |= {"method": config.method, "step": run.done}
-    export_backbone(run.step.method.backbone, config.output / "backbone.safetensors", about)
+    checkpoint.export_backbone(run.step.method.backbone, config.output / "backbone.safetensors", about)
 
 
 def restore(run: Run) -> Path | None:
-    """Load the checkpoint that ``--resume`` asks for into ``run``; returns its path, or None if there is none to load.
+    """Load what ``--resume`` asks for; return its path, or None if there is none.
 
     Raises:
         UserError: no checkpoint loads, or it is from another run, from other images, or from ranks that change the
@@ -107,7 +107,7 @@ def _refuse_strangers(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def _labelled(run: Run) -> str:
-    """The digest of the images whose labels the MMNN may use; empty if it needs none."""
+    """Return the digest of the images with labels for the MMNN, or nothing."""
     return "" if run.data.labelled is None else run.data.labelled.digest
 
 
@@ -118,20 +118,19 @@ def _other_labels(run: Run, state: Mapping[str, Any]) -> list[str]:
 
 
 def geometry(run: Run) -> dict[str, int]:
-    """How batches are laid out over the ranks. All but the first two entries are part of what a step computes."""
+    """Describe how batches are laid out over the ranks."""
     config, ranks = run.config, run.world.size
     layout = {"ranks": ranks, "images a rank": config.batch_size // ranks}
     if any(isinstance(module, _BatchNorm) for module in run.step.method.modules()):
         layout["images to a BatchNorm"] = config.batch_size if config.sync_bn else config.batch_size // ranks
-        if config.method == "moco":
-            layout["BatchNorm groups of keys"] = key_bn_groups(config, ranks) * ranks
-    if uses_labels(config):
+        layout |= run.step.method.geometry(config, ranks)
+    if config.learns_targets:
         layout["labelled images"] = labelled_batch_size(config, ranks)
     return layout
 
 
 def _compare_ranks(run: Run, path: Path, state: Mapping[str, Any]) -> None:
-    """Refuse a number of ranks on which a step would compute something else, unless ``--force-ranks``."""
+    """Refuse ranks on which a step would compute something else."""
     now = geometry(run)
     saved = state["geometry"]
     if saved == now:
@@ -151,7 +150,7 @@ def _show(layout: Mapping[str, int]) -> str:
 
 
 def _agree(run: Run, step: int) -> None:
-    """Collective: check that all ranks have found the same checkpoint; network file systems may show it late."""
+    """Check, with all ranks, that they have found the same checkpoint; network file systems may show it late."""
     last, first = run.any_rank.now(step, -step)
     if last != -first:
         raise UserError(f"--resume: one rank finds step {-first}, another step {last}; is --output the same for all?")

@@ -48,16 +48,16 @@ class Run:
 
     def pairs(self, epoch: int, first: int) -> Generator[tuple[Batch, Batch | None], None, None]:
         """Batches of an epoch from step ``first`` on, each with its labelled batch or, if it has none, None."""
-        turns, number = self.step.turns, epoch * self.loader.steps_per_epoch + first
+        subsample, number = self.step.subsample, epoch * self.loader.steps_per_epoch + first
         with ExitStack() as stack:
             batches = stack.enter_context(closing(self.loader.epoch(epoch, first)))
             if self.labelled is None:
                 for batch in batches:
                     yield batch, None
             else:
-                labelled = stack.enter_context(closing(self.labelled.epoch(epoch, turns.guided_before(number))))
+                labelled = stack.enter_context(closing(self.labelled.epoch(epoch, subsample.labelled_before(number))))
                 for step, batch in enumerate(batches, start=number):
-                    yield batch, next(labelled) if turns.guided(step) else None
+                    yield batch, next(labelled) if subsample.has_labelled(step) else None
 
 
 def build(config: Config, world: World) -> Run:

@@ -12,19 +12,19 @@ import traceback
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from timm.models import register_model
 from timm.models.resnet import BasicBlock, ResNet
 from torch import Tensor, nn
 
-from cocor.config import options as configuration
 from cocor.config.options import Config
 from cocor.config.resolve import resolve
 from cocor.data import labelled_loader, open_data, training_loader
 from cocor.distributed import collectives
 from cocor.distributed.collectives import World, mean_over_ranks
+from cocor.methods import METHODS
 from cocor.models import build_method, build_target
 from cocor.step.step import TrainingStep
 from loaders.batch import Batch
@@ -39,30 +39,11 @@ def two_blocks(num_classes: int = 0, **options: Any) -> ResNet:
 
 
 SMALL: dict[str, Any] = {
-    "loader": "torch",
-    "workers": 1,
-    "gpus": 0,
-    "precision": "fp32",
-    "backbone": "two_blocks",
-    "image_size": 32,
-    "batch_size": 8,
-    "labelled_batch_size": 8,
-    "label_fraction": 0.5,
-    "epochs": 1,
-    "lr": 0.05,
-    "final_lr": 0.0,
-    "queue_size": 16,
-    "key_bn_splits": 4,
-    "embedding_dim": 12,
-    "projector_dim": 16,
-    "predictor_dim": 8,
-    "mmnn_lr": 1.0,
-    "mmnn_wait_epochs": 0,
-    "mmnn_warmup_epochs": 0,
-    "sync_bn": True,
-}
-
-
+    "loader": "torch", "workers": 1, "gpus": 0, "precision": "fp32", "backbone": "two_blocks", "image_size": 32,
+    "batch_size": 8, "labelled_batch_size": 8, "label_fraction": 0.5, "epochs": 1, "lr": 0.05, "final_lr": 0.0,
+    "queue_size": 16, "key_bn_splits": 4, "embedding_dim": 12, "projector_dim": 16, "predictor_dim": 8,
+    "mmnn_lr": 1.0, "mmnn_wait_epochs": 0, "mmnn_warmup_epochs": 0, "sync_bn": True,
+}  # fmt: skip
 CHEAPER = {"lengths_per_step": 2, "composite_size": 24, "mmnn_every": 2}  # see cocor.step.subsample
 ON_TWO = {"plain": {"consistency": "none"}, "abs": {"consistency": "abs", "hypergradient": "taylor"}}  # MoCo
 
@@ -81,9 +62,8 @@ def in_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
     return replace(batch, **{name: getattr(batch, name).to(dtype) for name in ("views", "original", "composites")})
 
 
-def steps(
-    config: Config, world: World, mmnn: nn.Module | None, pairs: list[tuple[Batch, Batch]], dtype: torch.dtype
-) -> dict[str, Tensor]:
+def steps(config: Config, world: World, mmnn: nn.Module | None, pairs: list[tuple[Batch, Batch]],
+          dtype: torch.dtype) -> dict[str, Tensor]:  # fmt: skip
     """What steps on ``pairs`` did, and the state behind them."""
     method, target = build_method(config, world), copy.deepcopy(mmnn)
     with torch.no_grad():
@@ -93,8 +73,8 @@ def steps(
     torch.manual_seed(0)
     step = TrainingStep(config, method, target, CLASSES, steps_per_epoch=STEPS)
     parts: dict[str, nn.Module] = {"method": method}
-    if target is not None and step.guide is not None:
-        parts |= {"mmnn": target, "classifier": step.guide.classifier}
+    if target is not None and step.outer is not None:
+        parts |= {"mmnn": target, "classifier": step.outer.classifier}
     for part in parts.values():
         part.to(dtype)
     done: dict[str, Tensor] = {}
@@ -113,7 +93,7 @@ def work(images: Path, world: World, file: Path) -> None:
     plain = resolve(SMALL | {"data": images})
     pairs, mmnn = batches(plain, world), build_target(plain, world)  # fitting an MMNN takes a second
     assert mmnn is not None
-    for method in get_args(configuration.Method):
+    for method in METHODS:
         config = resolve(SMALL | {"method": method, "data": images})
         results["float64"][method] = steps(config, world, mmnn, pairs, torch.float64)
         if world.size < 4:

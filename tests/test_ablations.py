@@ -31,19 +31,13 @@ def test_lengths(lengths: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("lengths", ["11", "1,0", "2,2"])
-def test_lengths_that_make_no_sense_are_refused(lengths: str) -> None:
+def test_mistaken_lengths(lengths: str) -> None:
     with pytest.raises(UserError, match="lengths"):
         load(["--lengths", lengths])
 
 
-def test_a_run_with_one_long_length(photo_folder: Path) -> None:
-    step, pairs = build(config_for(photo_folder, lengths=(10,)))
-    metrics = step(*pairs[0], 0)
-    assert {"similarity_10", "target_10"} <= metrics.keys() and "similarity_1" not in metrics
-
-
 @pytest.mark.parametrize("pool", ["all", "color", "affine"])
-def test_pools(pool: ops.Pool) -> None:
+def test_pools(pool: str) -> None:
     used = drawn("--pool", pool).composition.sum((0, 1)) > 0
     assert [op for op in ops.BASIC if used[op]] == list(ops.POOLS[pool])
 
@@ -56,12 +50,8 @@ def test_magnitudes() -> None:
     assert len({*uniform}) > 100 and np.abs(uniform).max() <= 30
 
 
-@pytest.mark.parametrize("order", ["random", "fixed1", "fixed2"])
-def test_composite_orders(order: ops.Order) -> None:
-    assert training_plan(load(["--composite-order", order])).order == order
-
-
 def test_recipes() -> None:
+    assert [training_plan(load(["--composite-order", order])).order for order in ops.ORDERS] == list(ops.ORDERS)
     paper, released = (training_plan(load(["--recipe", name])).layout for name in ("paper", "released"))
     assert (paper.originals, paper.crop_of_view) == (1, (0, 1, 2, 2, 2, 2))
     assert (released.originals, released.crop_of_view) == (5, tuple(range(10)))
@@ -74,6 +64,12 @@ def test_label_fractions(photo_folder: Path, fraction: float, images: int) -> No
     assert abs(len(data.labelled) - images) <= 4 and set(data.labelled.labels) == {0, 1, 2, 3}
 
 
+def test_one_long_length(photo_folder: Path) -> None:
+    step, pairs = build(config_for(photo_folder, lengths=(10,)))
+    metrics = step(*pairs[0], 0)
+    assert {"similarity_10", "target_10"} <= metrics.keys() and "similarity_1" not in metrics
+
+
 def test_targets() -> None:
     composition = torch.tensor([[3] + [0] * 13, [1, 1, 1] + [0] * 11])
     learned, constants = (build_target(load(["--mmnn", mode]), WORLD) for mode in ("learned", "constants"))
@@ -82,37 +78,6 @@ def test_targets() -> None:
     assert build_target(load(["--consistency", "none"]), WORLD) is None
     chosen = build_target(load(["--mmnn", "constants", "--constants", "0.9,0.5"]), WORLD)
     assert chosen is not None and chosen(composition).tolist() == pytest.approx([0.1, 0.1])
-
-
-@pytest.mark.parametrize("change", [{"consistency": "abs"}, {"consistency_beta": 4.0}, {"consistency_weight": 3.0}])
-def test_the_consistency_loss(photo_folder: Path, change: dict[str, object]) -> None:
-    """Each option changes the total and the step, and the contrastive part not at all."""
-    results = []
-    for options in ({}, change):
-        step, pairs = build(config_for(photo_folder, mmnn="constants", **options))
-        metrics = step(*pairs[0], 0)
-        results.append((metrics, step.parameters[0].detach().clone()))
-    (plain, before), (other, after) = results
-    assert torch.equal(plain["contrastive_loss"], other["contrastive_loss"])
-    assert not torch.allclose(plain["loss"], other["loss"]) and not torch.equal(before, after)
-    if "consistency_weight" in change:
-        assert torch.allclose(other["loss"], other["contrastive_loss"] + 3 * other["consistency_loss"])
-
-
-@pytest.mark.parametrize("hypergradient", ["exact", "taylor", "released"])
-def test_hypergradients_move_the_mmnn_each_in_its_way(photo_folder: Path, hypergradient: str) -> None:
-    step, pairs = build(config_for(photo_folder, hypergradient=hypergradient))
-    assert step.target is not None
-    encoder = [p.detach().clone() for p in step.parameters]
-    step(*pairs[0], 0)
-    moved = [p.grad.clone() for p in step.target.parameters() if p.grad is not None]
-    other, pairs = build(config_for(photo_folder, hypergradient="taylor" if hypergradient == "exact" else "exact"))
-    other(*pairs[0], 0)
-    assert other.target is not None
-    assert all(g.abs().max() > 0 for g in moved[-1:])
-    assert not all(torch.equal(a, b.grad) for a, b in zip(moved, other.target.parameters(), strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(step.parameters, other.parameters, strict=True))  # the encoder's step
-    assert not all(torch.equal(a, b) for a, b in zip(step.parameters, encoder, strict=True))
 
 
 def test_views_may_differ_from_each_other() -> None:
@@ -140,7 +105,7 @@ class TestAuthorsSettings:
         assert {key: getattr(config, key) for key in settings} == settings
         assert load(["--method", method, "--lr", "0.7", "--optimiser", "sgd"]).lr == 0.7
 
-    def test_the_loss_is_what_won_on_cifar10_but_in_the_files_of_the_papers_rows_as_printed(self) -> None:
+    def test_recipes_pin_paper_loss(self) -> None:
         def loss(*words: str) -> tuple[float, float, float]:
             config = load(words)
             return config.consistency_beta, config.consistency_weight, config.mmnn_lr
@@ -158,7 +123,7 @@ class TestAuthorsSettings:
         config = load(["--config", str(tmp_path / "mine.yaml")])
         assert (config.optimiser, config.weight_decay, config.key_momentum) == ("sgd", 5e-4, 0.99)
 
-    def test_a_short_run_learns_its_mmnn_from_the_start_but_never_against_a_flag(self) -> None:
+    def test_a_short_run_learns_its_mmnn_at_once(self) -> None:
         def start(*words: str) -> tuple[int, int]:
             config = load(words)
             return config.mmnn_wait_epochs, config.mmnn_warmup_epochs
@@ -185,7 +150,7 @@ def test_supcon_needs_every_label(photo_folder: Path, tmp_path: Path) -> None:
         open_data(Config(data=flat, method="supcon", loader="torch", consistency="none"))
 
 
-def test_supcon_sees_its_batch_s_labels(photo_folder: Path) -> None:
+def test_supcon_sees_labels(photo_folder: Path) -> None:
     config = config_for(photo_folder, method="supcon", consistency="none")
     data = open_data(config)
     loader = training_loader(config, data, WORLD, torch.float64)

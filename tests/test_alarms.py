@@ -5,16 +5,16 @@ import logging
 from collections.abc import Callable
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from PIL import Image
 from test_step import WORLD, build, config_for
 
-from cocor.config.options import Method
+from cocor.methods import METHODS
 from cocor.monitor import health
 
-METHODS = pytest.mark.parametrize("method", get_args(Method))
+EACH_METHOD = pytest.mark.parametrize("method", METHODS)
 ALARMS = {"collapse": "the features have collapsed", "dead": "the MMNN does not learn", "chance": "that of guessing"}
 STEPS = 12
 
@@ -38,12 +38,12 @@ def alarms(
     return steps
 
 
-@METHODS
+@EACH_METHOD
 def test_healthy_steps_are_quiet(alarms: Callable[..., set[str]], photo_folder: Path, method: str) -> None:
     assert alarms(photo_folder, method=method) == set()
 
 
-@METHODS
+@EACH_METHOD
 def test_images_all_alike_collapse(alarms: Callable[..., set[str]], tmp_path: Path, method: str) -> None:
     for number in range(24):
         place = tmp_path / "images" / f"class{number % 2}"

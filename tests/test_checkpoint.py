@@ -19,8 +19,8 @@ from hostile import few_more_files
 from torch import nn
 
 from cocor import checkpoint
+from cocor.checkpoint import export_backbone
 from cocor.config.options import Config
-from cocor.export import export_backbone
 from loaders.errors import UserError
 from loaders.files import TEMPORARY
 
@@ -33,21 +33,18 @@ def steps(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("keep", "milestones", "left"), [(2, 0, [15, 20]), (1, 10, [10, 20]), (1, 15, [15, 20])], ids=str
+)
+def test_the_newest_and_milestones_are_kept(tmp_path: Path, keep: int, milestones: int, left: list[int]) -> None:
     for step in (5, 10, 15, 20):
-        checkpoint.save(tmp_path, state(step), keep=2)
-    assert steps(tmp_path) == ["step_0000015.pt", "step_0000020.pt"]
+        checkpoint.save(tmp_path, state(step), keep=keep, milestones=milestones)
+    assert steps(tmp_path) == [f"step_{step:07d}.pt" for step in left]
     found = checkpoint.newest(tmp_path)
     assert found is not None and found[1]["step"] == 20
 
 
-def test_milestones_are_kept_for_good(tmp_path: Path) -> None:
-    for step in (5, 10, 15, 20, 25):
-        checkpoint.save(tmp_path, state(step), keep=1, milestones=10)
-    assert steps(tmp_path) == ["step_0000010.pt", "step_0000020.pt", "step_0000025.pt"]
-
-
-def test_what_was_saved_comes_back_equal_on_the_cpu_in_its_memory_format(tmp_path: Path) -> None:
+def test_what_was_saved_comes_back_equal(tmp_path: Path) -> None:
     weight = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
     content = {"step": 1, "a": [1, 2.5, "x", None, True], "b": {"w": weight, 3: torch.tensor(7, dtype=torch.bfloat16)}}
     loaded = checkpoint.load(checkpoint.save(tmp_path, content, keep=1))
@@ -57,7 +54,7 @@ def test_what_was_saved_comes_back_equal_on_the_cpu_in_its_memory_format(tmp_pat
     assert loaded["b"][3] == 7 and loaded["b"][3].dtype == torch.bfloat16
 
 
-def test_a_checkpoint_opens_where_cocor_is_not_installed(tmp_path: Path) -> None:
+def test_a_checkpoint_opens_without_cocor(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.randn(4, 2)).sum().backward()
@@ -73,24 +70,6 @@ def test_a_checkpoint_opens_where_cocor_is_not_installed(tmp_path: Path) -> None
     assert run.stdout == "0.03\n", run.stderr
 
 
-def test_optimisers_and_modules_go_on_from_a_checkpoint(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model(torch.ones(1, 2)).sum().backward()
-    optimiser.step()
-    content = {"step": 1, "m": model.state_dict(), "o": optimiser.state_dict()}
-    loaded = checkpoint.load(checkpoint.save(tmp_path, content, keep=1))
-    other = nn.Linear(2, 2)
-    other_optimiser = torch.optim.SGD(other.parameters(), lr=0.3, momentum=0.9)
-    other.load_state_dict(loaded["m"])
-    other_optimiser.load_state_dict(loaded["o"])
-    for net, opt in ((model, optimiser), (other, other_optimiser)):
-        opt.zero_grad()
-        net(torch.ones(1, 2)).square().sum().backward()
-        opt.step()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-
-
 def test_wrappers_leave_no_trace_in_the_keys() -> None:
     bare = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     first: Any = torch.compile(bare[0])
@@ -103,18 +82,18 @@ def test_wrappers_leave_no_trace_in_the_keys() -> None:
 
 
 @pytest.mark.parametrize("stranger", [np.float64(1.0), np.zeros(2), Path("x"), Config(), {1, 2}])
-def test_objects_that_would_not_load_safely_are_named_when_saved(tmp_path: Path, stranger: object) -> None:
+def test_unsafe_objects_are_named_when_saved(tmp_path: Path, stranger: object) -> None:
     with pytest.raises(TypeError, match=r"checkpoint\.training\[1\]\.odd is a"):
         checkpoint.save(tmp_path, {"step": 1, "training": [0, {"odd": stranger}]}, keep=1)
     assert steps(tmp_path) == []
 
 
-def test_a_view_does_not_drag_its_whole_memory_along(tmp_path: Path) -> None:
+def test_a_view_does_not_drag_its_memory_along(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, {"step": 1, "view": torch.zeros(10**6)[:10]}, keep=1)
     assert path.stat().st_size < 10_000
 
 
-def test_a_damaged_newest_is_named_and_the_one_before_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_newest_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for step in (1, 2, 3):
         path = checkpoint.save(tmp_path, state(step), keep=5)
     path.write_bytes(path.read_bytes()[:-200])  # truncated
@@ -129,14 +108,15 @@ def test_a_damaged_newest_is_named_and_the_one_before_used(tmp_path: Path, caplo
     assert "step_0000003.pt is damaged" in caplog.text and "step_0000002.pt is damaged" in caplog.text
 
 
-def test_saving_never_counts_or_touches_later_files(tmp_path: Path) -> None:
+def test_saving_leaves_later_files(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, state(1), keep=1)
     (tmp_path / "step_0000009.pt").write_bytes(b"damaged")
+    (tmp_path / f".step_0000001.pt.123{TEMPORARY}").write_bytes(b"half, of a killed run")
     checkpoint.save(tmp_path, state(2), keep=1)
     assert steps(tmp_path) == ["step_0000002.pt", "step_0000009.pt"]
 
 
-def test_copies_that_somebody_has_made_are_neither_removed_nor_resumed_from(tmp_path: Path) -> None:
+def test_copies_under_other_names_are_left_alone(tmp_path: Path) -> None:
     copies = ["step_best.pt", "step_0000001 (copy).pt"]
     for name in copies:
         checkpoint.save(tmp_path, state(1), keep=1).rename(tmp_path / name)
@@ -146,7 +126,7 @@ def test_copies_that_somebody_has_made_are_neither_removed_nor_resumed_from(tmp_
     assert steps(tmp_path) == sorted([*copies, "step_0000003.pt"])
 
 
-def test_if_no_checkpoint_loads_the_run_does_not_silently_start_anew(tmp_path: Path) -> None:
+def test_no_start_anew_beside_damaged_files(tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path) is None
     (tmp_path / "step_0000009.pt").write_bytes(b"damaged")
     with pytest.raises(UserError, match="none of its 1 checkpoints loads"):
@@ -189,7 +169,7 @@ except UserError as error:
 """
 
 
-def test_a_disk_that_takes_no_more_keeps_the_old_checkpoint_and_is_named(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_the_old_checkpoint(tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, "-c", _FULL, str(tmp_path)], capture_output=True, text=True, check=False)
     assert run.stdout.startswith(
         f"cannot write step_0000002.pt in {tmp_path}: File too large; raise the limit of a file"
@@ -225,7 +205,7 @@ def test_resume_finds_what_it_is_asked_for(tmp_path: Path) -> None:
         checkpoint.load(run)
 
 
-def test_differences_that_matter_are_listed_with_both_values() -> None:
+def test_differences_are_listed_with_both_values() -> None:
     config = Config(data=Path("a"), lr=0.1)
     saved = checkpoint.describe(config, "abc")
     assert checkpoint.compare(saved, config, "abc") == []
@@ -255,7 +235,7 @@ def test_the_export_is_what_timm_loads(tmp_path: Path) -> None:
     assert steps(tmp_path) == ["backbone.safetensors"]
 
 
-def test_the_documented_way_to_load_a_small_stem_works(tmp_path: Path) -> None:
+def test_a_small_stem_loads_as_documented(tmp_path: Path) -> None:
     def small() -> nn.Module:
         model: Any = timm.create_model("resnet18", num_classes=0)
         model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
@@ -268,7 +248,7 @@ def test_the_documented_way_to_load_a_small_stem_works(tmp_path: Path) -> None:
     assert all(torch.equal(value, again.state_dict()[key]) for key, value in model.state_dict().items())
 
 
-def test_a_backbone_is_read_from_an_export_and_from_a_checkpoint(tmp_path: Path) -> None:
+def test_a_backbone_is_read_from_either_file(tmp_path: Path) -> None:
     module = nn.Linear(2, 2)
     export_backbone(module, tmp_path / "a.safetensors", {})
     weights = {f"backbone.{key}": value for key, value in module.state_dict().items()} | {"queue": torch.zeros(2)}
@@ -283,7 +263,7 @@ def test_a_backbone_is_read_from_an_export_and_from_a_checkpoint(tmp_path: Path)
             checkpoint.read_backbone(file)
 
 
-def test_a_machine_out_of_file_handles_does_not_make_a_checkpoint_a_damaged_one(tmp_path: Path) -> None:
+def test_lack_of_file_handles_is_no_damage(tmp_path: Path) -> None:
     """An older one would take its place, and the steps between be made again."""
     for step in (1, 2):
         checkpoint.save(tmp_path, {"step": step}, keep=2)

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cocor.objective.consistency import Consistency, abs_loss, latent_similarity, normalised, softplus_loss
+from cocor.methods.base import normalised
+from cocor.objective.consistency import Consistency, abs_loss, latent_similarity, softplus_loss
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def literal_abs(similarity: Tensor, target: Tensor, epsilon: float) -> Tensor:
     return torch.sqrt((similarity - target) ** 2 + epsilon**2).mean() - epsilon
 
 
-def test_similarity_is_the_cosine_and_the_original_carries_no_gradient() -> None:
+def test_similarity_is_the_cosine() -> None:
     composites = torch.randn(2, 4, 6, requires_grad=True)
     originals = torch.randn(4, 6, requires_grad=True)
     similarity = latent_similarity(composites, originals)
@@ -36,7 +37,7 @@ def test_similarity_is_the_cosine_and_the_original_carries_no_gradient() -> None
     assert composites.grad is not None and originals.grad is None
 
 
-def test_zero_vectors_have_similarity_zero_and_finite_gradients() -> None:
+def test_zero_vectors_have_similarity_zero() -> None:
     composites = torch.zeros(1, 2, 3)
     composites[0, 1] = 1.0
     composites.requires_grad_()
@@ -46,7 +47,7 @@ def test_zero_vectors_have_similarity_zero_and_finite_gradients() -> None:
     assert composites.grad is not None and torch.equal(composites.grad, torch.zeros_like(composites))
 
 
-def test_similarity_is_float32_for_low_precision_features_and_under_autocast() -> None:
+def test_similarity_is_float32() -> None:
     composites, originals = torch.randn(1, 4, 256).bfloat16(), torch.randn(4, 256).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         similarity = latent_similarity(composites, originals)
@@ -54,13 +55,13 @@ def test_similarity_is_float32_for_low_precision_features_and_under_autocast() -
     assert torch.allclose(similarity, latent_similarity(composites.float(), originals.float()))
 
 
-def test_normalised_survives_the_extremes_of_float32() -> None:
+def test_normalised_at_the_extremes_of_float32() -> None:
     rows = normalised(torch.tensor([[1e-17, 0.0], [1e18, 1e18]]))
     assert torch.allclose(rows.norm(dim=1), torch.ones(2))
 
 
 @pytest.mark.parametrize("beta", [1.0, 7.5])
-def test_softplus_loss_and_its_derivatives_are_those_of_the_formula(pair: tuple[Tensor, Tensor], beta: float) -> None:
+def test_softplus_loss_and_its_derivatives(pair: tuple[Tensor, Tensor], beta: float) -> None:
     similarity, target = pair
     loss = literal_softplus(similarity, target, beta)
     (slope,) = torch.autograd.grad(loss, similarity, create_graph=True)
@@ -74,14 +75,14 @@ def test_softplus_loss_and_its_derivatives_are_those_of_the_formula(pair: tuple[
     assert torch.allclose(torch.autograd.grad(result.loss, similarity)[0], slope)
 
 
-def test_softplus_pulls_unlike_views_and_spares_those_that_are_alike_enough() -> None:
+def test_softplus_spares_views_alike_enough() -> None:
     target = torch.full((2, 1), 0.7)
     result = softplus_loss(torch.tensor([[-0.3], [1.0]]), target, beta=5.0)
     assert result.slope[0] < 5 * result.slope[1] < 0  # raising the similarity lowers the loss, most where it is low
 
 
 @pytest.mark.parametrize("epsilon", [0.05, 0.5])
-def test_abs_loss_and_its_derivatives_are_those_of_the_formula(pair: tuple[Tensor, Tensor], epsilon: float) -> None:
+def test_abs_loss_and_its_derivatives(pair: tuple[Tensor, Tensor], epsilon: float) -> None:
     similarity, target = pair
     loss = literal_abs(similarity, target, epsilon)
     (slope,) = torch.autograd.grad(loss, similarity, create_graph=True)
@@ -103,10 +104,15 @@ def test_abs_loss_without_smoothing_is_equation_2(pair: tuple[Tensor, Tensor]) -
 
 
 @pytest.mark.parametrize("function", [softplus_loss, abs_loss])
-def test_targets_get_no_gradient_from_the_encoders_loss(function, pair: tuple[Tensor, Tensor]) -> None:
+def test_weight_scales_loss_and_derivatives(function, pair: tuple[Tensor, Tensor]) -> None:
     similarity, target = pair
-    function(similarity, target).loss.backward()
+    plain, heavy = (function(similarity, target, weight=weight) for weight in (1.0, 3.0))
+    for name in ("loss", "slope", "curvature"):
+        assert torch.allclose(getattr(heavy, name), 3 * getattr(plain, name))
+    assert torch.equal(heavy.unweighted, plain.loss) and torch.equal(heavy.similarity, plain.similarity)
+    heavy.loss.backward()
     assert similarity.grad is not None and target.grad is None
+    assert torch.allclose(similarity.grad, 3 * torch.autograd.grad(plain.loss, similarity)[0])
 
 
 @pytest.mark.parametrize("function", [softplus_loss, abs_loss])
@@ -120,7 +126,7 @@ def test_all_lengths_weigh_the_same(function, pair: tuple[Tensor, Tensor]) -> No
 
 
 @pytest.mark.parametrize("function", [softplus_loss, abs_loss])
-def test_two_ranks_give_the_loss_and_gradient_of_the_global_batch(function, pair: tuple[Tensor, Tensor]) -> None:
+def test_two_ranks_give_the_global_loss(function, pair: tuple[Tensor, Tensor]) -> None:
     similarity, target = pair
     whole = function(similarity, target)
     (gradient,) = torch.autograd.grad(whole.loss, similarity)
@@ -142,7 +148,7 @@ def test_two_ranks_give_the_loss_and_gradient_of_the_global_batch(function, pair
         assert torch.allclose(torch.cat([result.curvature for result in results], 1) / 2, whole.curvature)
 
 
-def test_softplus_loss_is_finite_for_a_network_far_off() -> None:
+def test_softplus_loss_is_finite_far_off() -> None:
     similarity = torch.zeros(2, 4, requires_grad=True)
     result = softplus_loss(similarity, torch.tensor([[-300.0] * 4, [300.0] * 4]))
     assert math.isfinite(result.loss.item()) and bool(result.curvature.isfinite().all())

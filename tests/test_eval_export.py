@@ -10,9 +10,9 @@ import timm
 import torch
 import torchvision
 
+from cocor.checkpoint import export_backbone
 from cocor.eval.weights.export import detectron2_name, export, main
 from cocor.eval.weights.load import Encoder, load_encoder
-from cocor.export import export_backbone
 from cocor.models import build_backbone
 from loaders.errors import UserError
 

@@ -15,8 +15,8 @@ import torchvision
 from torch import Tensor, nn
 
 from cocor import checkpoint
+from cocor.checkpoint import export_backbone
 from cocor.eval.weights.load import digest, load_encoder
-from cocor.export import export_backbone
 from cocor.methods.moco import MoCo
 from cocor.models import build_backbone
 from loaders.errors import UserError
@@ -134,7 +134,7 @@ def test_weights_without_a_moving_average_are_not_taken_for_one(reference: nn.Mo
 
 def test_own_checkpoints_and_exports_load_with_their_stem(tmp_path: Path) -> None:
     backbone = build_backbone("resnet18", "small")
-    method = MoCo(backbone, queue=16)
+    method = MoCo(backbone, queue_size=16)
     about = {"config": {"backbone": "resnet18", "stem": "small"}}
     checkpoint.save(tmp_path / "checkpoints", {"step": 7, "training": {"method": method.state_dict()}, **about}, keep=1)
     encoder = load_encoder(tmp_path)
@@ -146,7 +146,7 @@ def test_own_checkpoints_and_exports_load_with_their_stem(tmp_path: Path) -> Non
 
 def test_a_copy_beside_the_checkpoints_is_not_taken_for_the_newest(tmp_path: Path) -> None:
     for step in (7, 12):
-        method = MoCo(build_backbone("resnet18", "small"), queue=16)
+        method = MoCo(build_backbone("resnet18", "small"), queue_size=16)
         state = {"step": step, "training": {"method": method.state_dict()}}
         checkpoint.save(tmp_path / "checkpoints", state | {"config": {"backbone": "resnet18", "stem": "small"}}, keep=2)
     (tmp_path / "checkpoints" / "step_best.pt").write_text("")

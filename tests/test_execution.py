@@ -14,8 +14,8 @@ from cocor.distributed.collectives import World
 from cocor.models import build_method, build_target
 from cocor.monitor.health import SkipNonFinite
 from cocor.step.compile import LONG_RUN, choose, compile_backbones, executable, uncompiled
-from cocor.step.cudagraph import WARM_UP, RecordedStep
-from cocor.step.schedule import Cosine
+from cocor.step.cudagraph import WARM_UP, GraphedStep
+from cocor.step.optim import Cosine
 from cocor.step.step import TrainingStep
 from loaders.batch import Batch
 from loaders.errors import UserError
@@ -90,14 +90,8 @@ def state_of(step: TrainingStep) -> list[Tensor]:
     parts = step.parts().values()
     modules = [tensor for part in parts if isinstance(part, nn.Module) for tensor in part.state_dict().values()]
     optimisers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
-    moments = [
-        part.state[p]["momentum_buffer"]
-        for part in optimisers
-        for group in part.param_groups
-        for p in group["params"]
-        if part.state[p].get("momentum_buffer") is not None
-    ]
-    return modules + moments
+    states = [part.state[p] for part in optimisers for group in part.param_groups for p in group["params"]]
+    return modules + [state["momentum_buffer"] for state in states if state.get("momentum_buffer") is not None]
 
 
 def perturb(tensors: list[Tensor], size: float = 1e-6) -> None:
@@ -138,15 +132,10 @@ def in_float64(step: TrainingStep) -> TrainingStep:
 
 
 def in_double(batch: Batch) -> Batch:
-    return replace(
-        batch, views=batch.views.double(), original=batch.original.double(), composites=batch.composites.double()
-    )
+    return replace(batch, **{name: getattr(batch, name).double() for name in ("views", "original", "composites")})
 
 
 class TestChoice:
-    def test_the_cpu_runs_what_is_written(self) -> None:
-        assert choose(config_for(), CPU, 10**6) == "eager"
-
     @pytest.mark.parametrize(
         ("options", "steps", "chosen"),
         [
@@ -158,14 +147,12 @@ class TestChoice:
             ({"execution": "compiled"}, 10, "compiled"),
         ],
     )
-    def test_a_gpu_runs_the_fastest_that_is_possible_and_pays(
-        self, options: dict, steps: int, chosen: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_gpu(self, options: dict, steps: int, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("cocor.step.compile.missing_to_compile", lambda device: None)
         assert choose(config_for(**options), GPU, steps) == chosen
 
     @pytest.mark.parametrize("world", [CPU, GPU], ids=["cpu", "gpu"])
-    def test_without_a_compiler_nothing_is_compiled(
+    def test_without_a_compiler(
         self, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         monkeypatch.setenv("PATH", str(tmp_path))
@@ -176,26 +163,23 @@ class TestChoice:
         assert choose(config_for(), world, LONG_RUN) == ("graph" if world is GPU else "eager")
         assert ("not compiled" in caplog.text) == (world is GPU)
 
-    def test_compiling_on_a_cpu_is_advised_against(
-        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_the_cpu(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        assert choose(config_for(), CPU, 10**6) == "eager"
         monkeypatch.setattr("cocor.step.compile.missing_to_compile", lambda device: None)
         assert choose(config_for(execution="compiled"), CPU, 1) == "compiled"
         assert "on a CPU compiling takes minutes" in caplog.text
-
-    def test_a_graph_without_a_gpu_is_refused(self) -> None:
         with pytest.raises(UserError, match="--execution graph: CUDA graphs need a GPU"):
             choose(config_for(execution="graph"), CPU, 1)
 
     @pytest.mark.parametrize(
         "options", [{"consistency": "abs", "execution": "fused"}, {"optimiser": "lars", "execution": "graph"}]
     )
-    def test_what_excludes_each_other_is_told_before_anything_is_built(self, options: dict) -> None:
+    def test_options_that_exclude_each_other(self, options: dict) -> None:
         with pytest.raises(UserError, match="--execution"):
             config_for(**options)
 
 
-def test_compiling_changes_no_name_in_a_checkpoint() -> None:
+def test_compiling_keeps_names_in_checkpoints() -> None:
     step, written = build(config_for(), CPU), build(config_for(), CPU)
     executable(step, "compiled")  # nothing is compiled before the first step
     assert list(step.state_dict()["method"]) == list(written.state_dict()["method"])
@@ -208,14 +192,12 @@ def test_what_the_compiler_is_given_is_the_step(method: str) -> None:
     _, expected = train(config, CPU, "eager", steps=2)
     step = build(config, CPU)
     compile_backbones(step, backend="aot_eager")
-    rows = [
-        {name: float(value) for name, value in step(*pair, number).items()}
-        for number, pair in enumerate(batches(config, CPU.device, 2))
-    ]
-    assert_same(rows, expected, 1e-3)
+    for number, pair in enumerate(batches(config, CPU.device, 2)):
+        row = {name: float(value) for name, value in step(*pair, number).items()}
+        assert_same([row], expected[number : number + 1], 1e-3)
 
 
-def test_two_steps_that_follow_each_other_are_compared_in_all_they_change() -> None:
+def test_the_comparison_itself() -> None:
     assert_follows(config_for(), CPU, "eager", steps=3)
 
 
@@ -223,11 +205,11 @@ def test_two_steps_that_follow_each_other_are_compared_in_all_they_change() -> N
 class TestOnGpu:
     @pytest.mark.parametrize("method", ["moco", "simsiam"])
     @pytest.mark.parametrize("execution", ["compiled", "graph", "fused"])
-    def test_twenty_steps_are_those_of_the_written_code(self, method: str, execution: str) -> None:
+    def test_each_step_is_the_written_one(self, method: str, execution: str) -> None:
         assert_follows(config_for(method=method), GPU, execution, steps=20)
 
     @pytest.mark.parametrize("execution", ["compiled", "graph", "fused"])
-    def test_twenty_steps_on_their_own_stay_near_the_written_code(self, execution: str) -> None:
+    def test_twenty_steps_stay_near_the_written_ones(self, execution: str) -> None:
         config = config_for(lr=0.005)
         _, rows = train(config, GPU, execution, steps=20)
         _, expected = train(config, GPU, "eager", steps=20)
@@ -244,39 +226,33 @@ class TestOnGpu:
     @pytest.mark.parametrize(
         "options",
         [
-            {"hypergradient": "taylor"},
-            {"consistency": "abs"},
-            {"consistency": "none"},
-            {"mmnn": "constants"},
-            {"method": "byol", "optimiser": "sgd", "sync_bn": False},
-            {"method": "supcon"},
+            {"hypergradient": "taylor"}, {"consistency": "abs"}, {"consistency": "none"}, {"mmnn": "constants"},
+            {"method": "byol", "optimiser": "sgd", "sync_bn": False}, {"method": "supcon"},
         ],
-    )
-    def test_whatever_a_step_consists_of_can_be_recorded(self, options: dict) -> None:
+    )  # fmt: skip
+    def test_every_kind_of_step_can_be_recorded(self, options: dict) -> None:
         assert_follows(config_for(**options), GPU, "graph", steps=WARM_UP + 3)
 
     @pytest.mark.parametrize(
         "options",
         [
-            {"lengths_per_step": 1},
-            {"composite_size": 24},
-            {"mmnn_every": 3},
+            {"lengths_per_step": 1}, {"composite_size": 24}, {"mmnn_every": 3},
             {"lengths_per_step": 2, "composite_size": 24, "mmnn_every": 2},
             {"mmnn_every": 2, "hypergradient": "taylor"},
         ],
         ids=str,
-    )
+    )  # fmt: skip
     @pytest.mark.parametrize("execution", ["graph", "fused"])
-    def test_steps_that_take_turns_can_be_recorded(self, options: dict, execution: str) -> None:
+    def test_steps_with_turns_can_be_recorded(self, options: dict, execution: str) -> None:
         """Steps in which the MMNN learns and steps in which it does not are each recorded within these 20."""
         assert_follows(config_for(**options), GPU, execution, steps=20)
 
-    def test_lengths_side_by_side_are_the_same_as_one_after_the_other(self) -> None:
+    def test_lengths_side_by_side(self) -> None:
         config = config_for()
         results = []
         for parallel in (False, True):
             step = build(config, GPU)
-            execute = RecordedStep(step, parallel)
+            execute = GraphedStep(step, parallel)
             for number, pair in enumerate(batches(config, GPU.device, WARM_UP + 5)):
                 metrics = execute(*pair, number)
             results.append([{name: float(value) for name, value in metrics.items()}])
@@ -288,17 +264,17 @@ class TestOnGpu:
         pairs = list(batches(step.config, GPU.device, WARM_UP + 2))
         for number, pair in enumerate(pairs):
             execute(*pair, number)
-        assert step.guide is not None
-        learning = [*step.parameters, *step.guide.mmnn.parameters(), *step.guide.classifier.parameters()]
+        assert step.outer is not None
+        learning = [*step.parameters, *step.outer.mmnn.parameters(), *step.outer.classifier.parameters()]
         before = [weight.detach().clone() for weight in learning]
         execute(*pairs[0], len(pairs))
         assert not any(torch.equal(new, old) for new, old in zip(learning[:3], before[:3], strict=True))
         before = [weight.detach().clone() for weight in learning]
-        step.schedule = step.guide.mmnn_schedule = step.guide.classifier_schedule = Cosine(1, wait=1)
+        step.schedule = step.outer.mmnn_schedule = step.outer.classifier_schedule = Cosine(1, wait=1)
         execute(*pairs[0], len(pairs))
         assert all(torch.equal(new, old) for new, old in zip(learning, before, strict=True))
 
-    def test_a_batch_of_another_size_is_an_ordinary_step(self) -> None:
+    def test_a_batch_of_another_size(self) -> None:
         step = build(config_for(), GPU)
         execute = executable(step, "graph")
         for number, pair in enumerate(batches(step.config, GPU.device, WARM_UP + 2)):
@@ -306,7 +282,7 @@ class TestOnGpu:
         batch, labelled = next(batches(config_for(batch_size=8), GPU.device, 1))
         assert execute(batch, labelled, WARM_UP + 2)["loss"].isfinite()
 
-    def test_steps_without_a_finite_loss_are_undone_in_a_recording_too(self) -> None:
+    def test_recorded_steps_are_undone_at_nan(self) -> None:
         step = build(config_for(), GPU)
         execute = SkipNonFinite(step, executable(step, "graph"))
         pairs = list(batches(step.config, GPU.device, WARM_UP + 3))
@@ -319,7 +295,7 @@ class TestOnGpu:
         assert metrics["skipped"] == 1
         assert all(torch.equal(new, old) for new, old in zip(step.weights(), before, strict=True))
 
-    def test_a_resumed_recording_goes_on_from_the_state_it_was_given(self, tmp_path: Path) -> None:
+    def test_a_recording_resumes(self, tmp_path: Path) -> None:
         config = config_for()
         whole = build(config, GPU)
         execute = executable(whole, "graph")

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from test_readme import READMES
 
-from cocor.config.checks import NEEDS, warnings
+from cocor.config.checks import needs, warnings
 from cocor.config.options import Config
 from cocor.config.resolve import read
 from cocor.train import main
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
-# The words of NEEDS that a flag is warned of with, flags that lack what it needs, and flags that have it.
+# The words of a need that a flag is warned of with, flags that lack what it needs, and flags that have it.
 IDLE = [
     ("--data x", "a --loader that reads images", "--loader synthetic", "--loader torch"),
     ("--on-error skip", "a --loader that reads images", "--loader synthetic", ""),
@@ -58,9 +58,7 @@ IDLE = [
 
 
 @pytest.mark.parametrize(("given", "where", "lacking", "having"), IDLE, ids=lambda value: value.split("=")[0])
-def test_a_flag_that_cannot_act_is_warned_of_and_a_key_of_a_file_waits(
-    tmp_path: Path, given: str, where: str, lacking: str, having: str
-) -> None:
+def test_idle_flags_are_warned_of(tmp_path: Path, given: str, where: str, lacking: str, having: str) -> None:
     name, _, value = given.partition(" ")
     said = [line for line in warned([*given.split(), *lacking.split()]) if line.startswith(f"{name} ")]
     assert len(said) == 1 and said[0].startswith(f"{name} has no effect: it acts only ") and where in said[0]
@@ -85,23 +83,21 @@ def test_it_is_said_once(
     assert capsys.readouterr().err.splitlines().count(said) == times
 
 
-def test_every_need_is_tried_and_names_options_that_exist() -> None:
-    assert all(any(words in need.where for _, words, *_ in IDLE) for need in NEEDS)
-    assert {key for need in NEEDS for key in need.keys} <= Config.__dataclass_fields__.keys()
+def test_every_need_is_tried() -> None:
+    assert all(any(words in need.where for _, words, *_ in IDLE) for need in needs())
+    assert {key for need in needs() for key in need.keys} <= Config.__dataclass_fields__.keys()
 
 
 @pytest.mark.parametrize(
     "argv",
     [
-        ["--consistency", "none", "--composite-size", "0"],
-        ["--loader", "synthetic", "--knn-every", "0"],
-        ["--no-force-data", "--jitter-prob", "0", "--hue", "0"],
-        ["--mmnn", "constants", "--label-split", "none"],
-        ["--dry-run", "--overwrite", "--keep-checkpoints", "1"],
+        "--consistency none --composite-size 0", "--loader synthetic --knn-every 0",
+        "--no-force-data --jitter-prob 0 --hue 0", "--mmnn constants --label-split none",
+        "--dry-run --overwrite --keep-checkpoints 1",
     ],
-)
-def test_a_flag_that_asks_for_nothing_or_is_of_the_run_that_is_looked_at_may_be_given(argv: list[str]) -> None:
-    assert not warned(argv)
+)  # fmt: skip
+def test_redundant_flags_do_not_warn(argv: str) -> None:
+    assert not warned(argv.split())
 
 
 def commands(text: str) -> list[list[str]]:
@@ -111,7 +107,7 @@ def commands(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("page", [*READMES, *sorted(map(str, CONFIGS.glob("*.yaml")))])
-def test_every_documented_command_is_accepted(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_commands_are_accepted(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(CONFIGS.parent)
     for flags in commands(Path(page).read_text()):
         assert not warned(flags)

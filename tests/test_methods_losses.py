@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cocor.config.resolve import load
-from cocor.methods.base import batch_statistics_only
-from cocor.methods.byol import prediction_error, target_momentum
+from cocor.methods.base import Ranks, batch_statistics_only
+from cocor.methods.byol import target_momentum
 from cocor.methods.intl import INTL, iterative_normalisation_loss, trace_loss, whitened
 from cocor.methods.supcon import SupCon, supervised_contrastive
 from loaders.errors import UserError
@@ -51,12 +51,6 @@ class TestSupCon:
         else:
             assert_same_with_gradient(loss, expected, leaf)
 
-    def test_gradients_are_those_of_finite_differences(self) -> None:
-        labels = torch.tensor([0, 1, 0, 1, 0])
-        assert torch.autograd.gradcheck(
-            lambda z: supervised_contrastive(F.normalize(z, dim=1), labels, 0.2), rows(5, 4)
-        )
-
     def test_a_lonely_label_has_its_other_view(self) -> None:
         method = supcon()
         views = images(2, 6)
@@ -66,7 +60,7 @@ class TestSupCon:
         assert loss.isfinite() and all(p.grad is not None and p.grad.isfinite().all() for p in method.parameters())
         assert not torch.allclose(loss, method.contrastive(views, LABELS))
 
-    def test_views_of_one_image_are_neighbours_whatever_the_order_of_views(self) -> None:
+    def test_labels_belong_to_both_views(self) -> None:
         method = supcon()
         views = images(2, 6)
         z = torch.cat([F.normalize(method.head(method.backbone(view)), dim=1) for view in views])
@@ -76,10 +70,8 @@ class TestSupCon:
     def test_it_has_its_authors_head(self) -> None:
         method = SupCon(backbone())
         width = method.head[0].in_features
-        assert [tuple(m.weight.shape) for m in method.head if isinstance(m, nn.Linear)] == [
-            (width, width),
-            (128, width),
-        ]
+        linear = [tuple(m.weight.shape) for m in method.head if isinstance(m, nn.Linear)]
+        assert linear == [(width, width), (128, width)]
 
 
 class TestByol:
@@ -102,9 +94,6 @@ class TestByol:
         gradients = (torch.autograd.grad(value, online) for value in (loss, expected))
         for one, other in zip(*gradients, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-10)
-
-    def test_gradients_are_those_of_finite_differences(self) -> None:
-        assert torch.autograd.gradcheck(lambda p: prediction_error(p, rows(5, 4, 1).detach()), rows(5, 4))
 
     def test_the_momentum_rises_from_its_start_to_1(self) -> None:
         values = [target_momentum(torch.tensor(k), 200, 0.97).item() for k in range(201)]
@@ -155,13 +144,7 @@ class TestIntl:
         loss = iterative_normalisation_loss(*views, iterations, 0.05)
         assert_same_with_gradient(loss, self.literal(views, iterations, 0.05), leaf)
 
-    def test_gradients_are_those_of_finite_differences(self) -> None:
-        def loss(x: Tensor) -> Tensor:
-            return iterative_normalisation_loss(x[:3], x[3:], 4, 0.1)
-
-        assert torch.autograd.gradcheck(loss, rows(6, 5))
-
-    def test_many_steps_whiten_a_batch_that_is_smaller_than_the_dimension(self) -> None:
+    def test_many_steps_whiten_a_batch(self) -> None:
         white = whitened(rows(6, 40), 20)
         torch.testing.assert_close(white @ white.T / 39, torch.eye(6, dtype=torch.float64), atol=1e-6, rtol=0)
         assert trace_loss(white) < 1e-9
@@ -172,22 +155,22 @@ class TestIntl:
         loss.backward()
         assert loss.isfinite() and same.grad is not None and same.grad.isfinite().all()
 
-    def test_whitening_is_at_least_float32_under_autocast(self) -> None:
+    def test_whitening_is_float32_under_autocast(self) -> None:
         method = intl()
         seen: list[torch.dtype] = []
-        method.gather = lambda tensor: (seen.append(tensor.dtype), torch.cat([tensor, tensor]))[1]
-        method.world = 2
+        gather = lambda tensor: (seen.append(tensor.dtype), torch.cat([tensor, tensor]))[1]  # noqa: E731
+        method.ranks = Ranks(0, 2, gather)
         with torch.autocast("cpu", torch.bfloat16):
             loss = method.contrastive(images(2, 6))
         assert seen == [torch.float32] * 2 and loss.dtype == torch.float32
 
-    def test_the_weight_of_the_trace_loss_follows_the_batch(self) -> None:
+    def test_trace_weight_follows_the_batch(self) -> None:
         views = images(2, 6)
         weight = 0.01 * (math.log2(6) - 3)
         losses = []
         for choice in (None, weight):
             torch.manual_seed(0)
-            losses.append(INTL(backbone(), dim=16, hidden=24, trace_weight=choice).contrastive(views))
+            losses.append(INTL(backbone(), embedding_dim=16, projector_dim=24, trace_weight=choice).contrastive(views))
         assert losses[0] == losses[1]
 
     def test_more_images_than_dimensions_are_refused(self) -> None:

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import timm
@@ -13,9 +12,9 @@ import torch
 from test_distributed import LAUNCHERS, TESTS
 from torch import Tensor, nn
 
-from cocor.config.options import Method
 from cocor.config.resolve import load
-from cocor.methods.sync_norm import GlobalBatchNorm, synchronise_batch_norm
+from cocor.methods import METHODS
+from cocor.methods.batchnorm import GlobalBatchNorm, synchronise_batch_norm
 from loaders.errors import UserError
 
 Results = dict[str, dict[str, dict[str, Tensor]]]  # by precision, method, name
@@ -33,9 +32,8 @@ def results(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     return {ranks: torch.load(folder / f"{ranks}.pt", weights_only=True) for ranks in (1, 2, 4)}
 
 
-def compared(
-    results: dict[int, Results], precision: str, method: str, ranks: int
-) -> Iterator[tuple[str, Tensor, Tensor]]:
+def compared(results: dict[int, Results], precision: str, method: str,
+             ranks: int) -> Iterator[tuple[str, Tensor, Tensor]]:  # fmt: skip
     """Name, value on ``ranks`` ranks and on one."""
     one, several = results[1][precision][method], results[ranks][precision][method]
     assert one.keys() == several.keys()
@@ -49,11 +47,9 @@ def compared(
             yield name, several[name], value
 
 
-@pytest.mark.parametrize("method", [*get_args(Method), "cheaper"])  # the last: MoCo with all that takes turns
+@pytest.mark.parametrize("method", [*METHODS, "cheaper"])  # the last: MoCo with all that takes turns
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_losses_gradients_and_state_do_not_depend_on_the_number_of_ranks(
-    results: dict[int, Results], method: str, ranks: int
-) -> None:
+def test_ranks_make_the_same_steps(results: dict[int, Results], method: str, ranks: int) -> None:
     for name, several, one in compared(results, "float64", method, ranks):
         torch.testing.assert_close(several, one, rtol=1e-8, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}")
     learned = [value for name, value in results[1]["float64"][method].items() if name.startswith("0 gradient mmnn")]
@@ -61,7 +57,7 @@ def test_losses_gradients_and_state_do_not_depend_on_the_number_of_ranks(
 
 
 @pytest.mark.parametrize("name", ["plain", "abs"])  # without CoCor; the other loss, measured anew after the step
-def test_nor_do_those_of_other_steps_than_the_usual_one(results: dict[int, Results], name: str) -> None:
+def test_ranks_make_the_same_other_steps(results: dict[int, Results], name: str) -> None:
     for place, several, one in compared(results, "float64", name, 2):
         torch.testing.assert_close(several, one, rtol=1e-7, atol=1e-9, msg=lambda text, n=place: f"{n}: {text}")
     trained = results[1]["float64"][name]
@@ -69,8 +65,8 @@ def test_nor_do_those_of_other_steps_than_the_usual_one(results: dict[int, Resul
     assert name == "plain" or trained["0 hypergradient_norm"] > 1e-6
 
 
-@pytest.mark.parametrize("method", get_args(Method))
-def test_in_single_precision_ranks_err_no_more_than_one_does(results: dict[int, Results], method: str) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_ranks_round_no_worse_than_one(results: dict[int, Results], method: str) -> None:
     """Rounding: this small network, on 8 images, magnifies it up to 100,000 times on a single rank already."""
     rows: list[tuple[Tensor, Tensor, Tensor]] = []
     for name, several, one in compared(results, "float32", method, 2):
@@ -97,7 +93,7 @@ def test_batch_norm_over_one_rank_is_batch_norm() -> None:
 
 
 @pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet"])
-def test_gpus_get_pytorchs_synchronised_batch_norm(name: str) -> None:
+def test_gpus_use_sync_batch_norm(name: str) -> None:
     plain = timm.create_model(name, num_classes=0).eval()
     names, images = list(plain.state_dict()), torch.randn(2, 3, 32, 32)
     expected = plain(images)
@@ -107,15 +103,15 @@ def test_gpus_get_pytorchs_synchronised_batch_norm(name: str) -> None:
     assert list(converted.state_dict()) == names and torch.equal(converted(images), expected)
 
 
-def test_what_timm_puts_inside_a_norm_stays_behind_it() -> None:
+def test_timms_norms_keep_their_activation() -> None:
     norm = timm.layers.BatchNormAct2d(3)
     converted = synchronise_batch_norm(nn.Sequential(norm), torch.device("cpu"))
     images = torch.randn(4, 3, 5, 5)
     assert torch.equal(converted(images), norm(images)) and converted(images).min() == 0
 
 
-def test_methods_synchronise_as_their_authors_do_and_a_flag_overrides() -> None:
-    defaults = {method: load(["--method", method]).sync_bn for method in get_args(Method)}
+def test_sync_bn_follows_the_method() -> None:
+    defaults = {method: load(["--method", method]).sync_bn for method in METHODS}
     assert defaults == {"moco": False, "simsiam": True, "supcon": False, "byol": True, "intl": True}
     assert not load(["--method", "simsiam", "--no-sync-bn"]).sync_bn
     flags = ["--method", "simsiam", "--consistency", "abs", "--gpus", "2"]

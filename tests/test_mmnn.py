@@ -8,8 +8,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from cocor.objective.mmnn import CONSTANTS, MMNN, OPS, Constants, _fitted, constants_for, similarity_at
+from cocor.config.options import Config
+from cocor.config.resolve import load
+from cocor.objective.mmnn import MMNN, OPS, Constants, _fitted, by_length, similarity_at
 from loaders.errors import UserError
+
+PAPER = by_length(Config.constants)
 
 
 def vectors(length: int) -> Tensor:
@@ -39,7 +43,7 @@ def assert_strictly_decreasing(g: MMNN) -> None:
 
 @pytest.fixture(scope="module")
 def fitted() -> MMNN:
-    return MMNN()
+    return MMNN(PAPER)
 
 
 def copy_of(fitted: MMNN) -> MMNN:
@@ -50,7 +54,7 @@ def copy_of(fitted: MMNN) -> MMNN:
     return g
 
 
-def test_every_further_augmentation_lowers_the_similarity(fitted: MMNN) -> None:
+def test_every_augmentation_lowers_similarity(fitted: MMNN) -> None:
     assert_strictly_decreasing(fitted)
 
 
@@ -61,7 +65,7 @@ def test_every_further_augmentation_lowers_the_similarity(fitted: MMNN) -> None:
     steps=st.integers(1, 8),
     length=st.integers(1, 4),
 )
-def test_it_stays_strictly_decreasing_under_wild_training(seed: int, lr: float, steps: int, length: int) -> None:
+def test_strictly_decreasing_in_wild_training(seed: int, lr: float, steps: int, length: int) -> None:
     g = copy_of(FITTED)
     generator = torch.Generator().manual_seed(seed)
     optimiser = torch.optim.SGD(g.parameters(), lr=lr, momentum=0.9)
@@ -77,7 +81,7 @@ def test_it_stays_strictly_decreasing_under_wild_training(seed: int, lr: float, 
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), scale=st.sampled_from([1.0, 10.0, 100.0, 1e4]))
-def test_it_is_strictly_decreasing_for_any_weights(seed: int, scale: float) -> None:
+def test_strictly_decreasing_for_any_weights(seed: int, scale: float) -> None:
     g = copy_of(FITTED)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -88,7 +92,7 @@ def test_it_is_strictly_decreasing_for_any_weights(seed: int, scale: float) -> N
 
 @pytest.mark.parametrize("method", ["moco", "simsiam", "byol"])
 def test_the_fit_meets_the_papers_constants(method: str) -> None:
-    constants = constants_for(method)
+    constants = by_length(load(["--method", method]).constants)
     with torch.no_grad():
         g = MMNN(constants)
         for length, similarity in constants.items():
@@ -109,26 +113,26 @@ def test_the_fit_meets_other_lengths(constants: dict[int, float]) -> None:
             assert g(random_composites(length)).mean().item() == pytest.approx(similarity, abs=3e-3)
 
 
-def test_the_fit_is_deterministic_fast_and_leaves_the_global_generator_alone() -> None:
+def test_the_fit_is_deterministic_and_fast() -> None:
     state = torch.get_rng_state()
-    first = MMNN()
+    first = MMNN(PAPER)
     _fitted.cache_clear()
     began = time.process_time()
-    second = MMNN()
+    second = MMNN(PAPER)
     assert (time.process_time() - began) / torch.get_num_threads() < 1.0
     assert torch.equal(torch.get_rng_state(), state)
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
-def test_every_weight_can_learn_from_composites_of_the_trained_lengths(fitted: MMNN) -> None:
+def test_every_weight_can_learn(fitted: MMNN) -> None:
     g = copy_of(fitted)
     g(torch.cat([vectors(length) for length in (1, 2, 3)])).sum().backward()
     assert bool((g.linear.grad != 0).all()) and g.bias.grad != 0
     assert ((g.hidden.grad != 0).all(1)).float().mean() > 0.4  # units that set in at longer lengths wait for those
 
 
-def test_output_is_float32_under_autocast_and_shaped_like_the_batch(fitted: MMNN) -> None:
+def test_output_is_float32_under_autocast(fitted: MMNN) -> None:
     composition = torch.stack([random_composites(length, 5) for length in (1, 2, 3)])
     plain = fitted(composition)
     with torch.autocast("cpu", torch.bfloat16):
@@ -137,8 +141,8 @@ def test_output_is_float32_under_autocast_and_shaped_like_the_batch(fitted: MMNN
     assert torch.equal(plain, mixed)
 
 
-def test_constants_are_looked_up_by_length_and_continued_in_a_line() -> None:
-    constants = Constants(CONSTANTS["moco"])
+def test_constants_are_continued_in_a_line() -> None:
+    constants = Constants(PAPER)
     composition = torch.stack([random_composites(length, 4) for length in (1, 2, 3, 5)])
     expected = torch.tensor([0.80, 0.75, 0.65, 0.45])
     assert torch.allclose(constants(composition), expected[:, None].expand(4, 4))
@@ -151,9 +155,9 @@ def test_constants_are_looked_up_by_length_and_continued_in_a_line() -> None:
     "constants",
     [{}, {0: 1.0, 1: 0.8}, {1: 1.0}, {1: 0.8, 2: 0.8}, {1: 0.8, 2: 0.5, 3: 0.4}, {1: -1.1}],
 )
-def test_constants_that_no_concave_falling_function_meets_are_refused(constants: dict[int, float]) -> None:
+def test_constants_must_be_concave_and_fall(constants: dict[int, float]) -> None:
     with pytest.raises(UserError, match="constants:"):
         MMNN(constants)
 
 
-FITTED = MMNN()
+FITTED = MMNN(PAPER)

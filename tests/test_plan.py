@@ -126,9 +126,7 @@ def test_extreme_image_shapes_still_get_a_box(size: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("pool", ["all", "color", "affine"])
 @pytest.mark.parametrize("lengths", [(1, 2, 3), (2,), (10, 5)])
-def test_the_composition_vector_is_the_histogram_of_the_composite_program(
-    pool: ops.Pool, lengths: tuple[int, ...]
-) -> None:
+def test_the_composition_vector_is_the_histogram_of_the_composite_program(pool: str, lengths: tuple[int, ...]) -> None:
     planned = draw(ViewPlan(pool=pool, lengths=lengths), 300)
     allowed = {int(op) for op in ops.POOLS[pool]}
     for at, length in enumerate(lengths):

@@ -41,7 +41,7 @@ ALONE = [
 
 
 @pytest.mark.parametrize(("file", "flags", "settings"), ROWS + ALONE, ids=lambda value: str(value) if value else "")
-def test_every_row_of_the_paper_is_a_file_and_flags(file: str, flags: str, settings: dict[str, object]) -> None:
+def test_every_row_of_the_paper_is_a_file(file: str, flags: str, settings: dict[str, object]) -> None:
     config = load(["--config", str(CONFIGS / f"{file}.yaml"), *flags.split()])
     assert {key: getattr(config, key) for key in settings} == settings
     assert (config.batch_size, config.recipe) == (256, "paper")
@@ -49,14 +49,14 @@ def test_every_row_of_the_paper_is_a_file_and_flags(file: str, flags: str, setti
 
 
 @pytest.mark.parametrize("file", OF_THE_PAPER, ids=lambda file: file.stem)
-def test_headers_say_what_is_reproduced_and_what_it_costs(file: Path) -> None:
+def test_headers_say_result_and_cost(file: Path) -> None:
     header = " ".join(line[1:].strip() for line in file.read_text().splitlines() if line.startswith("#"))
     assert re.search(r"Paper, linear evaluation on ImageNet-\w+, top-1", header)
     assert re.search(r"Projected on 4 H100.* hours", header) and "moco_in1k.yaml" in header + file.name
     assert f"cocor-train --config configs/{file.name}" in header
 
 
-def test_projected_hours_follow_from_the_stated_rate() -> None:
+def test_projected_hours_follow_from_the_rate() -> None:
     """1,150 images/s a GPU for 14 forward passes an image; ImageNet-1K has 1,281,167 images."""
     hours = 1_281_167 * 200 / (4 * 1_150) / 3_600
     for file, forwards, alone in (("moco_in1k", 14, 4), ("simsiam_in1k", 16, 6)):
@@ -75,4 +75,5 @@ def test_every_recipe_makes_steps(file: Path, tmp_path: Path, capsys: pytest.Cap
     recipe.write_text(yaml.safe_dump({"defaults": str(file), **small}))
     flags = "--loader synthetic --synthetic-images 32 --gpus 0 --dry-run"
     assert main(["--config", str(recipe), *flags.split()]) == 0
+    assert load(["--config", str(file)]).output == Path("runs") / file.stem and file.read_text().startswith("# ")
     assert "loss after 2 steps: " in capsys.readouterr().out

@@ -3,17 +3,17 @@ from itertools import pairwise
 
 import pytest
 
-from cocor.step.schedule import Cosine
+from cocor.step.optim import Cosine
 from loaders.errors import UserError
 
 
-def test_without_warm_up_it_is_the_plain_cosine() -> None:
+def test_plain_cosine() -> None:
     schedule = Cosine(total=100)
     for step in (0, 1, 50, 99):
         assert schedule(step) == pytest.approx(0.5 * (1 + math.cos(math.pi * step / 100)))
 
 
-def test_wait_warm_up_and_cosine_follow_each_other() -> None:
+def test_wait_then_warm_up_then_cosine() -> None:
     schedule = Cosine(total=110, warmup=4, wait=6, final=0.1)
     factors = [schedule(step) for step in range(110)]
     assert factors[:6] == [0.0] * 6
@@ -28,7 +28,7 @@ def test_it_ends_at_the_final_factor(step: int) -> None:
     assert Cosine(total=100, final=0.25)(step) == pytest.approx(0.25)
 
 
-def test_a_run_that_is_all_warm_up_has_no_division_by_zero() -> None:
+def test_all_warm_up() -> None:
     assert [Cosine(total=2, warmup=2)(step) for step in range(2)] == pytest.approx([1 / 3, 2 / 3])
     assert Cosine(total=0)(0) == 0.0
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cocor.methods import METHODS
 from cocor.models import build_method, build_target
 from cocor.monitor.profile import costs
 from cocor.step.cudagraph import _Recording
@@ -21,7 +22,7 @@ from cocor.step.step import TrainingStep
 from loaders.batch import Batch
 
 WAITING = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_consecutive"}
-EVERY_METHOD = pytest.mark.parametrize("method", ["moco", "simsiam", "supcon", "byol", "intl"])
+EVERY_METHOD = pytest.mark.parametrize("method", METHODS)
 
 
 class Operations(TorchDispatchMode):
@@ -72,7 +73,7 @@ def test_the_queue_is_never_copied() -> None:
 
 
 @pytest.mark.parametrize("method", ["moco", "simsiam"])
-def test_the_exact_hypergradient_costs_no_pass_of_its_own(method: str) -> None:
+def test_exact_hypergradient_costs_no_pass(method: str) -> None:
     """In units of the cost model: forward passes, and backward passes that cost two each."""
     step = build(config_for(method=method), CPU)
     layers = sum(isinstance(module, torch.nn.Conv2d) for module in step.method.backbone.modules())
@@ -86,7 +87,7 @@ def test_the_exact_hypergradient_costs_no_pass_of_its_own(method: str) -> None:
 
 
 @EVERY_METHOD
-def test_all_passes_run_in_the_precision_that_is_asked_for(method: str) -> None:
+def test_all_passes_run_in_the_asked_precision(method: str) -> None:
     config = config_for(method=method, precision="bf16", embedding_dim=24)
     target, seen = build_target(config, CPU), set[torch.dtype]()
     step = TrainingStep(config, build_method(config, CPU), target, 5, steps_per_epoch=40, precision=torch.bfloat16)
@@ -100,7 +101,7 @@ def test_all_passes_run_in_the_precision_that_is_asked_for(method: str) -> None:
     assert seen == {torch.bfloat16}
 
 
-def test_learning_rates_on_the_device_stay_in_their_place_and_are_numbers_in_a_checkpoint() -> None:
+def test_learning_rates_on_the_device() -> None:
     step = build(config_for(), CPU)
     step.rates_to_device()
     groups = [group for part in step.parts().values() if isinstance(part, Optimizer) for group in part.param_groups]
@@ -130,7 +131,7 @@ class Played:
         self.values.copy_(torch.stack(sums))
 
 
-def test_a_recording_reads_the_whole_batch_and_its_metrics_outlive_the_next_step() -> None:
+def test_a_recording_reads_the_whole_batch() -> None:
     pairs = list(batches(config_for(), CPU.device, WARM_UP))
     own, values = next(batches(config_for(), CPU.device, 1)), torch.zeros(7)
     shapes = {"one": torch.Size([]), "lengths": torch.Size([3]), "others": torch.Size([3])}

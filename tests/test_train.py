@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from cocor import checkpoint
-from cocor.config.resolve import METHOD_DEFAULTS
+from cocor.methods.moco import MoCo
 from cocor.train import main
 
 ROOT = Path(__file__).parent.parent
@@ -113,7 +113,7 @@ class TestRunFolder:
         assert "k-NN accuracy after 2 epochs" in (unbroken / "log.txt").read_text()
 
     def test_metrics_tell_of_every_part(self, unbroken: Path) -> None:
-        lines, weight = metrics(unbroken, "train"), METHOD_DEFAULTS["moco"]["consistency_weight"]
+        lines, weight = metrics(unbroken, "train"), MoCo.defaults["consistency_weight"]
         assert [line["step"] for line in lines] == list(range(1, 2 * STEPS + 1))
         assert [line["epoch"] for line in lines] == [0] * STEPS + [1] * STEPS
         told = {"loss", "lr", "images_per_s", "data_wait_share", "time_left_s", "contrastive_loss", "consistency_loss"}

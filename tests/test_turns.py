@@ -12,10 +12,9 @@ from torch import Tensor
 
 from cocor.config.resolve import load, resolve
 from cocor.run import build as build_run
-from cocor.step.subsample import Turns, scaled_down
+from cocor.step.subsample import StepSchedule, scaled_down
 from cocor.train import main
 from loaders.batch import Batch
-from loaders.errors import UserError
 
 ALL = {"lengths_per_step": 2, "composite_size": 16, "mmnn_every": 2}
 EACH = [{"lengths_per_step": 1}, {"lengths_per_step": 2}, {"composite_size": 16}, {"mmnn_every": 2}, ALL]
@@ -52,23 +51,17 @@ class Cheaper(Literal):
         return known
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        *EACH,
-        ALL | {"method": "simsiam", "consistency": "abs"},
-        ALL | {"hypergradient": "taylor"},
-        ALL | {"recipe": "released"},
-    ],
-    ids=str,
-)
-def test_a_step_with_turns_is_the_algorithm_on_what_takes_part(photo_folder: Path, options: dict) -> None:
+MIXED = [{"method": "simsiam", "consistency": "abs"}, {"hypergradient": "taylor"}, {"recipe": "released"}]
+
+
+@pytest.mark.parametrize("options", [*EACH, *(ALL | more for more in MIXED)], ids=str)
+def test_a_step_is_the_algorithm_on_its_part(photo_folder: Path, options: dict) -> None:
     config = config_for(photo_folder, **options)
     step = assert_equal_steps(config, EPOCH, Cheaper)
     assert_the_mmnn_has_moved(config, step)
 
 
-def test_a_step_tells_of_what_takes_part_in_it(photo_folder: Path) -> None:
+def test_metrics_name_the_lengths_of_the_step(photo_folder: Path) -> None:
     step, pairs = build(config_for(photo_folder, **ALL), EPOCH)
     told = [step(*pair, number).keys() for number, pair in enumerate(pairs)]
     lengths = [[n for n in (1, 2, 3) if f"similarity_{n}" in names and f"target_{n}" in names] for names in told]
@@ -79,31 +72,31 @@ def test_a_step_tells_of_what_takes_part_in_it(photo_folder: Path) -> None:
 
 @pytest.mark.parametrize("every", [1, 2, 3, 4])
 @pytest.mark.parametrize(("count", "taken"), [(3, 1), (3, 2), (4, 3), (5, 2), (3, 0)])
-def test_at_any_time_every_length_has_had_as_many_turns_as_any_other(count: int, taken: int, every: int) -> None:
+def test_lengths_have_equally_many_turns(count: int, taken: int, every: int) -> None:
     """Or one more, among the steps in which the MMNN learns and among the others."""
     options = {"lengths": tuple(range(1, count + 1)), "lengths_per_step": taken, "mmnn_every": every}
-    turns = Turns(resolve(options), steps_per_epoch=9)
-    counts = {guided: [0] * count for guided in (True, False)}
+    schedule = StepSchedule(resolve(options), steps_per_epoch=9)
+    counts = {labelled: [0] * count for labelled in (True, False)}
     for step in range(60):
-        places = turns.places(step)
+        places = schedule.places(step)
         assert len(set(places)) == (taken or count) and places == sorted(places)
         for place in places:
-            counts[turns.guided(step)][place] += 1
+            counts[schedule.has_labelled(step)][place] += 1
         assert all(max(row) - min(row) <= 1 for row in counts.values())
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_a_cycle_of_steps_holds_whole_turns(every: int) -> None:
-    turns = Turns(resolve({"lengths_per_step": 2, "mmnn_every": every}), steps_per_epoch=1000)
+def test_cycle_holds_whole_turns(every: int) -> None:
+    schedule = StepSchedule(resolve({"lengths_per_step": 2, "mmnn_every": every}), steps_per_epoch=1000)
     for first in (0, 5):
-        steps = range(first, first + turns.cycle)
-        places = [place for step in steps for place in turns.places(step)]
+        steps = range(first, first + schedule.cycle)
+        places = [place for step in steps for place in schedule.places(step)]
         assert {places.count(place) for place in (0, 1, 2)} == {2 * every}
-        assert [turns.guided(step) for step in steps].count(True) == 3
+        assert [schedule.has_labelled(step) for step in steps].count(True) == 3
 
 
 @pytest.mark.parametrize("consistency", ["softplus", "abs"])
-def test_the_mean_gradient_over_a_whole_turn_is_that_of_all_lengths(photo_folder: Path, consistency: str) -> None:
+def test_mean_gradient_over_a_turn(photo_folder: Path, consistency: str) -> None:
     options = {"method": "simsiam", "consistency": consistency, "lr": 0.0, "mmnn_lr": 0.0}
 
     def gradients(per_step: int) -> list[Tensor]:
@@ -120,7 +113,7 @@ def test_the_mean_gradient_over_a_whole_turn_is_that_of_all_lengths(photo_folder
     torch.testing.assert_close(two, whole, rtol=1e-9, atol=1e-12)
 
 
-def test_without_the_options_a_step_sees_the_very_tensors_of_the_loader(photo_folder: Path) -> None:
+def test_without_options_nothing_is_copied(photo_folder: Path) -> None:
     step, pairs = build(config_for(photo_folder))
     for number, (batch, labelled) in enumerate(pairs):
         assert step.share(batch, labelled, number) == (batch, labelled)
@@ -138,7 +131,7 @@ def test_composites_are_scaled_down_as_crops_are(dtype: torch.dtype) -> None:
     assert small.dtype == dtype and all(images.is_contiguous(memory_format=torch.channels_last) for images in small)
 
 
-def test_labelled_batches_come_in_their_turn_wherever_an_epoch_is_entered(tmp_path: Path) -> None:
+def test_labelled_batches_in_their_turn(tmp_path: Path) -> None:
     """Of 3 steps an epoch the first and the third have labels; no labelled batch is lost or repeated."""
     common = {"output": tmp_path, "loader": "synthetic", "synthetic_images": 8 * STEPS}
     with closing(build_run(load(flags(**common)), WORLD)) as run:
@@ -152,10 +145,11 @@ def test_labelled_batches_come_in_their_turn_wherever_an_epoch_is_entered(tmp_pa
     assert whole == [[usual[0], None, usual[1]], [usual[2], None, usual[3]]]
 
 
-@pytest.mark.parametrize(
-    "options", [*EACH[1:], {"mmnn_every": 2, "hypergradient": "taylor", "on_nan": "skip"}], ids=str
-)
-def test_a_run_goes_on_in_the_middle_of_a_turn(photo_folder: Path, tmp_path: Path, options: dict) -> None:
+TAYLOR = {"mmnn_every": 2, "hypergradient": "taylor", "on_nan": "skip"}
+
+
+@pytest.mark.parametrize("options", [*EACH[1:], TAYLOR], ids=str)
+def test_a_run_resumes_within_a_turn(photo_folder: Path, tmp_path: Path, options: dict) -> None:
     common = {"data": photo_folder, "loader": "torch", "checkpoint_every_minutes": 1e-9, **options}
     whole = tmp_path / "whole"
     assert main(flags(**common, output=whole)) == 0
@@ -170,7 +164,7 @@ def test_a_run_goes_on_in_the_middle_of_a_turn(photo_folder: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("mmnn", "steps"), [("learned", 4), ("constants", 2)])
-def test_a_dry_run_tells_the_mean_time_of_steps_with_and_without_labels(
+def test_dry_run_of_steps_with_turns(
     photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], mmnn: str, steps: int
 ) -> None:
     options = ALL | {"data": photo_folder, "output": tmp_path / "run", "loader": "torch", "batch_size": 4, "mmnn": mmnn}
@@ -182,33 +176,14 @@ def test_a_dry_run_tells_the_mean_time_of_steps_with_and_without_labels(
     assert "composites: (2, 4, 3, 16, 16)" in shown  # what a step trains on
 
 
-def test_a_run_with_other_turns_is_another_run(
-    photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_turns_are_another_run(photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = {"data": photo_folder, "loader": "torch", "output": tmp_path / "run"}
     assert main(flags(**common, epochs=1)) == 0
     assert main([*flags(**common, epochs=1, mmnn_every=2), "--resume"]) == 2
     assert "mmnn_every: 1 in the checkpoint, 2 now" in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("--lengths-per-step 4", "lengths_per_step: 4 is more than there are in --lengths 1,2,3"),
-        ("--lengths-per-step -1", "lengths_per_step: -1 is too small; the least is 0"),
-        ("--composite-size 225", "composite_size: 225 is no size between 14 and the 224 of --image-size"),
-        ("--composite-size 13", "composite_size: 13 is no size between 14 and the 224 of --image-size"),
-        ("--mmnn-every 0", "mmnn_every: 0 is too small; the least is 1"),
-        ("--mmnn-evry 2", "unknown flag --mmnn-evry; did you mean --mmnn-every?"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused_in_a_line(words: str, told: str) -> None:
-    with pytest.raises(UserError) as error:
-        load(words.split())
-    assert str(error.value).startswith(told) and "\n" not in str(error.value)
-
-
-def test_a_network_that_cannot_take_the_composites_is_named(
+def test_composites_too_small_for_the_network(
     photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = {"backbone": "test_vit", "image_size": 32, "composite_size": 24}

@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -29,10 +29,11 @@ from benchmarks.common import command, machine_line, write_json, write_text
 from benchmarks.evidence.report import Run, draw, measured, table
 from benchmarks.evidence.runner import STOPPED, Training, run_all
 from benchmarks.evidence.studies import STUDIES, Flags, Variant
-from cocor.config import arguments, resolve
-from cocor.config.options import FREE_TO_CHANGE, Config, Method
+from cocor.config import parse, resolve
+from cocor.config.options import FREE_TO_CHANGE, Config
 from cocor.data import held_out_images
 from cocor.eval.datasets.splits import open_splits
+from cocor.methods import METHODS
 from cocor.panels import check_picture
 from loaders.arguments import Parser, not_negative, positive, zero_or_more
 from loaders.cpus import available_cores
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> Parser:
     result = Parser("evidence", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add, methods = result.add_argument, get_args(Method)
+    add, methods = result.add_argument, tuple(METHODS)
     add("--study", required=True, choices=[*STUDIES, "methods"], help="what is compared")
     add("--data", type=Path, required=True, help="training images: class folders or a .beton file")
     add("--val-data", type=Path, help="held-out images for k-NN (default: the folder val beside train)")
@@ -76,7 +77,7 @@ def parser() -> Parser:
 def study(options: argparse.Namespace, given: Sequence[str]) -> None:
     variants, gpus = variants_of(options), torch.cuda.device_count() if options.gpus is None else options.gpus
     shared, runs, unfinished = shared_flags(options.flags, variants), list[Run](), dict[str, str]()
-    methods = options.methods or (get_args(Method) if options.study == "methods" else ("moco", "simsiam"))
+    methods = options.methods or (tuple(METHODS) if options.study == "methods" else ("moco", "simsiam"))
     if not options.report_only:  # what would fail after hours of training
         check_picture(options.output / f"{options.study}.png")
         if options.linear is not None:
@@ -122,13 +123,13 @@ def variants_of(options: argparse.Namespace) -> list[Variant]:
 
 def shared_flags(words: Sequence[str], variants: Sequence[Variant]) -> Flags:
     """Parse ``--lr 0.1 --no-sync-bn``. UserError for flags that a study sets: equal runs would be compared."""
-    known = arguments.parser(Config, "cocor-train", "", {}, {})
-    arguments.read_flags(Config, known, words)  # checks them
+    known = parse.parser(Config, "cocor-train", "", {}, {})
+    parse.read_flags(Config, known, words)  # checks them
     flags = {key: value for key, value in vars(known.parse_args(words)).items() if value != []}
     setters = {key: f"the variant {variant.key}" for variant in variants for key in variant.flags}
     setters |= dict.fromkeys(_OWN, "the study")
     for key in flags.keys() & setters.keys():
-        raise UserError(f"{arguments.flag(key)} behind the --: {setters[key]} sets it; leave it out")
+        raise UserError(f"{parse.flag(key)} behind the --: {setters[key]} sets it; leave it out")
     return flags
 
 
@@ -143,7 +144,7 @@ def training(
         "knn_every": max(1, epochs // _CURVE), "checkpoint_every_epochs": max(1, epochs // 4),
         **variant.flags, **shared,
     }  # fmt: skip
-    checked = resolve.load([f"{arguments.flag(key)}={value}" for key, value in flags.items()])
+    checked = resolve.load([f"{parse.flag(key)}={value}" for key, value in flags.items()])
     if not options.report_only and held_out_images(checked) is None:
         raise UserError("--val-data: name held-out class folders, on which runs are compared by k-NN (--knn-every)")
     flags["batch_size"] = checked.batch_size
@@ -166,7 +167,7 @@ def report(options: argparse.Namespace, runs: list[Run], keys: list[str], given:
     if not runs:
         print("nothing is finished yet")
         return
-    methods, stem = get_args(Method), options.output / options.study
+    methods, stem = tuple(METHODS), options.output / options.study
     runs.sort(key=lambda run: (methods.index(run["method"]), keys.index(run["variant"])))
     text, words = table(runs), shlex.join(["python", "-m", "benchmarks.evidence", *given])
     write_json(stem.with_suffix(".json"), {"study": options.study, "command": words, "runs": runs})

@@ -20,8 +20,8 @@ from typing import Any
 
 from benchmarks.common import describe_machine, write_json
 from benchmarks.evidence.studies import Variant
-from cocor.config.arguments import flag
 from cocor.config.options import Config
+from cocor.config.parse import flag
 from cocor.distributed import signals
 from loaders.errors import UserError
 

@@ -1,9 +1,8 @@
-"""The configuration of a pre-training run: one flat, frozen dataclass.
+"""Define the options of a pre-training run: one flat, frozen dataclass.
 
 Its fields are the keys of YAML files and the flags of ``cocor-train``. :mod:`cocor.config.resolve` makes one of these,
-:mod:`cocor.config.checks` says which values go together. What depends on the machine (GPUs, precision, worker
-threads) is
-settled later, by :func:`cocor.distributed.launch.settle`.
+:mod:`cocor.config.checks` says which values go together. What depends on the machine (GPUs, precision, worker threads)
+is settled later, by :func:`cocor.distributed.launch.settle`.
 """
 
 import dataclasses
@@ -13,11 +12,11 @@ from typing import Any, Literal
 
 import yaml
 
-from cocor.config.values import option
+from cocor.config.parse import option
+from cocor.methods import METHODS
 from loaders.files import write_text
-from loaders.views.ops import Magnitudes, Order, Pool
+from loaders.views.ops import POOLS, Magnitudes, Order
 
-Method = Literal["moco", "simsiam", "supcon", "byol", "intl"]
 Loader = Literal["dali", "torch", "synthetic", "ffcv"]
 Consistency = Literal["softplus", "abs", "none"]
 Execution = Literal["auto", "eager", "compiled", "graph", "fused"]
@@ -44,7 +43,7 @@ class Config:
     init: Path | None = option(None, "weights to start from: a checkpoint or a backbone.safetensors")
 
     # Model and optimisation
-    method: Method = option("moco", "contrastive method")
+    method: str = option("moco", "contrastive method", choices=METHODS)
     backbone: str = option("resnet50", "timm name of the encoder")
     stem: Literal["imagenet", "small"] = option("imagenet", "first layers; small: 3x3 stride 1, no pooling (CIFAR)")
     image_size: int = option(224, "side of every view in pixels", low=8, high=4096)
@@ -61,22 +60,20 @@ class Config:
     decay_biases: bool = option(True, "weight decay, and LARS, also for biases and normalisation")
     warmup_epochs: int = option(0, "epochs of linear warm-up", low=0)
     sync_bn: bool = option(False, "BatchNorm over the batches of all GPUs")
-    fix_predictor_lr: bool = option(True, "SimSiam: keep the predictor's learning rate constant")
+    fix_predictor_lr: bool = option(True, "keep the predictor's learning rate constant")
 
-    # Methods
-    queue_size: int = option(65536, "MoCo: keys in the queue", low=1, high=2**24)
+    # Methods; which of them have an option is said by their classes
+    queue_size: int = option(65536, "keys in the queue", low=1, high=2**24)
     key_bn_splits: int = option(
-        8, "MoCo: groups of the batch, over all GPUs, that the keys' BatchNorm sees apart", low=1, high=2**20
+        8, "groups of the batch, over all GPUs, that the keys' BatchNorm sees apart", low=1, high=2**20
     )
-    temperature: float = option(0.2, "MoCo, SupCon: temperature", low=1e-3)
-    key_momentum: float = option(0.999, "MoCo, BYOL: momentum of the second encoder; BYOL's rises to 1", low=0, high=1)
-    embedding_dim: int = option(128, "MoCo, SupCon, BYOL, INTL: dimension of embeddings", low=1, high=2**16)
-    projector_dim: int = option(
-        2048, "SimSiam: width and output of the projector; BYOL, INTL: its hidden width", low=1, high=2**16
-    )
-    predictor_dim: int = option(512, "SimSiam, BYOL: hidden width of the predictor", low=1, high=2**16)
-    whitening_iterations: int = option(4, "INTL: steps of iterative normalisation", low=1, high=20)
-    trace_weight: float | None = option(None, "INTL: weight of the trace loss", low=0)
+    temperature: float = option(0.2, "temperature", low=1e-3)
+    key_momentum: float = option(0.999, "momentum of the second encoder; BYOL's rises to 1", low=0, high=1)
+    embedding_dim: int = option(128, "dimension of embeddings", low=1, high=2**16)
+    projector_dim: int = option(2048, "hidden width of the projector; SimSiam: also its output", low=1, high=2**16)
+    predictor_dim: int = option(512, "hidden width of the predictor", low=1, high=2**16)
+    whitening_iterations: int = option(4, "steps of iterative normalisation", low=1, high=20)
+    trace_weight: float | None = option(None, "weight of the trace loss", low=0)
 
     # CoCor
     consistency: Consistency = option("softplus", "consistency loss; none: the plain method")
@@ -87,7 +84,7 @@ class Config:
     composite_size: int = option(
         0, "side in pixels to which composites are scaled down; 0: --image-size", low=0, high=4096
     )
-    pool: Pool = option("all", "basic augmentations to draw from")
+    pool: str = option("all", "basic augmentations to draw from", choices=POOLS)
     magnitudes: Magnitudes = option("uniform", "their strengths; released: the authors' fixed level 10")
     composite_order: Order = option("random", "their order; fixed1: geometry first, fixed2: geometry last")
     recipe: Literal["paper", "released"] = option("paper", "composites on a shared plain crop, or as the released code")
@@ -95,6 +92,7 @@ class Config:
         5, "crops whose mean embedding is the original in --recipe released", low=1, high=100
     )
     mmnn: Literal["learned", "constants"] = option("learned", "where the target similarities come from")
+    # The default is that of the paper's table "Constant l_d*" for MoCo, which other methods than SimSiam take as well.
     constants: tuple[float, ...] = option((0.8, 0.75, 0.65), "targets of lengths 1, 2, 3; extrapolated", low=-1, high=1)
     hypergradient: Literal["exact", "taylor", "released"] = option(
         "exact", "the MMNN's gradient; taylor: the paper's, sign mended; released: as the authors' code has it"
@@ -148,13 +146,20 @@ class Config:
         """Whether this is a real run, rather than ``--dry-run`` or ``--profile``."""
         return not (self.dry_run or self.profile)
 
+    @property
+    def learns_targets(self) -> bool:
+        """Whether the MMNN is learned, which takes a few labels (paper, eq. 4)."""
+        return self.consistency != "none" and self.mmnn == "learned"
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as YAML and checkpoints hold them: paths become text, tuples lists."""
+        """Return plain values for YAML and checkpoints: texts for paths, lists."""
         return {key: _plain(value) for key, value in dataclasses.asdict(self).items()}
 
     def save(self, path: Path, header: str = "") -> None:
-        """Write a file that ``--config`` reads back; ``header`` becomes comment lines. Options that concern a single
-        start (``ONE_START``) are left out."""
+        """Write a file that ``--config`` reads back; ``header`` becomes comment lines.
+
+        Options that concern a single start (``ONE_START``) are left out.
+        """
         values = {key: value for key, value in self.to_dict().items() if key not in ONE_START}
         comment = "".join(f"# {line}\n" for line in header.splitlines())
         write_text(path, comment + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
@@ -171,15 +176,11 @@ FREE_TO_CHANGE = ONE_START | {
 }
 
 
-def key_bn_groups(config: Config, ranks: int) -> int:
-    """BatchNorm groups of MoCo's keys on each rank. The option counts groups of the global batch: they stay the same on
-    any number of ranks that is not larger."""
-    return max(1, config.key_bn_splits // ranks)
-
-
 def labelled_batch_size(config: Config, ranks: int) -> int:
-    """Labelled images per step over all ranks: as configured, else a quarter of the batch, rounded down to a multiple
-    of the ranks but at least 2 per rank, for BatchNorm."""
+    """Return the labelled images a step: as configured, or a quarter of the batch.
+
+    The latter is rounded down to a multiple of the ranks, but at least 2 per rank, for BatchNorm.
+    """
     if config.labelled_batch_size:
         return config.labelled_batch_size
     return max(2, config.batch_size // 4 // ranks) * ranks

@@ -1,4 +1,4 @@
-"""The interface of a contrastive method, and the few helpers that methods share. Not a base trainer.
+"""Define the interface of a contrastive method, and what several methods share.
 
 A step calls ``contrastive`` once, ``embed_original`` and ``embed_composite`` for the consistency loss, steps the
 optimiser and calls ``after_step``. In each of these forward passes BatchNorm normalises with the pass's own batch
@@ -7,82 +7,184 @@ statistics; only ``contrastive`` updates the running statistics, which evaluatio
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from cocor.objective.consistency import normalised
+if TYPE_CHECKING:  # the configuration imports the table of methods
+    from cocor.config.options import Config as Config
+else:
+    Config = Any
 
-Gather = Callable[[Tensor], Tensor]
+
+def identity(tensor: Tensor) -> Tensor:
+    """Return the mean over a single rank, or all that it gathers."""
+    return tensor
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank among ``size``, and its collectives.
+
+    ``gather`` concatenates equally shaped tensors of all ranks along dimension 0; ``exchange`` is an all-to-all of
+    equal parts.
+    """
+
+    rank: int = 0
+    size: int = 1
+    gather: Callable[[Tensor], Tensor] = identity
+    exchange: Callable[[Tensor], Tensor] = identity
+
+
+def normalised(features: Tensor) -> Tensor:
+    """Scale rows (..., d) to length 1, in at least float32.
+
+    A zero row stays zero and receives no gradient.
+    """
+    features = features.to(torch.promote_types(features.dtype, torch.float32))
+    squares = features.square().sum(-1, keepdim=True)
+    zero = squares < torch.finfo(squares.dtype).tiny
+    return torch.where(zero, 0.0, features * torch.where(zero, 1.0, squares).rsqrt())
 
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, gather: Gather, rank: int, world: int) -> Tensor:
-        ctx.rank, ctx.world = rank, world
-        return gather(tensor)
+    def forward(ctx: Any, tensor: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.gather(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return gradient.chunk(ctx.world)[ctx.rank] * ctx.world, None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.chunk(ctx.ranks.size)[ctx.ranks.rank] * ctx.ranks.size, None
 
 
-def joined(tensor: Tensor, gather: Gather, rank: int, world: int) -> Tensor:
-    """The ``tensor`` (B, ...) of all ranks, concatenated: (world * B, ...), differentiable in this rank's share.
+def joined(tensor: Tensor, ranks: Ranks) -> Tensor:
+    """Concatenate ``tensor`` (B, ...) of all ranks, with gradient in this one's.
 
     For losses of the global batch that every rank computes alike: this rank's gradient is that of the global loss times
-    ``world``, so that averaging over ranks gives the global gradient. The backward pass needs no communication.
+    the number of ranks, so that averaging over ranks gives the global gradient. The backward pass needs no
+    communication.
     """
-    return tensor if world == 1 else _Joined.apply(tensor, gather, rank, world)
+    return tensor if ranks.size == 1 else _Joined.apply(tensor, ranks)
 
 
 class Method(nn.Module):
-    """An ``nn.Module`` whose ``state_dict`` is all that is needed to resume.
+    """A contrastive method, whose ``state_dict`` is all that is needed to resume.
 
-    ``backbone`` maps images (B, 3, H, W) to features (B, D). ``metrics`` holds detached scalars () of the last
-    ``contrastive`` call on this rank: ``loss``, ``feature_std`` and more if the method has any.
+    Its constructor takes a backbone, :class:`Ranks` and its options by their names. ``backbone`` maps images (B, 3, H,
+    W) to features (B, D). ``metrics`` holds detached scalars () of the last ``contrastive`` call on this rank:
+    ``loss``, ``feature_std`` and more if the method has any.
     """
+
+    # Literals, as they are read from the source too (cocor.methods.spec).
+    defaults: dict[str, Any] = {}  # of options, where they differ from those of cocor.config.options
+    options: tuple[str, ...] = ()  # that are for some methods only, this one among them
+    needs_labels = False  # of every image
+
+    cost = 4  # of the loss: forward passes an image, a backward pass is 2
+    own_batch_norm: tuple[str, ...] = ()  # children whose BatchNorm --sync-bn leaves alone
 
     backbone: nn.Module
     metrics: dict[str, Tensor]
     total_steps: int = 1  # of the run, for what a method schedules itself
 
+    def __init__(self, backbone: nn.Module, ranks: Ranks) -> None:
+        super().__init__()
+        self.backbone, self.ranks, self.metrics = backbone, ranks, {}
+
+    @classmethod
+    def from_config(cls, config: Config, ranks: Ranks, backbone: nn.Module) -> Self:
+        """Build the method around ``backbone`` with its options in ``config``."""
+        options: dict[str, Any] = {key: getattr(config, key) for key in cls.options}
+        return cls(backbone, ranks=ranks, **options)
+
+    @classmethod
+    def check(cls, config: Config, ranks: int) -> None:
+        """Raise a UserError for options that do not work on so many ranks."""
+
+    @classmethod
+    def geometry(cls, config: Config, ranks: int) -> dict[str, int]:
+        """Describe the layout over ranks, as far as it changes the method."""
+        return {}
+
+    @classmethod
+    def chance_loss(cls, config: Config) -> tuple[str, float] | None:
+        """Return formula and value of the loss of guessing; None if there is none."""
+        return None
+
+    def loss_of(self, views: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the loss of views (V, B, 3, H, W), and embeddings (B, d) of the first."""
+        raise NotImplementedError
+
     def contrastive(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
-        """The method's own loss of views (V, B, 3, H, W): a scalar with gradient. Updates running statistics.
+        """Compute the loss of views (V, B, 3, H, W), over the batches of all ranks.
 
-        ``labels`` (B,) int64 are for supervised methods; others ignore them.
+        Returns a scalar with gradient, and updates running statistics. ``labels`` (B,) int64 are for supervised
+        methods; others ignore them.
         """
-        raise NotImplementedError
+        loss, embeddings = self.loss_of(views, labels)
+        self.metrics = {"loss": loss.detach(), "feature_std": feature_std(embeddings)}
+        return loss
 
+    @torch.no_grad()
     def reevaluate(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
-        """The loss of the same batch at the current weights, without gradient and without any change of state.
+        """Compute the loss of the same batch at the current weights; change no state.
 
-        For use between ``contrastive`` and ``after_step``; MoCo's keys and queue are those of ``contrastive``.
+        For use between ``contrastive`` and ``after_step``: keys, queue and target network are those of ``contrastive``.
         """
+        with batch_statistics_only(self):
+            return self.loss_of(views, labels)[0]
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Embed images (N, 3, H, W) by backbone and head: normalised (N, d) with gradient."""
         raise NotImplementedError
 
+    @torch.no_grad()
     def embed_original(self, images: Tensor) -> Tensor:
-        """Originals (N, 3, H, W) -> normalised embeddings (N, d) float32 without gradient."""
-        raise NotImplementedError
+        """Embed originals (N, 3, H, W): normalised (N, d) float32 without gradient."""
+        with batch_statistics_only(self):
+            return self.encode(images)
 
     def embed_composite(self, images: Tensor) -> Tensor:
-        """Composites (N, 3, H, W) -> normalised embeddings (N, d) float32 with gradient."""
-        raise NotImplementedError
+        """Embed composites (N, 3, H, W): normalised (N, d) float32 with gradient."""
+        with batch_statistics_only(self):
+            return self.encode(images)
 
     def after_step(self) -> None:
         """Update moving averages and queues; called once per step, after the optimiser."""
-        raise NotImplementedError
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Parameter groups for the optimiser; those with ``fixed_lr`` stay at the base learning rate."""
-        raise NotImplementedError
+        """Group the parameters; those with ``fixed_lr`` keep the base learning rate."""
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        return [{"params": parameters, "weight_decay": weight_decay, "fixed_lr": False}]
+
+
+class Predicting(Method):
+    """A method of views that predict each other, by a predictor behind a projector.
+
+    CoCor's loss compares composites behind backbone, projector and predictor with the original behind backbone and
+    projector, without gradient (paper, appendix "Experimental Setup for Pre-training", for SimSiam).
+    """
+
+    projector: nn.Module
+    predictor: nn.Module
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Embed images by backbone and projector."""
+        return normalised(self.projector(self.backbone(images)))
+
+    def embed_composite(self, images: Tensor) -> Tensor:
+        """Embed composites by backbone, projector and predictor."""
+        with batch_statistics_only(self):
+            return normalised(self.predictor(self.projector(self.backbone(images))))
 
 
 @contextmanager
 def batch_statistics_only(module: nn.Module) -> Iterator[None]:
-    """Within the block BatchNorm in training mode does not update its running statistics.
+    """Keep BatchNorm in training mode from updating its running statistics.
 
     Also holds for synchronised BatchNorm and timm's variants. In evaluation mode nothing changes: they normalise with
     their running statistics, as outside of the block.
@@ -103,9 +205,14 @@ def feature_size(backbone: nn.Module) -> int:
 
 
 def feature_std(features: Tensor) -> Tensor:
-    """Standard deviation over the batch of l2-normalised features (B, d), averaged over d, times sqrt(d): ().
+    """Average the standard deviation of normalised features (B, d), times sqrt(d).
 
     About 1 for features that are spread over the sphere, 0 if all have collapsed to one point.
     """
     features = normalised(features.detach())
     return features.std(0, correction=0).mean() * features.shape[1] ** 0.5
+
+
+def two_layer_head(width: int, dim: int) -> nn.Sequential:
+    """Build the head of MoCo v2 and of SupCon: features (N, width) -> (N, dim)."""
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, dim))

@@ -1,66 +1,58 @@
-"""BYOL: an online network predicts the other view's projection by a slowly moving copy of itself, the target network.
+"""BYOL: an online network predicts the projections of a slowly moving copy.
 
 Source: Grill et al. 2020, their loss ``2 - 2 cos`` in both directions, target momentum ``1 - (1 - m0)(cos(pi k / K) +
 1) / 2`` at step k of K. Projector and predictor have one hidden layer each, with BatchNorm and ReLU, and no biases. The
 target normalises with its own batch statistics, as theirs does. The CoCor paper reports results with BYOL, but not
-where its loss attaches; here it does as with SimSiam, to the online network (``cocor.methods.predicting``).
+where its loss attaches; here it does as with SimSiam, to the online network (``Predicting``).
 """
 
 import copy
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cocor.methods.base import feature_size
-from cocor.methods.predicting import Predicting
-from cocor.objective.consistency import normalised
+from cocor.methods.base import Predicting, Ranks, feature_size, normalised
 
 
 class BYOL(Predicting):
-    """BYOL on ``backbone``: hidden layers of ``hidden`` (projector) and ``predictor_dim``, embeddings of ``dim``.
+    """BYOL on ``backbone``, with hidden layers ``projector_dim`` and ``predictor_dim``.
 
     ``total_steps`` is the K of the momentum's schedule; the buffer ``step`` counts its k, and is saved in checkpoints.
     """
 
+    # The authors' rate and momentum for 300 epochs, the rate scaled from their batch of 4,096 to 256.
+    defaults = {
+        "optimiser": "lars", "lr": 0.3, "weight_decay": 1e-6, "decay_biases": False, "warmup_epochs": 10,
+        "sync_bn": True, "key_momentum": 0.99, "embedding_dim": 256, "projector_dim": 4096, "predictor_dim": 4096,
+        "crop_scale_min": 0.08, "saturation": 0.2, "blur_prob": (1.0, 0.1), "solarize_prob": (0.0, 0.2),
+    }  # fmt: skip
+    options = ("key_momentum", "embedding_dim", "projector_dim", "predictor_dim")
+    cost = 8
+
     step: Tensor
 
-    def __init__(
-        self,
-        backbone: nn.Module,
-        *,
-        dim: int = 256,
-        hidden: int = 4096,
-        predictor_dim: int = 4096,
-        momentum: float = 0.99,
-    ) -> None:
-        super().__init__()
-        self.backbone = backbone
-        self.projector = _perceptron(feature_size(backbone), hidden, dim)
-        self.predictor = _perceptron(dim, predictor_dim, dim)
+    def __init__(self, backbone: nn.Module, ranks: Ranks = Ranks(), *, embedding_dim: int = 256,
+                 projector_dim: int = 4096, predictor_dim: int = 4096, key_momentum: float = 0.99) -> None:  # fmt: skip
+        super().__init__(backbone, ranks)
+        self.projector = _perceptron(feature_size(backbone), projector_dim, embedding_dim)
+        self.predictor = _perceptron(embedding_dim, predictor_dim, embedding_dim)
         self.target_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
         self.target_projector = copy.deepcopy(self.projector).requires_grad_(False)
-        self.momentum = momentum
+        self.momentum = key_momentum
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
-        self.metrics = {}
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Move the target's parameters towards the online network's (exponential moving average)."""
+        """Move the target's parameters towards the online network's."""
         targets: list[Tensor] = [*self.target_backbone.parameters(), *self.target_projector.parameters()]
         online: list[Tensor] = [*self.backbone.parameters(), *self.projector.parameters()]
         share = (1.0 - target_momentum(self.step, self.total_steps, self.momentum)).to(targets[0].dtype)
         torch._foreach_add_(targets, torch._foreach_mul(torch._foreach_sub(online, targets), share))
         self.step += 1
 
-    def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """One group, the online network; its predictor's learning rate decays with the others'."""
-        online = [*self.backbone.parameters(), *self.projector.parameters(), *self.predictor.parameters()]
-        return [{"params": online, "weight_decay": weight_decay, "fixed_lr": False}]
-
-    def loss_of(self, views: Tensor) -> tuple[Tensor, Tensor]:
-        """The symmetrised loss, in [0, 8], and the online projections (B, dim) of the first view."""
+    def loss_of(self, views: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Compute the loss, in [0, 8]; also return the projections of the first view."""
         with torch.no_grad():
             first, second = (self.target_projector(self.target_backbone(images)) for images in views)
         projections = [self.projector(self.backbone(images)) for images in views]
@@ -70,12 +62,12 @@ class BYOL(Predicting):
 
 
 def prediction_error(prediction: Tensor, target: Tensor) -> Tensor:
-    """Mean over the batch of ``|p / |p| - z / |z||^2 = 2 - 2 cos``, both (B, d); in at least float32."""
+    """Average ``|p / |p| - z / |z||^2 = 2 - 2 cos``, both (B, d); in at least float32."""
     return 2.0 - 2.0 * (normalised(prediction) * normalised(target)).sum(1).mean()
 
 
 def target_momentum(step: Tensor, total: int, start: float) -> Tensor:
-    """``1 - (1 - start) (cos(pi k / K) + 1) / 2``: from ``start`` at the first step to 1 at the end, float64 ()."""
+    """Return ``1 - (1 - start) (cos(pi k / K) + 1) / 2`` in float64: ``start`` to 1."""
     progress = (step.double() / total).clamp(max=1.0)
     return 1.0 - (1.0 - start) * (torch.cos(math.pi * progress) + 1.0) / 2.0
 

@@ -1,4 +1,4 @@
-"""INTL: iterative normalisation whitens a batch approximately; a trace loss equalises the remaining eigenvalues.
+"""INTL: iterative normalisation whitens a batch, a trace loss equalises the rest.
 
 Source: Weng et al. 2023 ("Modulate Your Spectrum in Self-Supervised Learning") and its authors' code in the default
 setting, "channel whitening": an embedding is centred over its own d values, and the N embeddings of the batch are
@@ -8,37 +8,34 @@ its loss attaches: here to the projector's output, before whitening, of composit
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cocor.methods.base import Gather, batch_statistics_only, feature_size, feature_std, joined
-from cocor.methods.encoding import Encoding
-from cocor.objective.consistency import identity, normalised
+from cocor.methods.base import Config, Method, Ranks, feature_size, joined, normalised
+from loaders.errors import UserError
 
 
-class INTL(Encoding):
-    """INTL on ``backbone``: a projector of two hidden layers of ``hidden`` units, embeddings of ``dim``.
+class INTL(Method):
+    """INTL on ``backbone``: a projector of three linear layers.
 
-    ``trace_weight`` None is the authors' ``0.01 (log2(N) - 3)`` for a global batch of N. ``gather`` concatenates
-    equally shaped tensors of all ``world`` ranks.
+    ``trace_weight`` None is the authors' ``0.01 (log2(N) - 3)`` for a global batch of N.
     """
 
-    def __init__(
-        self,
-        backbone: nn.Module,
-        *,
-        dim: int = 8192,
-        hidden: int = 8192,
-        iterations: int = 4,
-        trace_weight: float | None = None,
-        gather: Gather = identity,
-        rank: int = 0,
-        world: int = 1,
-    ) -> None:
-        super().__init__()
-        self.backbone = backbone
+    # Views as BYOL's, and the authors' rate.
+    defaults = {
+        "lr": 0.5, "final_lr": 1e-3, "weight_decay": 1e-5, "decay_biases": False, "warmup_epochs": 2,
+        "sync_bn": True, "embedding_dim": 8192, "projector_dim": 8192,
+        "crop_scale_min": 0.08, "saturation": 0.2, "blur_prob": (1.0, 0.1), "solarize_prob": (0.0, 0.2),
+    }  # fmt: skip
+    options = ("embedding_dim", "projector_dim", "whitening_iterations", "trace_weight")
+    cost = 6
+
+    def __init__(self, backbone: nn.Module, ranks: Ranks = Ranks(), *, embedding_dim: int = 8192,
+                 projector_dim: int = 8192, whitening_iterations: int = 4,
+                 trace_weight: float | None = None) -> None:  # fmt: skip
+        super().__init__(backbone, ranks)
+        hidden = projector_dim
         self.projector = nn.Sequential(
             nn.Linear(feature_size(backbone), hidden, bias=False),
             nn.BatchNorm1d(hidden),
@@ -46,57 +43,46 @@ class INTL(Encoding):
             nn.Linear(hidden, hidden, bias=False),
             nn.BatchNorm1d(hidden),
             nn.ReLU(inplace=True),
-            nn.Linear(hidden, dim),
+            nn.Linear(hidden, embedding_dim),
         )
-        self.iterations, self.trace_weight = iterations, trace_weight
-        self.gather, self.rank, self.world = gather, rank, world
-        self.metrics = {}
+        self.iterations, self.trace_weight = whitening_iterations, trace_weight
 
-    def contrastive(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
-        """The loss of views (2, B, 3, H, W), over the batches of all ranks."""
+    @classmethod
+    def check(cls, config: Config, ranks: int) -> None:
+        if config.batch_size >= config.embedding_dim:
+            raise UserError(
+                f"embedding_dim: INTL whitens the {config.batch_size} images of a batch among each other, which takes "
+                f"more dimensions than images, not {config.embedding_dim}; raise embedding_dim or lower batch_size"
+            )
+
+    def loss_of(self, views: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Compute the loss; also return the embeddings of the first view."""
         embeddings = [self.projector(self.backbone(images)) for images in views]
-        loss = self._loss(embeddings)
-        self.metrics = {"loss": loss.detach(), "feature_std": feature_std(embeddings[0])}
-        return loss
-
-    @torch.no_grad()
-    def reevaluate(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
-        """The loss of ``views`` at the present weights."""
-        with batch_statistics_only(self):
-            return self._loss([self.projector(self.backbone(images)) for images in views])
-
-    def encode(self, images: Tensor) -> Tensor:
-        """Backbone and projector."""
-        return normalised(self.projector(self.backbone(images)))
-
-    def after_step(self) -> None:
-        """Nothing: INTL keeps no state besides its weights."""
-
-    def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """One group of backbone and projector. There is no predictor."""
-        parameters = [*self.backbone.parameters(), *self.projector.parameters()]
-        return [{"params": parameters, "weight_decay": weight_decay, "fixed_lr": False}]
-
-    def _loss(self, embeddings: list[Tensor]) -> Tensor:
         # In float64: GPUs round the factors of float32 products (TF32), and Newton's steps magnify that.
-        with torch.autocast(embeddings[0].device.type, enabled=False):
-            whole = [joined(_precise(part), self.gather, self.rank, self.world) for part in embeddings]
+        with torch.autocast(views.device.type, enabled=False):
+            whole = [joined(_precise(part), self.ranks) for part in embeddings]
             weight = self.trace_weight
             if weight is None:
                 weight = 0.01 * (math.log2(len(whole[0])) - 3)
             loss = iterative_normalisation_loss(whole[0].double(), whole[1].double(), self.iterations, weight)
-            return loss.to(whole[0].dtype)
+            return loss.to(whole[0].dtype), embeddings[0]
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Embed images by backbone and projector."""
+        return normalised(self.projector(self.backbone(images)))
 
 
 def iterative_normalisation_loss(first: Tensor, second: Tensor, iterations: int, trace_weight: float) -> Tensor:
-    """``2 - 2 cos`` of the whitened views of every image, plus the trace losses of both batches. (N, d) each."""
+    """Compute ``2 - 2 cos`` of the whitened views (N, d), plus both trace losses."""
     first, second = whitened(first, iterations), whitened(second, iterations)
     distance = 2.0 - 2.0 * (normalised(first) * normalised(second)).sum(1).mean()
     return distance + trace_weight * (trace_loss(first) + trace_loss(second))
 
 
 def whitened(embeddings: Tensor, iterations: int) -> Tensor:
-    """Embeddings (N, d) centred over d and whitened over N by ``iterations`` Newton steps towards ``Sigma^(-1/2)``.
+    """Centre embeddings (N, d) over d, and whiten them over N.
+
+    ``iterations`` Newton steps go towards ``Sigma^(-1/2)``.
 
     ``Sigma`` (N, N) is their covariance over d, divided by its trace so that the steps converge:
     ``P <- 1.5 P - 0.5 P^3 Sigma`` from the identity.
@@ -113,7 +99,7 @@ def whitened(embeddings: Tensor, iterations: int) -> Tensor:
 
 
 def trace_loss(embeddings: Tensor) -> Tensor:
-    """Sum over the batch of ``(variance over d - 1)^2``, of (N, d)."""
+    """Sum ``(variance over d - 1)^2`` over the batch, of (N, d)."""
     return (embeddings.var(1) - 1.0).square().sum()
 
 

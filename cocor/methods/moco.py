@@ -10,64 +10,82 @@ cut into groups with separate BatchNorm statistics, ``key_bn_splits`` on each ra
 """
 
 import copy
-from typing import Any
+import math
 
 import torch
 from torch import Tensor, nn
 
 from cocor.methods import shuffle
-from cocor.methods.base import Gather, batch_statistics_only, feature_size, feature_std
-from cocor.methods.encoding import Encoding, two_layer_head
-from cocor.methods.grouped_norm import group_batch_norm
-from cocor.objective.consistency import identity, normalised
+from cocor.methods.base import (
+    Config,
+    Method,
+    Ranks,
+    batch_statistics_only,
+    feature_size,
+    feature_std,
+    normalised,
+    two_layer_head,
+)
+from cocor.methods.batchnorm import group_batch_norm
 from loaders.errors import UserError
 
 
-class MoCo(Encoding):
-    """MoCo v2 on ``backbone`` with a queue of ``queue`` keys. ``gather`` concatenates equally shaped tensors of all
-    ranks along dimension 0; ``exchange`` is an all-to-all of equal parts (``cocor.distributed.collectives``).
+class MoCo(Method):
+    """MoCo v2 on ``backbone`` with a queue of ``queue_size`` keys.
 
-    With ``key_bn_splits`` 1 on a single rank the keys are encoded as one batch, without shuffling.
+    ``key_bn_splits`` counts groups of the global batch; with 1 the keys are encoded as one, without shuffling. As in
+    the authors' code biases and BatchNorm decay too.
     """
+
+    # Loss and rate of the MMNN, which the paper leaves open, as they won on CIFAR-10 (benchmarks/README.md).
+    defaults = {"lr": 0.03, "consistency_weight": 10.0, "consistency_beta": 8.0, "mmnn_lr": 0.5}
+    options = ("queue_size", "key_bn_splits", "temperature", "key_momentum", "embedding_dim")
+    own_batch_norm = ("key_backbone", "key_head")
 
     queue: Tensor
     pointer: Tensor
     step: Tensor
 
-    def __init__(
-        self,
-        backbone: nn.Module,
-        *,
-        dim: int = 128,
-        queue: int = 65536,
-        temperature: float = 0.2,
-        momentum: float = 0.999,
-        key_bn_splits: int = 4,
-        gather: Gather = identity,
-        exchange: Gather = identity,
-        rank: int = 0,
-        world: int = 1,
-    ) -> None:
-        super().__init__()
-        self.backbone = backbone
-        self.head = two_layer_head(feature_size(backbone), dim)
+    def __init__(self, backbone: nn.Module, ranks: Ranks = Ranks(), *, embedding_dim: int = 128,
+                 queue_size: int = 65536, temperature: float = 0.2, key_momentum: float = 0.999,
+                 key_bn_splits: int = 8) -> None:  # fmt: skip
+        super().__init__(backbone, ranks)
+        self.head = two_layer_head(feature_size(backbone), embedding_dim)
         self.key_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
         self.key_head = copy.deepcopy(self.head).requires_grad_(False)
-        self.temperature, self.momentum, self.key_bn_splits = temperature, momentum, key_bn_splits
-        self.gather, self.exchange, self.rank, self.world = gather, exchange, rank, world
-        self._groups_inside = key_bn_splits > 1 and group_batch_norm(self.key_backbone, key_bn_splits)
+        self.temperature, self.momentum = temperature, key_momentum
+        self.groups = key_bn_groups(key_bn_splits, ranks.size)
+        self._groups_inside = self.groups > 1 and group_batch_norm(self.key_backbone, self.groups)
         # A generator of its own: all ranks start from the same queue, whatever they have drawn before.
-        start = torch.randn(queue, dim, generator=torch.Generator().manual_seed(0))
+        start = torch.randn(queue_size, embedding_dim, generator=torch.Generator().manual_seed(0))
         self.register_buffer("queue", normalised(start))
         self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
-        self.metrics = {}
         self._keys: Tensor | None = None  # all ranks' keys of the step under way
 
+    @classmethod
+    def check(cls, config: Config, ranks: int) -> None:
+        if config.queue_size < config.batch_size:
+            raise UserError(f"queue_size: {config.queue_size} is less than one batch ({config.batch_size})")
+        local, groups = config.batch_size // ranks, key_bn_groups(config.key_bn_splits, ranks)
+        if local % groups or local // groups < 2:
+            fitting = max(n for n in range(1, groups + 1) if local % n == 0 and local // n >= 2)
+            raise UserError(
+                f"key_bn_splits: {config.key_bn_splits} does not cut a batch of {config.batch_size} on {ranks} ranks "
+                f"into equal groups of 2 or more; try {fitting * ranks}"
+            )
+
+    @classmethod
+    def geometry(cls, config: Config, ranks: int) -> dict[str, int]:
+        return {"BatchNorm groups of keys": key_bn_groups(config.key_bn_splits, ranks) * ranks}
+
+    @classmethod
+    def chance_loss(cls, config: Config) -> tuple[str, float]:
+        return "ln(K + 1)", math.log(config.queue_size + 1)
+
     def contrastive(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
-        """InfoNCE of views (2, B, 3, H, W) in float32. ``UserError`` when the queue cannot hold one global batch."""
+        """Compute InfoNCE of views (2, B, 3, H, W) in float32."""
         images, key_images = views
-        self._check_batch(len(images))
         with torch.no_grad():
             self._keys = self._encode_keys(key_images)
         queries = self.encode(images)
@@ -80,17 +98,17 @@ class MoCo(Encoding):
 
     @torch.no_grad()
     def reevaluate(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
-        """The loss of the last ``contrastive`` call with the current query encoder and the same keys."""
+        """Compute the loss anew, with the current query encoder and the same keys."""
         with batch_statistics_only(self.backbone):
             return _info_nce(*self._logits(self.encode(views[0])))
 
     def encode(self, images: Tensor) -> Tensor:
-        """The query encoder, with its head."""
+        """Embed images by the query encoder, with its head."""
         return normalised(self.head(self.backbone(images)))
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Enqueue the step's keys and move the key encoder (parameters only) towards the query encoder.
+        """Enqueue the step's keys, and move the key encoder towards the query encoder.
 
         The queue is changed in place, which is why it waits until the backward pass no longer needs it.
         """
@@ -106,51 +124,36 @@ class MoCo(Encoding):
         queries: list[Tensor] = [*self.backbone.parameters(), *self.head.parameters()]
         torch._foreach_lerp_(keys, queries, 1.0 - self.momentum)
 
-    def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """One group of backbone and head; as in the authors' code biases and BatchNorm decay too. No predictor here."""
-        parameters = [*self.backbone.parameters(), *self.head.parameters()]
-        return [{"params": parameters, "weight_decay": weight_decay, "fixed_lr": False}]
-
     def _encode_keys(self, images: Tensor) -> Tensor:
-        """Keys of all ranks (world * B, dim), in the order of the global batch."""
-        if self.world == 1 and self.key_bn_splits == 1:
+        """Encode the keys of all ranks (ranks * B, dim), in the order of the global batch."""
+        ranks, groups = self.ranks, self.groups * self.ranks.size
+        if groups == 1:
             return self._encode_key(images)
-        groups = self.key_bn_splits * self.world
         # Channels-last images are contiguous as (N, H, W, C): indexing and sending them keeps that layout.
-        mine = shuffle.shuffled(
-            images.permute(0, 2, 3, 1).contiguous(), self.step, groups, world=self.world, rank=self.rank,
-            exchange=self.exchange, gather=self.gather,
-        ).permute(0, 3, 1, 2)  # fmt: skip
-        parts = mine.tensor_split(1 if self._groups_inside else self.key_bn_splits)
-        keys = self.gather(torch.cat([self._encode_key(part) for part in parts]))
+        channels_last = images.permute(0, 2, 3, 1).contiguous()
+        mine = shuffle.shuffled(channels_last, self.step, groups, ranks).permute(0, 3, 1, 2)
+        parts = mine.tensor_split(1 if self._groups_inside else self.groups)
+        keys = ranks.gather(torch.cat([self._encode_key(part) for part in parts]))
         return torch.empty_like(keys).index_copy_(0, shuffle.order(self.step, len(keys), groups), keys)
 
     def _encode_key(self, images: Tensor) -> Tensor:
         return normalised(self.key_head(self.key_backbone(images)))
 
     def _logits(self, queries: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of each query's own key (B,) and of the queue (B, K), float32 even under autocast."""
+        """Compute logits of a query's own key (B,) and of the queue (B, K), in float32."""
         if self._keys is None:
             raise RuntimeError("reevaluate needs the keys of contrastive and comes before after_step")
-        local = len(queries)
-        keys = self._keys[self.rank * local : (self.rank + 1) * local]
+        keys = self._keys.chunk(self.ranks.size)[self.ranks.rank]
         with torch.autocast(queries.device.type, enabled=False):
             queries = queries / self.temperature
             return (queries * keys).sum(1), queries @ self.queue.T.to(queries.dtype)
 
-    def _check_batch(self, local: int) -> None:
-        if local * self.world > len(self.queue):
-            raise UserError(
-                f"queue_size: {len(self.queue)} keys cannot hold one batch of {local * self.world}; "
-                "raise queue_size or lower batch_size"
-            )
-        if local < 2 * self.key_bn_splits:
-            raise UserError(
-                f"key_bn_splits: a batch of {local} leaves fewer than 2 keys to each of {self.key_bn_splits} groups; "
-                "lower key_bn_splits or raise batch_size"
-            )
+
+def key_bn_groups(splits: int, ranks: int) -> int:
+    """Return a rank's BatchNorm groups of keys, of ``splits`` over all ranks."""
+    return max(1, splits // ranks)
 
 
 def _info_nce(positive: Tensor, negative: Tensor) -> Tensor:
-    """Cross-entropy of the 1 + K logits with the positive one as the label, without joining them into one matrix."""
+    """Compute the cross-entropy of 1 + K logits, without joining them."""
     return (torch.logaddexp(positive, negative.logsumexp(1)) - positive).mean()

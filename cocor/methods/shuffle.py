@@ -1,4 +1,4 @@
-"""Shuffled batches for MoCo's keys: which keys share a BatchNorm group, and how their images get to its rank.
+"""Shuffle batches for MoCo's keys, into groups for BatchNorm on any rank.
 
 The global batch is cut into as many chunks as there are groups. Each chunk is put into a random order and dealt out in
 equal pieces, one to each group, so that every group holds images of every chunk. The order is a hash of the step: the
@@ -9,42 +9,38 @@ number alone, not on the number of ranks.
 If groups are too small for equal pieces, the whole batch is shuffled instead, and all images gathered on every rank.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-Exchange = Callable[[Tensor], Tensor]
+from cocor.methods.base import Ranks
 
 
 def order(step: Tensor, count: int, groups: int) -> Tensor:
-    """(count,) int64: the index in the global batch of each image of the shuffled one, whose groups are contiguous."""
+    """Return the shuffled global batch as indices (count,); groups are contiguous."""
     if not _deals(count, groups):
         return permutation(step, count)
     chunk = count // groups
     return _dealt(step, count, groups).view(groups, groups, chunk // groups).transpose(0, 1).flatten()
 
 
-def shuffled(images: Tensor, step: Tensor, groups: int, *, world: int, rank: int, exchange: Exchange,
-             gather: Exchange) -> Tensor:  # fmt: skip
-    """This rank's part (B, ...) of the shuffled global batch, in ``order``, from its part (B, ...) of the batch.
+def shuffled(images: Tensor, step: Tensor, groups: int, ranks: Ranks) -> Tensor:
+    """Shuffle the global batch: from this rank's part (B, ...) to its new part.
 
-    ``exchange`` sends the r-th of ``world`` equal parts along dimension 0 to rank r and returns the parts received, in
-    the order of their senders; ``gather`` concatenates the parts of all ranks. ``groups`` counts those of all ranks.
+    ``groups`` counts those of all ranks.
     """
     local = len(images)
-    count, first = world * local, rank * local
-    if world == 1 or not _deals(count, groups):
-        return gather(images)[order(step, count, groups)[first : first + local]]
-    mine, piece = groups // world, count // groups**2
-    dealt = (_dealt(step, count, groups)[first : first + local] - first).view(mine, world, mine, piece)
+    count, first = ranks.size * local, ranks.rank * local
+    if ranks.size == 1 or not _deals(count, groups):
+        return ranks.gather(images)[order(step, count, groups)[first : first + local]]
+    mine, piece = groups // ranks.size, count // groups**2
+    dealt = (_dealt(step, count, groups)[first : first + local] - first).view(mine, ranks.size, mine, piece)
     sent = images[dealt.transpose(0, 1).flatten()]  # by receiver, chunk, its group, place
-    arrived = exchange(sent).unflatten(0, (groups, mine, piece))  # by chunk, own group, place
+    arrived = ranks.exchange(sent).unflatten(0, (groups, mine, piece))  # by chunk, own group, place
     return arrived.transpose(0, 1).flatten(0, 2)
 
 
 def permutation(step: Tensor, count: int) -> Tensor:
-    """A random order of ``count`` items that depends on the step number alone (splitmix64 of step and item)."""
+    """Order ``count`` items at random, by step number alone (splitmix64)."""
     return _hash(step, count).argsort(stable=True)
 
 

@@ -1,4 +1,4 @@
-"""SimSiam: two views predict each other's projection, without negatives and without a second encoder.
+"""SimSiam: two views predict each other, without negatives or second encoder.
 
 Source: Chen & He 2021, with the layers of the authors' code. CoCor passes composites through backbone, projector and
 predictor, and the original through backbone and projector without gradient (paper, appendix "Experimental Setup for
@@ -9,25 +9,29 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cocor.methods.base import feature_size
-from cocor.methods.predicting import Predicting
-from cocor.objective.consistency import normalised
+from cocor.methods.base import Predicting, Ranks, feature_size, normalised
 
 
 class SimSiam(Predicting):
-    """SimSiam on ``backbone``: a three-layer projector to ``dim`` and a predictor with ``predictor_dim`` hidden units.
+    """SimSiam on ``backbone``: a three-layer projector and a predictor.
 
-    The projector's hidden layers are ``dim`` wide, as the SimSiam paper says. The authors' code makes them as wide as
-    the backbone's features, which is the same for ResNet-50. With ``fix_predictor_lr`` the predictor's learning rate
+    The projector's layers are ``projector_dim`` wide, as the SimSiam paper says. The authors' code makes them as wide
+    as the backbone's features, which is the same for ResNet-50. With ``fix_predictor_lr`` the predictor's learning rate
     does not decay.
     """
 
-    def __init__(
-        self, backbone: nn.Module, *, dim: int = 2048, predictor_dim: int = 512, fix_predictor_lr: bool = False
-    ) -> None:
-        super().__init__()
-        self._fix_predictor_lr = fix_predictor_lr
-        self.backbone = backbone
+    # Loss and rate of the MMNN, which the paper leaves open, as they won on CIFAR-10 (benchmarks/README.md).
+    defaults = {
+        "lr": 0.05, "constants": (0.75, 0.70, 0.60), "sync_bn": True,
+        "consistency_weight": 3.0, "consistency_beta": 8.0, "mmnn_lr": 0.5,
+    }  # fmt: skip
+    options = ("projector_dim", "predictor_dim", "fix_predictor_lr")
+    cost = 6
+
+    def __init__(self, backbone: nn.Module, ranks: Ranks = Ranks(), *, projector_dim: int = 2048,
+                 predictor_dim: int = 512, fix_predictor_lr: bool = False) -> None:  # fmt: skip
+        super().__init__(backbone, ranks)
+        self._fix_predictor_lr, dim = fix_predictor_lr, projector_dim
         # Linear layers before a BatchNorm need no bias: it would be subtracted again.
         self.projector = nn.Sequential(
             nn.Linear(feature_size(backbone), dim, bias=False),
@@ -45,13 +49,9 @@ class SimSiam(Predicting):
             nn.ReLU(inplace=True),
             nn.Linear(predictor_dim, dim),
         )
-        self.metrics = {}
-
-    def after_step(self) -> None:
-        """Nothing: SimSiam keeps no state besides its weights."""
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Encoder and predictor."""
+        """Group encoder and predictor apart."""
         encoder = [*self.backbone.parameters(), *self.projector.parameters()]
         predictor = list(self.predictor.parameters())
         return [
@@ -59,13 +59,13 @@ class SimSiam(Predicting):
             {"params": predictor, "weight_decay": weight_decay, "fixed_lr": self._fix_predictor_lr},
         ]
 
-    def loss_of(self, views: Tensor) -> tuple[Tensor, Tensor]:
-        """Symmetrised negative cosine, in [-1, 1], and the projections (B, dim) of the first view."""
+    def loss_of(self, views: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Compute the negative cosine; also return the projections of the first view."""
         first, second = (self.projector(self.backbone(images)) for images in views)
         similarity = _cosine(self.predictor(first), second) + _cosine(self.predictor(second), first)
         return -0.5 * similarity, first
 
 
 def _cosine(prediction: Tensor, projection: Tensor) -> Tensor:
-    """Mean over the batch; the projection carries no gradient."""
+    """Average over the batch; the projection carries no gradient."""
     return (normalised(prediction) * normalised(projection.detach())).sum(1).mean()

@@ -39,7 +39,7 @@ def report(run: Run) -> None:
     assert batch is not None
     if run.world.main:
         print(yaml.safe_dump(run.config.to_dict(), sort_keys=False), end="")
-        batch, _ = run.step.turns(batch, None, 0)  # what steps train on
+        batch, _ = run.step.subsample(batch, None, 0)  # what steps train on
         print("\n".join(["", *_shapes(batch), *_model(run), f"loss after {len(seconds)} steps: {loss:.4f}"]))
         print(f"memory: {_memory(run.world.device)}")
         # The first step pays for warming up; loaders run ahead, so the last ones show the rate of the networks.

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from cocor.config.options import Config
 from cocor.distributed.collectives import World, gather, mean_over_ranks
+from cocor.methods import method_class
 from cocor.step.compile import Step
 from cocor.step.step import Metrics, TrainingStep
 from loaders.batch import Batch
@@ -136,9 +137,9 @@ class HealthMonitor:
         spread = mean.get("contrastive_feature_std", 1.0)
         if spread < FLAT_STD:
             self._warn("collapse", f"the features have collapsed: standard deviation {spread:.2g} of 1 {steps}")
-        chance = math.log(self._config.queue_size + 1)
-        if self._config.method == "moco" and abs(mean["contrastive_loss"] / chance - 1) < NEAR_CHANCE:
-            self._warn("chance", f"the contrastive loss is that of guessing, ln(K + 1) = {chance:.3f}, {steps}")
+        formula, chance = method_class(self._config.method).chance_loss(self._config) or ("", math.inf)
+        if abs(mean["contrastive_loss"] / chance - 1) < NEAR_CHANCE:
+            self._warn("chance", f"the contrastive loss is that of guessing, {formula} = {chance:.3f}, {steps}")
         norm = max(rows.get("hypergradient_norm", [math.inf]))
         if learning_rate > 0 and norm < DEAD_GRADIENT * learning_rate:
             self._warn("dead MMNN", f"the MMNN does not learn: no gradient of more than {norm:.2g} {steps}")

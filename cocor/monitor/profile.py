@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from cocor import run_dir
 from cocor.config.options import Config, labelled_batch_size
 from cocor.distributed.collectives import barrier
+from cocor.methods import method_class
 from cocor.run import Run
 from cocor.step.compile import compile_backbones
 from loaders.batch import Batch
@@ -28,8 +29,6 @@ from loaders.errors import UserError
 
 WARM_UP, STEPS, TRACED = 5, 20, 3  # steps; STEPS at least, rounded up to whole turns
 _MOST_STEPS = 240  # of a longer cycle; parts that are in few of its steps weigh little in their mean
-# Forward-equivalents per image of the methods' own losses: views, with 2 F per backward pass, and second encoders.
-CONTRASTIVE_COST = {"moco": 4, "simsiam": 6, "supcon": 6, "byol": 8, "intl": 6}
 _VIEWS_KERNEL = "make_views"
 _Pair = tuple[Batch, Batch | None]
 
@@ -89,7 +88,7 @@ def report(run: Run) -> None:
     with closing(_endless(run)) as batches:
         _steps(run, batches, parts, WARM_UP)
         parts.start()
-        steps = min(-(-STEPS // run.step.turns.cycle) * run.step.turns.cycle, _MOST_STEPS)
+        steps = min(-(-STEPS // run.step.subsample.cycle) * run.step.subsample.cycle, _MOST_STEPS)
         _steps(run, batches, parts, steps)
         seconds = parts.read()
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it calls having no GPU an error
@@ -140,7 +139,7 @@ def table(config: Config, seconds: dict[str, float], steps: int, ranks: int) -> 
 def costs(config: Config, ranks: int) -> dict[str, float]:
     """The cost model: F of each part of a step, where 1 F is a forward pass over the batch. A pass is taken to cost in
     proportion to its pixels, as it does in a convolutional network."""
-    model: dict[str, float] = {"contrastive": CONTRASTIVE_COST[config.method]}
+    model: dict[str, float] = {"contrastive": method_class(config.method).cost}
     if config.consistency != "none":
         originals = config.released_originals if config.recipe == "released" else 1
         pixels = (config.composite_size / config.image_size) ** 2 if config.composite_size else 1

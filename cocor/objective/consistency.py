@@ -1,8 +1,8 @@
-"""Latent similarity and the consistency losses, as pure functions.
+"""Compute latent similarity and the consistency losses, as pure functions.
 
 Paper, eq. 2 (``abs_loss``) and appendix "Improving CoCor with an Alternative Consistency Loss" (``softplus_loss``).
 A loss returns its value together with the two derivatives that the bi-level step needs
-(``cocor.objective.hypergradient``).
+(``cocor.objective.hypergradient``), all three times the ``weight`` of the loss.
 
 Batch means are means over the global batch: ``mean_over_ranks`` averages a detached tensor over all ranks, each of
 which holds equally many samples. The value of a loss is then the global one, and its gradient is such that averaging
@@ -16,17 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cocor.methods.base import identity, normalised
+
 MeanOverRanks = Callable[[Tensor], Tensor]
-
-
-def identity(tensor: Tensor) -> Tensor:
-    """The mean over a single rank."""
-    return tensor
 
 
 @dataclass(frozen=True)
 class Consistency:
-    """A consistency loss and its derivatives, one per length or per sample.
+    """A weighted consistency loss and its derivatives, one per length or per sample.
 
     ``slope`` is the derivative of the loss with respect to this rank's similarities, as if its share were the whole
     batch (averaging over ranks makes up for that, see the module): to the mean similarity of each length (L,) for the
@@ -35,62 +32,49 @@ class Consistency:
     """
 
     loss: Tensor  # scalar; its gradient reaches the similarities, never the targets
+    unweighted: Tensor  # scalar, detached
     similarity: Tensor  # (L,) mean over the global batch, detached
     target: Tensor  # (L,) mean over the global batch, detached
     slope: Tensor
     curvature: Tensor
-
-
-def normalised(features: Tensor) -> Tensor:
-    """Rows of length 1 in at least float32; a zero row stays zero and receives no gradient. Shape (..., d)."""
-    features = features.to(torch.promote_types(features.dtype, torch.float32))
-    squares = features.square().sum(-1, keepdim=True)
-    zero = squares < torch.finfo(squares.dtype).tiny
-    return torch.where(zero, 0.0, features * torch.where(zero, 1.0, squares).rsqrt())
+    compared: Tensor  # what targets are compared with, detached: mean similarities (L,), or all of them (L, B)
 
 
 def latent_similarity(composites: Tensor, originals: Tensor) -> Tensor:
-    """Cosine similarity of every composite view with its original, whose side carries no gradient.
+    """Compute cosines of composites with their originals, which get no gradient.
 
     ``composites`` (L, B, d), ``originals`` (B, d), in any floating type -> (L, B) in at least float32.
     """
     return (normalised(composites) * normalised(originals.detach())).sum(-1)
 
 
-def softplus_loss(
-    similarity: Tensor,
-    target: Tensor,
-    *,
-    beta: float = 1.0,
-    mean_over_ranks: MeanOverRanks = identity,
-) -> Consistency:
-    """Mean over lengths of ``softplus(beta k_l) / beta`` with ``k_l = mean_i target - mean_i similarity``.
+def softplus_loss(similarity: Tensor, target: Tensor, *, weight: float = 1.0, beta: float = 1.0,
+                  mean_over_ranks: MeanOverRanks = identity) -> Consistency:  # fmt: skip
+    """Compute ``weight`` times the mean over lengths of ``softplus(beta k_l) / beta``.
 
-    ``similarity`` and ``target`` are (L, B). The sign of ``k_l`` is that of the paper's text and figures (views more
-    similar than their target are hardly pushed apart); its eq. "consist_loss_alt" prints the opposite. ``beta`` 1 is
-    the printed formula, whose pull depends little on the target; a larger one stops pulling once the target is reached.
+    There ``k_l = mean_i target - mean_i similarity``. ``similarity`` and ``target`` are (L, B). The sign of ``k_l`` is
+    that of the paper's text and figures (views more similar than their target are hardly pushed apart); its eq.
+    "consist_loss_alt" prints the opposite. ``beta`` 1 is the printed formula, whose pull depends little on the target;
+    a larger one stops pulling once the target is reached.
     """
     weights = _weights(similarity)
     local = similarity.mean(1)
     means = mean_over_ranks(torch.stack([local.detach(), target.detach().mean(1)]))
     gap = beta * (means[1] - means[0])
-    slope = -weights * torch.sigmoid(gap)
-    curvature = weights * beta * torch.sigmoid(gap) * torch.sigmoid(-gap)
+    slope = weight * (-weights * torch.sigmoid(gap))
+    curvature = weight * (weights * beta * torch.sigmoid(gap) * torch.sigmoid(-gap))
     value = (weights * F.softplus(gap) / beta).sum()
-    return Consistency(value + _carrier(slope, local), means[0], means[1], slope, curvature)
+    loss = weight * value + _carrier(slope, local)
+    return Consistency(loss, value, means[0], means[1], slope, curvature, compared=means[0])
 
 
-def abs_loss(
-    similarity: Tensor,
-    target: Tensor,
-    *,
-    epsilon: float = 0.05,
-    mean_over_ranks: MeanOverRanks = identity,
-) -> Consistency:
-    """Mean over lengths of ``mean_i phi(similarity_i - target_i)``: the paper's eq. 2 with a smoothed absolute value.
+def abs_loss(similarity: Tensor, target: Tensor, *, weight: float = 1.0, epsilon: float = 0.05,
+             mean_over_ranks: MeanOverRanks = identity) -> Consistency:  # fmt: skip
+    """Compute ``weight`` times the mean of ``phi(similarity - target)``.
 
-    ``phi(r) = sqrt(r^2 + epsilon^2) - epsilon`` (pseudo-Huber of unit slope). The absolute value itself, ``epsilon`` 0,
-    has no curvature, so that a bi-level step would never move the MMNN. Shapes as in ``softplus_loss``.
+    That is the paper's eq. 2 with a smoothed absolute value. ``phi(r) = sqrt(r^2 + epsilon^2) - epsilon`` (pseudo-Huber
+    of unit slope). The absolute value itself, ``epsilon`` 0, has no curvature, so that a bi-level step would never move
+    the MMNN. Shapes as in ``softplus_loss``.
     """
     weights = _weights(similarity)
     residual = similarity.detach() - target.detach()
@@ -101,8 +85,10 @@ def abs_loss(
     else:
         slope, curvature = share * residual.sign(), torch.zeros_like(residual)
     means = mean_over_ranks(torch.stack([similarity.detach().mean(1), target.detach().mean(1), root.mean(1) - epsilon]))
+    slope, curvature = weight * slope, weight * curvature
     value = (weights * means[2]).sum()
-    return Consistency(value + _carrier(slope, similarity), means[0], means[1], slope, curvature)
+    loss = weight * value + _carrier(slope, similarity)
+    return Consistency(loss, value, means[0], means[1], slope, curvature, compared=similarity.detach())
 
 
 def _weights(similarity: Tensor) -> Tensor:
@@ -111,5 +97,5 @@ def _weights(similarity: Tensor) -> Tensor:
 
 
 def _carrier(slope: Tensor, local: Tensor) -> Tensor:
-    """A zero whose gradient is ``slope``: added to the global value, it gives it this rank's gradient."""
+    """Return a zero with gradient ``slope``, that of this rank for a global value."""
     return (slope * (local - local.detach())).sum()

@@ -1,4 +1,4 @@
-"""The gradient of the labelled cross-entropy with respect to the MMNN's weights, through one step of the encoder.
+"""Differentiate the labelled loss by the MMNN, through a step of the encoder.
 
 Paper, appendix "Derivation of the Update Rule of the MMNN". With the encoder's step ``theta' = theta - eta grad L`` and
 a consistency loss of curvature ``c`` (``cocor.objective.consistency``: minus its second derivative by similarity and
@@ -59,7 +59,7 @@ def exact(target: Tensor, curvature: Tensor, products: Tensor, learning_rate: fl
 
 @dataclass(frozen=True)
 class Measured:
-    """What ``taylor`` compares before and after the step; losses and means are those of the global batch."""
+    """What ``taylor`` compares before and after the step, of the global batch."""
 
     loss: Tensor  # (): contrastive plus consistency loss
     cross_entropy: Tensor  # ()
@@ -123,7 +123,7 @@ def sample_inner_products(
 
 
 class _Composites(nn.Module):
-    """Gives ``functional_call`` a ``forward`` that is the method's ``embed_composite``."""
+    """Give ``functional_call`` a ``forward`` that is ``embed_composite``."""
 
     def __init__(self, method: Method) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The monotone mapping network (MMNN): from a composition vector to the optimal latent similarity.
+"""Map composition vectors to optimal similarities by a monotone network, the MMNN.
 
 Paper, section "Imposing Monotonicity to the Learnable Model". The network is 14-64-1,
 ``g(v) = 1 - [softplus(b) + a.v + u.relu(W v + c)]`` with ``a, W, u > 0``: at most 1, the largest cosine, and strictly
@@ -10,7 +10,7 @@ similarities far outside [-1, 1], where the gradients of loss and hyper-gradient
 without MMNN and has the same call signature.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import combinations_with_replacement, pairwise
 
@@ -30,20 +30,14 @@ LONGEST_FITTED = 10  # the paper goes up to composites of 10 augmentations
 SLOPE_FLOOR = 1e-4
 FIT_RESTRAINT = 1e-9  # weight of the penalty on moving the raw weights
 
-# Paper, table "Constant l_d* used for the comparison with the MMNN": length of a composite -> similarity.
-CONSTANTS: dict[str, dict[int, float]] = {
-    "moco": {1: 0.80, 2: 0.75, 3: 0.65},
-    "simsiam": {1: 0.75, 2: 0.70, 3: 0.60},
-}
 
-
-def constants_for(method: str) -> dict[int, float]:
-    """The paper's constants of ``method``; methods that its table does not list get MoCo's."""
-    return CONSTANTS.get(method, CONSTANTS["moco"])
+def by_length(constants: Iterable[float]) -> dict[int, float]:
+    """Map lengths 1, 2, 3, ... to ``constants``, as ``--constants`` names them."""
+    return dict(enumerate(constants, start=1))
 
 
 def similarity_at(constants: Mapping[int, float], length: int) -> float:
-    """The similarity at ``length``: piecewise linear through ``constants``, extrapolated linearly beyond both ends.
+    """Interpolate ``constants`` linearly at ``length``, also beyond both ends.
 
     A single constant is joined with the point (0, 1), as an image has similarity 1 to itself.
     """
@@ -56,7 +50,7 @@ def similarity_at(constants: Mapping[int, float], length: int) -> float:
 
 
 def check_constants(constants: Mapping[int, float]) -> None:
-    """Raise a UserError for constants that no strictly decreasing, concave network with ``g <= 1`` can represent."""
+    """Raise a UserError for constants that no such network can represent."""
     known = sorted(constants)
     if not known or known[0] < 1:
         raise UserError("constants: name at least one length of composites, each of 1 or more")
@@ -73,7 +67,7 @@ def check_constants(constants: Mapping[int, float]) -> None:
 
 
 class Constants(nn.Module):
-    """The ablation without MMNN: one fixed similarity per length of composite, clipped to [-1, 1]."""
+    """The ablation without MMNN: a similarity per length, clipped to [-1, 1]."""
 
     table: Tensor
 
@@ -83,12 +77,12 @@ class Constants(nn.Module):
         self.register_buffer("table", torch.tensor(values, dtype=torch.float32), persistent=False)
 
     def forward(self, composition: Tensor) -> Tensor:
-        """``composition`` (..., 14) uint8 counts -> similarity (...) float32."""
+        """Map ``composition`` (..., 14) uint8 counts to similarities (...) float32."""
         return self.table[composition.sum(-1, dtype=torch.int64)]
 
 
 class MMNN(nn.Module):
-    """``g(v) = 1 - [softplus(b) + a.v + u.relu(W v + c)]``, strictly decreasing in every count; see the module's text.
+    """``g(v) = 1 - [softplus(b) + a.v + u.relu(W v + c)]``, falling in every count.
 
     A new network is already fitted to ``constants``, one similarity per length; the same arguments always give the same
     weights, and the global random number generator is left alone. UserError for constants that a decreasing concave
@@ -101,14 +95,14 @@ class MMNN(nn.Module):
     output: nn.Parameter  # (64,)
     bias: nn.Parameter  # ()
 
-    def __init__(self, constants: Mapping[int, float] = CONSTANTS["moco"]) -> None:
+    def __init__(self, constants: Mapping[int, float]) -> None:
         super().__init__()
         check_constants(constants)
         for name, value in _fitted(tuple(sorted(constants.items()))).items():
             self.register_parameter(name, nn.Parameter(value.clone()))
 
     def forward(self, composition: Tensor) -> Tensor:
-        """``composition`` (..., 14) uint8 counts -> optimal similarity (...), float32 even under autocast."""
+        """Map ``composition`` (..., 14) uint8 counts to optimal similarities (...), float32 even under autocast."""
         with torch.autocast(composition.device.type, enabled=False):
             counts = composition.to(self.linear.dtype)
             linear, hidden, output = F.softplus(self.linear), F.softplus(self.hidden), F.softplus(self.output)
@@ -121,9 +115,9 @@ class MMNN(nn.Module):
 
 
 def _initial_weights() -> dict[str, Tensor]:
-    """Before the fit, before softplus. Hidden units differ in their weights, so that they can learn different
-    combinations of ops, and in the length from which they are active, so that the fit can bend anywhere in the range of
-    lengths."""
+    """Return the weights before the fit, before softplus."""
+    # Hidden units differ in their weights, so that they can learn different combinations of ops, and in the length from
+    # which they are active, so that the fit can bend anywhere in the range of lengths.
     generator = torch.Generator().manual_seed(0)
     weights = torch.empty(HIDDEN, OPS).uniform_(0.3, 0.5, generator=generator)
     onsets = torch.linspace(0.0, 6.0, HIDDEN)
@@ -139,7 +133,7 @@ def _initial_weights() -> dict[str, Tensor]:
 @lru_cache(maxsize=16)
 @torch.no_grad()
 def _fitted(constants: tuple[tuple[int, float], ...]) -> dict[str, Tensor]:
-    """Weights with which ``g`` meets one similarity per length, fitted in float64 on the CPU, in well under a second.
+    """Fit weights with which ``g`` meets a similarity per length, in float64.
 
     A least-squares fit of all composites of lengths 1 to 3 and a fixed sample of longer ones (up to 10) to the constant
     of their length, with little weight to the extrapolated value of :func:`similarity_at` where there is none. Only
@@ -179,7 +173,7 @@ def _fitted(constants: tuple[tuple[int, float], ...]) -> dict[str, Tensor]:
 
 
 def _fitting_set(constants: Mapping[int, float]) -> tuple[Tensor, Tensor, Tensor]:
-    """Composition vectors (n, 14), their similarities (n,) and importances (n,), all float64."""
+    """Return compositions (n, 14), similarities and weights (n,), in float64."""
     generator = torch.Generator().manual_seed(0)
     counts, targets, importance = [], [], []
     for length in range(1, LONGEST_FITTED + 1):

@@ -1,4 +1,4 @@
-"""How a training step is executed: as written, compiled, recorded as a CUDA graph, or both (``--execution``).
+"""Choose how a training step is executed: as written, compiled, recorded as a CUDA graph, or both (``--execution``).
 
     eager     kernel by kernel, as the code stands: the reference
     compiled  the backbones through torch.compile, which fuses BatchNorm, ReLU and all else between convolutions
@@ -21,7 +21,7 @@ import torch
 
 from cocor.config.options import Config
 from cocor.distributed.collectives import World
-from cocor.step.cudagraph import RecordedStep
+from cocor.step.cudagraph import GraphedStep
 from cocor.step.step import Metrics, TrainingStep
 from loaders.batch import Batch
 from loaders.errors import UserError
@@ -53,8 +53,7 @@ def choose(config: Config, world: World, steps: int) -> str:
     if not on_gpu:
         return "eager"
     # As in cocor.config.checks.check: forward-mode derivatives cannot be compiled, LARS cannot be captured.
-    # Communication in
-    # the network (synchronised BatchNorm) would break the compiled graph at every layer.
+    # Communication in the network (synchronised BatchNorm) would break the compiled graph at every layer.
     synchronises = config.sync_bn and world.size > 1
     compiles, records = config.consistency != "abs" and not synchronises, config.optimiser == "sgd"
     if compiles and steps >= LONG_RUN:
@@ -76,18 +75,18 @@ def missing_to_compile(device: torch.device) -> str | None:
 
 
 def executable(step: TrainingStep, execution: str, parallel: bool | None = None) -> Step:
-    """``step`` with the ``execution`` that :func:`choose` returned, to be called as ``step`` is.
+    """Return ``step`` with the ``execution`` that :func:`choose` returned.
 
-    Load a checkpoint into ``step`` before this, not after it. ``parallel``: see :class:`RecordedStep`.
+    Load a checkpoint into ``step`` before this, not after it. ``parallel``: see :class:`GraphedStep`.
     """
     if execution in ("compiled", "fused"):
         _log.info("compiling: the first steps take minutes; the compiler keeps its work for later runs")
         compile_backbones(step)
-    return RecordedStep(step, parallel) if execution in ("graph", "fused") else step
+    return GraphedStep(step, parallel) if execution in ("graph", "fused") else step
 
 
 def compile_backbones(step: TrainingStep, backend: str = "inductor") -> None:
-    """Compile the backbones of ``step`` in place, at their first use; names of parameters stay as they are."""
+    """Compile the backbones of ``step`` in place, at their first use."""
     _keep_compiled_code()
     # The passes of a step differ in gradients, batch size and whether running statistics move: each is compiled apart.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
@@ -107,6 +106,6 @@ def _keep_compiled_code() -> None:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run compiled modules as written: for evaluation, whose odd batch sizes would each be compiled."""
+    """Run compiled modules as written, for evaluation and its odd batch sizes."""
     with torch.compiler.set_stance("force_eager"):
         yield

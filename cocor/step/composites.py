@@ -1,4 +1,4 @@
-"""How composites pull on the encoder: similarities of a batch, their gradients, and the consistency loss.
+"""Compute the consistency loss of a batch's composites, and its gradient.
 
     begin   embeddings, targets and similarities, length by length, each with its gradient
     finish  the consistency loss of all lengths together (``cocor.objective.consistency``)
@@ -8,20 +8,54 @@ The gradient of each length is kept by itself, because the exact hyper-gradient 
 cross-entropy's. The consistency loss then needs no backward pass of its own: its gradient is a linear combination.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from cocor.config.options import Config
 from cocor.distributed.collectives import mean_over_ranks
-from cocor.methods.base import Method
-from cocor.objective.consistency import Consistency, abs_loss, latent_similarity, normalised, softplus_loss
-from cocor.step.labelled_head import Timer
-from cocor.step.streams import Streams
+from cocor.methods.base import Method, normalised
+from cocor.objective.consistency import Consistency, abs_loss, latent_similarity, softplus_loss
 from loaders.batch import Batch
+
+Timer = Callable[[str], AbstractContextManager[object]]
+
+
+class Streams:
+    """Run parts of a step on CUDA streams of their own, as one may not fill a GPU.
+
+    Without any, which :meth:`use` sets, they run on the current stream itself.
+    """
+
+    def __init__(self) -> None:
+        self._streams: Sequence[torch.cuda.Stream] = ()
+
+    def use(self, streams: Sequence[torch.cuda.Stream]) -> None:
+        self._streams = streams
+
+    @contextmanager
+    def beside(self, number: int) -> Iterator[None]:
+        """Run the block on the stream of part ``number``, after what is queued so far.
+
+        Tensors made there must be kept alive until the step ends, as the caching allocator may hand out their memory
+        otherwise.
+        """
+        if not self._streams:
+            yield
+            return
+        stream = self._streams[number % len(self._streams)]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            yield
+
+    def join(self) -> None:
+        """Let the current stream wait for all that runs :meth:`beside` it."""
+        for stream in self._streams:
+            torch.cuda.current_stream().wait_stream(stream)
 
 
 @dataclass
@@ -30,42 +64,39 @@ class Lengths:
 
     target: Tensor  # (L, B) with the MMNN's graph
     originals: Tensor  # (B, d)
-    gradients: list[Sequence[Tensor]]  # per length, one tensor per parameter, see Puller._gradients
+    gradients: list[Sequence[Tensor]]  # per length, one tensor per parameter, see CompositeTerm._gradients
     similarity: list[Tensor]  # per length (B,), detached
 
 
 @dataclass
-class Pull:
+class CompositeGradients:
     """The consistency loss of a batch, and what the rest of the step needs."""
 
     consistency: Consistency
     target: Tensor  # as in Lengths
     originals: Tensor
     gradients: list[Sequence[Tensor]]
-    similarity: Tensor  # (L, B) detached
 
 
-class Puller:
-    """Pulls ``parameters``, all that the encoder's optimiser steps, towards the similarities that ``target`` sets.
+class CompositeTerm:
+    """The consistency loss, added to the gradient of the encoder's ``parameters``.
 
-    ``autocast()`` is the context in which networks run; lengths run beside each other on ``streams``.
+    ``target`` maps composition vectors to the similarities that are aimed at. ``autocast()`` is the context in which
+    networks run; lengths run beside each other on ``streams``.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        method: Method,
-        target: nn.Module,
-        parameters: Sequence[Tensor],
-        *,
-        autocast: Callable[[], AbstractContextManager[None]],
-        streams: Streams,
-    ) -> None:
-        self._config, self._method, self._target, self._parameters = config, method, target, parameters
+    def __init__(self, config: Config, method: Method, target: nn.Module, parameters: Sequence[Tensor], *,
+                 autocast: Callable[[], AbstractContextManager[None]], streams: Streams) -> None:  # fmt: skip
+        self._method, self._target, self._parameters = method, target, parameters
+        self._of_samples = config.consistency == "abs"
+        if self._of_samples:
+            self._loss = partial(abs_loss, weight=config.consistency_weight)
+        else:
+            self._loss = partial(softplus_loss, weight=config.consistency_weight, beta=config.consistency_beta)
         self._autocast, self._streams = autocast, streams
 
     def begin(self, batch: Batch, timer: Timer) -> Lengths:
-        """Similarities and their gradients. On streams of their own they may still be running when this returns."""
+        """Compute similarities and gradients, which may run on when this returns."""
         with timer("original"):
             originals = self.originals(batch)
             target = self._target(batch.composition)
@@ -79,48 +110,40 @@ class Puller:
                 lengths.similarity.append(similarity.detach())
         return lengths
 
-    def finish(self, lengths: Lengths) -> Pull:
+    def finish(self, lengths: Lengths) -> CompositeGradients:
         """Wait for all lengths, and compute their consistency loss."""
         self._streams.join()
-        similarity = torch.stack(lengths.similarity)
-        consistency = self.consistency(similarity, lengths.target)
-        return Pull(consistency, lengths.target, lengths.originals, lengths.gradients, similarity)
+        consistency = self.consistency(torch.stack(lengths.similarity), lengths.target)
+        return CompositeGradients(consistency, lengths.target, lengths.originals, lengths.gradients)
 
-    def add(self, pull: Pull) -> dict[str, Tensor]:
-        """Add the consistency gradient to the contrastive one in ``.grad``; returns the norms of both, on this rank."""
-        weight = self._config.consistency_weight
+    def add(self, composites: CompositeGradients) -> dict[str, Tensor]:
+        """Add the consistency gradient to ``.grad``; return the norms of both parts."""
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         total = [parameter.grad for parameter in self._parameters if parameter.grad is not None]  # all of them
-        slopes = [1.0] * len(pull.gradients) if self._config.consistency == "abs" else pull.consistency.slope
-        added = torch._foreach_mul(list(pull.gradients[0]), weight * slopes[0])
-        for number in range(1, len(pull.gradients)):
-            torch._foreach_add_(added, torch._foreach_mul(list(pull.gradients[number]), weight * slopes[number]))
+        gradients = composites.gradients
+        slopes = [1.0] * len(gradients) if self._of_samples else composites.consistency.slope
+        added = torch._foreach_mul(list(gradients[0]), slopes[0])
+        for number in range(1, len(gradients)):
+            torch._foreach_add_(added, torch._foreach_mul(list(gradients[number]), slopes[number]))
         norms = [torch.stack(torch._foreach_norm(gradients)).norm() for gradients in (total, added)]
         torch._foreach_add_(total, added)
         return {"gradient_contrastive": norms[0], "gradient_consistency": norms[1]}
 
     def originals(self, batch: Batch) -> Tensor:
-        """(B, d): the embedding of the original, or the normalised mean over the recipe's several originals."""
+        """Embed originals, (B, d); of several, the normalised mean."""
         with self._autocast():
             embedding = self._method.embed_original(batch.original)
         return normalised(embedding.view(-1, len(batch.index), embedding.shape[1]).mean(0))
 
     def consistency(self, similarity: Tensor, target: Tensor) -> Consistency:
-        """The consistency loss of ``similarity`` (L, B) with ``target`` (L, B)."""
-        if self._config.consistency == "abs":
-            return abs_loss(similarity, target, mean_over_ranks=mean_over_ranks)
-        return softplus_loss(similarity, target, beta=self._config.consistency_beta, mean_over_ranks=mean_over_ranks)
+        """Compute the consistency loss of ``similarity`` (L, B) with ``target`` (L, B)."""
+        return self._loss(similarity, target, mean_over_ranks=mean_over_ranks)
 
     def _gradients(self, similarity: Tensor, target: Tensor, lengths: int) -> Sequence[Tensor]:
-        """Parameter gradients of one length: of its mean similarity for softplus, of its loss for abs.
-
-        The slope of the softplus loss depends on the mean alone, so :meth:`add` can multiply by it later; that of the
-        abs loss differs between samples.
-        """
-        if self._config.consistency == "abs":
-            output = abs_loss(similarity[None], target[None]).loss / lengths
-        else:
-            output = similarity.mean()
+        """Return gradients of a length's mean similarity or, for abs, of its loss."""
+        # The slope of the softplus loss depends on the mean alone, so add() can multiply by it later; that of the abs
+        # loss differs between samples.
+        output = self._loss(similarity[None], target[None]).loss / lengths if self._of_samples else similarity.mean()
         return torch.autograd.grad(output, self._parameters, materialize_grads=True)

@@ -1,4 +1,4 @@
-"""A training step captured once as a CUDA graph, and replayed from then on."""
+"""Capture a training step once as a CUDA graph, and replay it from then on."""
 
 import gc
 from collections import Counter
@@ -19,7 +19,7 @@ _PARALLEL_BATCH = 128  # images per GPU up to which lengths run concurrently: la
 
 @dataclass
 class _Recording:
-    """``compute`` as a CUDA graph that reads ``inputs`` and writes ``values``, all metrics concatenated."""
+    """``compute`` as a CUDA graph that reads ``inputs`` and writes ``values``."""
 
     graph: torch.cuda.CUDAGraph
     inputs: tuple[Batch, Batch | None]
@@ -37,7 +37,7 @@ class _Recording:
         return {name: value.view(shape) for (name, shape), value in zip(self.shapes.items(), values, strict=True)}
 
 
-class RecordedStep:
+class GraphedStep:
     """A training step as one CUDA graph.
 
     The first steps run as usual: they may allocate, compile and choose algorithms, which a capture must not. Then
@@ -69,13 +69,13 @@ class RecordedStep:
         return self._step.named(self._compute(batch, labelled), number)
 
     def _compute(self, batch: Batch, labelled: Batch | None) -> Metrics:
-        guided = labelled is not None
-        if self._ordinary[guided] < WARM_UP:
-            self._ordinary[guided] += 1
+        has_labelled = labelled is not None
+        if self._ordinary[has_labelled] < WARM_UP:
+            self._ordinary[has_labelled] += 1
             return self._warm_up(batch, labelled)
-        if guided not in self._recordings:
-            self._recordings[guided] = self._record(batch, labelled)
-        recording = self._recordings[guided]
+        if has_labelled not in self._recordings:
+            self._recordings[has_labelled] = self._record(batch, labelled)
+        recording = self._recordings[has_labelled]
         return recording(batch, labelled) if recording.fits(batch, labelled) else self._step.compute(batch, labelled)
 
     def _begin(self, batch: Batch) -> None:
@@ -87,7 +87,7 @@ class RecordedStep:
         self._step.streams.use([torch.cuda.Stream(self._step.device) for _ in batch.composites] if parallel else [])
 
     def _warm_up(self, batch: Batch, labelled: Batch | None) -> Metrics:
-        """An ordinary step, on the stream of the capture: what PyTorch caches per stream then serves both."""
+        """Make an ordinary step, on the stream of the capture."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             metrics = self._step.compute(batch, labelled)

@@ -1,4 +1,4 @@
-"""What guides the MMNN: a linear classifier of labelled images on the encoder's features, and the optimisers of both.
+"""Step the MMNN by the outer objective, a linear classifier's labelled loss.
 
 Paper, eq. 4 and algorithm 1: the MMNN learns to set targets such that the encoder's step lowers the classifier's
 cross-entropy; the classifier learns from the same forward pass.
@@ -15,31 +15,22 @@ from torch.nn import functional as F
 from cocor.config.options import Config
 from cocor.distributed.collectives import mean_over_ranks, reduce_gradients
 from cocor.methods.base import Method, batch_statistics_only, feature_size
-from cocor.step.optim import set_rate, sgd
-from cocor.step.schedule import Cosine
+from cocor.step.composites import Timer
+from cocor.step.optim import Cosine, set_rate, sgd
 from loaders.batch import Batch
 
 Item = TypeVar("Item")
-Timer = Callable[[str], AbstractContextManager[object]]
 
 
-class Guide:
-    """MMNN and classifier on ``method``'s backbone. ``parameters`` are all that the encoder's optimiser steps.
+class OuterObjective:
+    """MMNN and classifier on ``method``'s backbone.
 
+    ``parameters`` are all that the encoder's optimiser steps.
     ``autocast()`` is the context in which networks run; ``steps_per_epoch`` scales the schedules.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        method: Method,
-        mmnn: nn.Module,
-        classes: int,
-        parameters: Sequence[Tensor],
-        *,
-        steps_per_epoch: int,
-        autocast: Callable[[], AbstractContextManager[None]],
-    ) -> None:
+    def __init__(self, config: Config, method: Method, mmnn: nn.Module, classes: int, parameters: Sequence[Tensor], *,
+                 steps_per_epoch: int, autocast: Callable[[], AbstractContextManager[None]]) -> None:  # fmt: skip
         self.config, self.backbone, self.mmnn, self.autocast = config, method.backbone, mmnn, autocast
         owned = {id(p) for p in method.backbone.parameters()}
         self._inside = [id(p) in owned for p in parameters]
@@ -55,7 +46,7 @@ class Guide:
         self.classifier_schedule = Cosine(total)
 
     def parts(self) -> dict[str, Any]:
-        """All modules and optimisers that have a state, by their name in a checkpoint."""
+        """Return all modules and optimisers with a state, by name in a checkpoint."""
         return {
             "mmnn": self.mmnn,
             "mmnn_optimiser": self.mmnn_optimiser,
@@ -71,18 +62,20 @@ class Guide:
             set_rate(group, self.config.classifier_lr * self.classifier_schedule(step))
 
     def of_backbone(self, values: Iterable[Item]) -> list[Item]:
-        """Those of ``values`` (one per parameter of the encoder's optimiser) that belong to the backbone."""
+        """Select the backbone's of ``values``, one per parameter of the encoder."""
         return [value for value, inside in zip(values, self._inside, strict=True) if inside]
 
     def logits(self, labelled: Batch) -> Tensor:
-        """(B, classes) in the classifier's own precision, not in autocast's."""
+        """Compute logits (B, classes) in the classifier's own precision."""
         with self.autocast(), batch_statistics_only(self.backbone):
             features = self.backbone(labelled.original)
         return self.classifier(features.to(self.classifier.weight.dtype))
 
     def classify(self, labelled: Batch) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Cross-entropy (), accuracy () and the gradient of the backbone's parameters, all averaged over ranks; the
-        classifier's gradient goes to ``.grad``."""
+        """Return cross-entropy (), accuracy () and backbone gradient, over all ranks.
+
+        The classifier's gradient goes to ``.grad``.
+        """
         logits = self.logits(labelled)
         cross_entropy = F.cross_entropy(logits, labelled.label)
         weight_and_bias = list(self.classifier.parameters())
@@ -96,9 +89,10 @@ class Guide:
         return means[0], means[1], gradients[:count]
 
     def step(self, surrogate: Tensor, timer: Timer) -> Tensor:
-        """Step MMNN and classifier, after :meth:`classify`. ``surrogate`` is the scalar of
-        :mod:`cocor.objective.hypergradient`;
-        returns the norm of its gradient, ()."""
+        """Step MMNN and classifier; return the norm of the MMNN's gradient, ().
+
+        ``surrogate`` is the scalar of :mod:`cocor.objective.hypergradient`.
+        """
         self.mmnn_optimiser.zero_grad(set_to_none=True)
         surrogate.backward()
         gradients = [p.grad for p in self.mmnn.parameters() if p.grad is not None]

@@ -1,14 +1,16 @@
-"""Optimisers: SGD and, for the encoder, LARS where a method's authors use it.
+"""Build optimisers (SGD and, for the encoder, LARS) and learning-rate schedules.
 
 A learning rate is a number or a tensor on the device. :func:`set_rate` writes the tensor without waiting, and a CUDA
 graph of the step reads it at each replay.
 
-LARS (You et al. 2017; timm's) scales the step of every weight tensor: its gradient plus weight decay is multiplied by
-``0.001 |w| / (|gradient| + decay |w|)``. With ``--no-decay-biases``, as in BYOL, biases and normalisation parameters
-get neither that factor nor weight decay.
+LARS (You et al. 2017; timm's), which BYOL's authors use, scales the step of every weight tensor: its gradient plus
+weight decay is multiplied by ``0.001 |w| / (|gradient| + decay |w|)``. With ``--no-decay-biases``, as in BYOL, biases
+and normalisation parameters get neither that factor nor weight decay.
 """
 
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +20,43 @@ from torch.optim import Optimizer
 
 from cocor.config.options import Config
 from cocor.methods.base import Method
+from loaders.errors import UserError
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """Factor on a base learning rate: a wait, linear warm-up, cosine to ``final``.
+
+    A pure function of the step, so that resuming needs no state. All lengths are in optimiser steps, which are numbered
+    from 0. The cosine reaches ``final`` at step ``total``, so that the last step, ``total - 1``, is still above it.
+    """
+
+    total: int
+    warmup: int = 0
+    wait: int = 0
+    final: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.total, self.warmup, self.wait) < 0 or self.wait + self.warmup > self.total:
+            raise UserError(
+                f"schedule: warm-up ends at step {self.wait + self.warmup}, training at step {self.total}; "
+                "shorten the warm-up or train for more epochs"
+            )
+
+    def __call__(self, step: int) -> float:
+        """Return the factor for optimiser step ``step``."""
+        if step < self.wait:
+            return 0.0
+        step -= self.wait
+        if step < self.warmup:
+            return (step + 1) / (self.warmup + 1)
+        rest = self.total - self.wait - self.warmup
+        progress = min(1.0, (step - self.warmup) / rest) if rest else 1.0
+        return self.final + (1.0 - self.final) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def build_optimiser(config: Config, method: Method) -> Optimizer:
-    """The encoder's optimiser, of ``method``'s parameter groups. The caller is to respect their ``fixed_lr``."""
+    """Build the encoder's optimiser; the caller is to respect ``fixed_lr``."""
     groups: list[dict[str, Any]] = [
         {**group, "params": [p for p in group["params"] if p.requires_grad]}  # timm freezes some
         for group in method.parameter_groups(config.weight_decay)
@@ -34,7 +69,7 @@ def build_optimiser(config: Config, method: Method) -> Optimizer:
 
 
 def sgd(parameters: Iterable[Any], lr: float, momentum: float, weight_decay: float = 0.0) -> torch.optim.SGD:
-    """SGD of parameters or parameter groups; fused into one kernel on a GPU."""
+    """Build SGD of parameters or parameter groups; fused into one kernel on a GPU."""
     parameters = list(parameters)
     first = parameters[0]["params"][0] if isinstance(parameters[0], dict) else parameters[0]
     return torch.optim.SGD(
@@ -51,21 +86,21 @@ def set_rate(group: dict[str, Any], rate: float) -> None:
 
 
 def rates_to_device(optimiser: Optimizer) -> None:
-    """Hold the learning rates in tensors on the parameters' device. ``load_state_dict`` makes them numbers again."""
+    """Hold the learning rates in tensors; ``load_state_dict`` makes them numbers."""
     for group in optimiser.param_groups:
         if not isinstance(group["lr"], Tensor):
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=group["params"][0].device)
 
 
 def state_of(optimiser: Optimizer) -> dict[str, Any]:
-    """The optimiser's ``state_dict``, with learning rates as numbers even if they are held in tensors."""
+    """Return the optimiser's ``state_dict``, with numbers for learning rates."""
     state = optimiser.state_dict()
     groups = [{**group, "lr": float(group["lr"])} for group in state["param_groups"]]
     return {**state, "param_groups": groups}
 
 
 def _split(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """``group`` in two: its weights; its biases and normalisation parameters, without weight decay and LARS' factor."""
+    """Split ``group`` into weights, and parameters without decay and LARS' factor."""
     weights = [p for p in group["params"] if p.ndim > 1]
     others = [p for p in group["params"] if p.ndim <= 1]
     parts = [{**group, "params": weights}, {**group, "params": others, "weight_decay": 0.0, "always_adapt": False}]
@@ -74,11 +109,10 @@ def _split(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def trust_ratios(optimiser: Optimizer) -> list[Tensor] | None:
-    """LARS' factor on each parameter's gradient in the coming step, besides the learning rate: tensors () in the order
-    of the optimiser's parameters; None for SGD, where it is 1.
+    """Compute LARS' factor on each parameter's gradient in the coming step.
 
-    Call it with the gradients in place, before the step. The hyper-gradient needs it, as it is part of the derivative
-    of the step.
+    Returns tensors () in the order of the optimiser's parameters; None for SGD, where the factor is 1. Call it with the
+    gradients in place, before the step. The hyper-gradient needs it, as it is part of the derivative of the step.
     """
     if not isinstance(optimiser, Lars):
         return None

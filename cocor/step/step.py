@@ -1,18 +1,16 @@
-"""One training step: the contrastive loss, the consistency loss and the bi-level update of the MMNN.
+"""Make a training step: contrastive loss, consistency loss, update of the MMNN.
 
     1. encoder    gradient of the contrastive loss, plus slope_l times the gradient of the similarity of each length l
                   (paper, eq. 3); one SGD step to theta'
     2. MMNN       gradient of the labelled cross-entropy at theta' through that step (``cocor.objective.hypergradient``)
     3. classifier gradient of the same cross-entropy (paper, eq. 4 and algorithm 1)
 
-Similarities and their gradients are ``cocor.step.composites``'s. Parts that a step does not need are left out:
-without consistency
-loss, with constant targets, or without a labelled batch.
+Similarities and their gradients are ``cocor.step.composites``'s. Parts that a step does not need are left out: without
+consistency loss, with constant targets, or without a labelled batch.
 
-A step never waits for the device. The host decides what a step trains on (``share``, see ``cocor.step.subsample``)
-and sets the
-learning rates (``set_rates``); all the rest, ``compute``, depends on tensors alone, so that it can be captured as a
-CUDA graph and replayed (``cocor.step.compile``).
+A step never waits for the device. The host decides what a step trains on (``share``, see ``cocor.step.subsample``) and
+sets the learning rates (``set_rates``); all the rest, ``compute``, depends on tensors alone, so that it can be captured
+as a CUDA graph and replayed (``cocor.step.compile``).
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -28,74 +26,64 @@ from cocor.distributed.collectives import mean_over_ranks, reduce_gradients
 from cocor.methods.base import Method
 from cocor.objective.consistency import Consistency, latent_similarity
 from cocor.objective.hypergradient import Measured, exact, inner_products, released, sample_inner_products, taylor
-from cocor.step.composites import Pull, Puller
-from cocor.step.labelled_head import Guide, Timer
-from cocor.step.optim import build_optimiser, rates_to_device, set_rate, state_of, trust_ratios
-from cocor.step.schedule import Cosine
-from cocor.step.streams import Streams
-from cocor.step.subsample import Turns
+from cocor.step.composites import CompositeGradients, CompositeTerm, Streams, Timer
+from cocor.step.labelled_head import OuterObjective
+from cocor.step.optim import Cosine, build_optimiser, rates_to_device, set_rate, state_of, trust_ratios
+from cocor.step.subsample import StepSchedule
 from loaders.batch import Batch
 
 Metrics = dict[str, Tensor]
 
 
 class TrainingStep:
-    """Method, MMNN and classifier with their optimisers; calling it makes one step on a batch.
+    """Method, MMNN and classifier with their optimisers; a call makes one step.
 
     ``target`` maps composition vectors to similarities: an MMNN (then ``classes`` must be given), constants, or None
     for the plain method. ``steps_per_epoch`` scales the schedules.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        method: Method,
-        target: nn.Module | None,
-        classes: int | None,
-        *,
-        steps_per_epoch: int,
-        precision: torch.dtype = torch.float32,
-    ) -> None:
+    def __init__(self, config: Config, method: Method, target: nn.Module | None, classes: int | None, *,
+                 steps_per_epoch: int, precision: torch.dtype = torch.float32) -> None:  # fmt: skip
         self.config, self.method, self.target, self.precision = config, method, target, precision
         self.device = next(method.parameters()).device
         self.timer: Timer = nullcontext  # a context per part of the step, see cocor.monitor.profile
         self.streams = Streams()  # on which the lengths run, concurrently with the contrastive part
         self.learning_rate = config.lr  # the encoder's in the last step
-        self.turns = Turns(config, steps_per_epoch)
+        self.subsample = StepSchedule(config, steps_per_epoch)
         total = config.epochs * steps_per_epoch
         self.schedule = Cosine(total, warmup=config.warmup_epochs * steps_per_epoch, final=config.final_lr)
         method.total_steps = total
         self.optimiser = build_optimiser(config, method)
         self.parameters = [p for group in self.optimiser.param_groups for p in group["params"]]
-        self.puller: Puller | None = None
+        self.composites: CompositeTerm | None = None
         if target is not None:
-            self.puller = Puller(
-                config, method, target, self.parameters,
-                autocast=self.autocast, streams=self.streams,
-            )  # fmt: skip
-        self.guide: Guide | None = None
+            self.composites = CompositeTerm(
+                config, method, target, self.parameters, autocast=self.autocast, streams=self.streams
+            )
+        self.outer: OuterObjective | None = None
         if target is not None and any(p.requires_grad for p in target.parameters()):
             assert classes is not None
-            self.guide = Guide(
+            self.outer = OuterObjective(
                 config, method, target, classes, self.parameters,
                 steps_per_epoch=steps_per_epoch, autocast=self.autocast,
             )  # fmt: skip
 
     def __call__(self, batch: Batch, labelled: Batch | None, step: int) -> Metrics:
-        """Make optimiser step number ``step`` of the run; returns detached scalars, still on the device."""
+        """Make optimiser step number ``step``; return scalars, still on the device."""
         self.set_rates(step)
         return self.named(self.compute(*self.share(batch, labelled, step)), step)
 
     def share(self, batch: Batch, labelled: Batch | None, step: int) -> tuple[Batch, Batch | None]:
-        """What step number ``step`` trains on, see :mod:`cocor.step.subsample`. In the MMNN's turn there must be a
-        ``labelled``
-        batch."""
-        assert labelled is not None or self.guide is None or not self.turns.guided(step)
-        return self.turns(batch, labelled, step)
+        """Choose what step number ``step`` trains on, see :mod:`cocor.step.subsample`.
+
+        In the MMNN's turn there must be a ``labelled`` batch.
+        """
+        assert labelled is not None or self.outer is None or not self.subsample.has_labelled(step)
+        return self.subsample(batch, labelled, step)
 
     def named(self, metrics: Metrics, step: int) -> Metrics:
-        """``metrics`` of :meth:`compute` as scalars: ``similarity`` (L,) becomes ``similarity_1`` etc., by length."""
-        lengths = [self.config.lengths[place] for place in self.turns.places(step)]
+        """Split ``metrics`` (L,) of :meth:`compute` into scalars: ``similarity_1`` etc."""
+        lengths = [self.config.lengths[place] for place in self.subsample.places(step)]
         scalars: Metrics = {}
         for name, value in metrics.items():
             if value.ndim:
@@ -110,56 +98,58 @@ class TrainingStep:
         self.learning_rate = config.lr * factor
         for group in self.optimiser.param_groups:
             set_rate(group, config.lr if group["fixed_lr"] else self.learning_rate)
-        if self.guide is not None:
-            self.guide.set_rates(step)
+        if self.outer is not None:
+            self.outer.set_rates(step)
 
     def compute(self, batch: Batch, labelled: Batch | None) -> Metrics:
-        """The step itself, on the batches that ``share`` returns and with the learning rates that are set. Returns
-        detached metrics: scalars (), and values per length (L,)."""
+        """Make the step itself, on what ``share`` returns, at the rates that are set.
+
+        Returns detached metrics: scalars (), and values per length (L,).
+        """
         self.optimiser.zero_grad(set_to_none=True)
-        puller, pull = self.puller, None
-        lengths = puller.begin(batch, self.timer) if puller is not None else None
+        term, composites = self.composites, None
+        lengths = term.begin(batch, self.timer) if term is not None else None
         with self.timer("contrastive"):
             with self.autocast():
                 contrastive = self.method.contrastive(batch.views, batch.label)
             contrastive.backward()
         metrics: Metrics = {f"contrastive_{name}": value for name, value in self.method.metrics.items()}
 
-        if puller is not None and lengths is not None:
-            pull = puller.finish(lengths)
-            metrics |= puller.add(pull)
-            consistency = pull.consistency
-            metrics |= {"consistency_loss": consistency.loss.detach()}
+        if term is not None and lengths is not None:
+            composites = term.finish(lengths)
+            metrics |= term.add(composites)
+            consistency = composites.consistency
+            metrics |= {"consistency_loss": consistency.unweighted}
             metrics |= {"similarity": consistency.similarity, "target": consistency.target}
         with self.timer("communication"):
             reduce_gradients([p.grad for p in self.parameters if p.grad is not None])
 
-        if pull is not None and self.guide is not None and labelled is not None:
-            metrics |= self._step_all(self.guide, batch, labelled, contrastive.detach(), pull)
+        if composites is not None and self.outer is not None and labelled is not None:
+            metrics |= self._step_all(self.outer, batch, labelled, contrastive.detach(), composites)
         else:
             with self.timer("optimiser"):
                 self.optimiser.step()
         with self.timer("optimiser"):
             self.method.after_step()
         metrics["loss"] = contrastive.detach()
-        if pull is not None:
-            metrics["loss"] = metrics["loss"] + self.config.consistency_weight * pull.consistency.loss.detach()
+        if composites is not None:
+            metrics["loss"] = metrics["loss"] + composites.consistency.loss.detach()
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a later process needs to resume: weights, queues, moving averages and momentum buffers."""
+        """Return all that is needed to resume: weights, queues and moments."""
         return {
             name: state_of(part) if isinstance(part, Optimizer) else part.state_dict()
             for name, part in self.parts().items()
         }
 
     def weights(self) -> list[Tensor]:
-        """All parameters, detached. They must be finite, and are equal on all ranks."""
+        """Return all parameters, detached; they are equal on all ranks."""
         modules = [part for part in self.parts().values() if isinstance(part, nn.Module)]
         return [p.detach() for module in modules for p in module.parameters()]
 
     def rates_to_device(self) -> None:
-        """Hold the learning rates on the device, where a captured ``compute`` reads them at each replay."""
+        """Hold the learning rates on the device, where a captured step reads them."""
         for part in self.parts().values():
             if isinstance(part, Optimizer):
                 rates_to_device(part)
@@ -169,78 +159,79 @@ class TrainingStep:
             part.load_state_dict(state[name])
 
     def parts(self) -> dict[str, Any]:
-        """All modules and optimisers that have a state, by their name in a checkpoint."""
+        """Return all modules and optimisers with a state, by name in a checkpoint."""
         parts: dict[str, Any] = {"method": self.method, "optimiser": self.optimiser}
-        return parts if self.guide is None else parts | self.guide.parts()
+        return parts if self.outer is None else parts | self.outer.parts()
 
     def autocast(self) -> AbstractContextManager[None]:
         return torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32)
 
-    def _step_all(self, guide: Guide, batch: Batch, labelled: Batch, contrastive: Tensor, pull: Pull) -> Metrics:
-        """Step encoder, MMNN and classifier, in this order. The encoder's gradient is in ``.grad``."""
+    def _step_all(self, outer: OuterObjective, batch: Batch, labelled: Batch, contrastive: Tensor,
+                  composites: CompositeGradients) -> Metrics:  # fmt: skip
+        """Step encoder (with its gradient in ``.grad``), MMNN and classifier."""
         config = self.config
         before = None
         if config.hypergradient != "exact":
             with self.timer("hypergradient"):
-                before = self._measure(guide, labelled, contrastive, pull)
+                before = self._measure(outer, labelled, contrastive, composites)
         old = self._weights_copy() if config.consistency == "abs" and before is None else None
         ratios = trust_ratios(self.optimiser) if before is None else None
         with self.timer("optimiser"):
             self.optimiser.step()
         with self.timer("labelled"):
-            cross_entropy, accuracy, gradient = guide.classify(labelled)
-        curvature = config.consistency_weight * pull.consistency.curvature
+            cross_entropy, accuracy, gradient = outer.classify(labelled)
+        target, curvature = composites.target, composites.consistency.curvature
         if before is not None:
             with self.timer("hypergradient"):
-                after, moved = self._remeasure(batch, pull, cross_entropy)
+                after, moved = self._remeasure(batch, composites, cross_entropy)
             if config.hypergradient == "released":
-                surrogate = released(pull.target, config.consistency_weight * moved.curvature, before, after)
+                surrogate = released(target, moved.curvature, before, after)
             else:
-                surrogate = taylor(pull.target, curvature, before, after)
+                surrogate = taylor(target, curvature, before, after)
         else:
             if ratios is not None:  # LARS' factors are part of the step's derivative
-                gradient = list(torch._foreach_mul(gradient, guide.of_backbone(ratios)))
-            products = self._products(guide, batch, pull, gradient, old)
-            surrogate = exact(pull.target, curvature, products, self.optimiser.param_groups[0]["lr"])
-        norm = guide.step(surrogate, self.timer)
+                gradient = list(torch._foreach_mul(gradient, outer.of_backbone(ratios)))
+            products = self._products(outer, batch, composites, gradient, old)
+            surrogate = exact(target, curvature, products, self.optimiser.param_groups[0]["lr"])
+        norm = outer.step(surrogate, self.timer)
         return {"labelled_loss": cross_entropy, "labelled_accuracy": accuracy, "hypergradient_norm": norm}
 
-    def _products(
-        self, guide: Guide, batch: Batch, pull: Pull, gradient: list[Tensor], old: dict[str, Tensor] | None
-    ) -> Tensor:
-        """Inner products of the similarities' gradients with the cross-entropy's ``gradient``: (L,) or, for the abs
-        loss, (L, B). ``old``: for the abs loss, the weights before the step."""
+    def _products(self, outer: OuterObjective, batch: Batch, composites: CompositeGradients, gradient: list[Tensor],
+                  old: dict[str, Tensor] | None) -> Tensor:  # fmt: skip
+        """Multiply the similarities' gradients with that of the cross-entropy.
+
+        Returns (L,), for the abs loss (L, B), which needs ``old``, the weights before the step.
+        """
         if old is None:
-            return inner_products([guide.of_backbone(row) for row in pull.gradients], gradient, mean_over_ranks)
+            return inner_products([outer.of_backbone(row) for row in composites.gradients], gradient, mean_over_ranks)
         name_of = {id(p): name for name, p in self.method.named_parameters()}
-        names = [name_of[id(p)] for p in guide.of_backbone(self.parameters)]
+        names = [name_of[id(p)] for p in outer.of_backbone(self.parameters)]
         direction = dict(zip(names, gradient, strict=True))
         on_cpu = self.device.type == "cpu"  # whose mixed-precision convolutions have no forward-mode derivative
-        composites = batch.composites.to(pull.originals.dtype) if on_cpu else batch.composites
+        images = batch.composites.to(composites.originals.dtype) if on_cpu else batch.composites
         with self.timer("hypergradient"), nullcontext() if on_cpu else self.autocast():
-            return sample_inner_products(self.method, composites, pull.originals, direction, old)
+            return sample_inner_products(self.method, images, composites.originals, direction, old)
 
     def _weights_copy(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.method.named_parameters() if p.requires_grad}
 
-    def _measure(self, guide: Guide, labelled: Batch, contrastive: Tensor, pull: Pull) -> Measured:
-        loss = mean_over_ranks(contrastive) + self.config.consistency_weight * pull.consistency.loss.detach()
+    def _measure(self, outer: OuterObjective, labelled: Batch, contrastive: Tensor,
+                 composites: CompositeGradients) -> Measured:  # fmt: skip
+        loss = mean_over_ranks(contrastive) + composites.consistency.loss.detach()
         with torch.no_grad():
-            cross_entropy = mean_over_ranks(F.cross_entropy(guide.logits(labelled), labelled.label))
-        return Measured(loss, cross_entropy, self._compared(pull.similarity, pull.consistency))
+            cross_entropy = mean_over_ranks(F.cross_entropy(outer.logits(labelled), labelled.label))
+        return Measured(loss, cross_entropy, composites.consistency.compared)
 
     @torch.no_grad()
-    def _remeasure(self, batch: Batch, pull: Pull, cross_entropy: Tensor) -> tuple[Measured, Consistency]:
-        """Loss and similarities of the same batch at the new weights, with the targets of before the step."""
-        puller = self.puller
-        assert puller is not None
+    def _remeasure(self, batch: Batch, composites: CompositeGradients,
+                   cross_entropy: Tensor) -> tuple[Measured, Consistency]:  # fmt: skip
+        """Measure the same batch at the new weights, with targets from before."""
+        term = self.composites
+        assert term is not None
         with self.autocast():
             contrastive = self.method.reevaluate(batch.views, batch.label)
             embeddings = torch.stack([self.method.embed_composite(images) for images in batch.composites])
-        similarity = latent_similarity(embeddings, puller.originals(batch))
-        consistency = puller.consistency(similarity, pull.target)
-        loss = mean_over_ranks(contrastive) + self.config.consistency_weight * consistency.loss
-        return Measured(loss, cross_entropy, self._compared(similarity, consistency)), consistency
-
-    def _compared(self, similarity: Tensor, consistency: Consistency) -> Tensor:
-        return similarity if self.config.consistency == "abs" else consistency.similarity
+        similarity = latent_similarity(embeddings, term.originals(batch))
+        consistency = term.consistency(similarity, composites.target)
+        loss = mean_over_ranks(contrastive) + consistency.loss
+        return Measured(loss, cross_entropy, consistency.compared), consistency

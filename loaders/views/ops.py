@@ -10,7 +10,6 @@ Magnitudes are physical values: an enhancement factor, degrees, a share of the i
 from enum import IntEnum
 from typing import Literal
 
-Pool = Literal["all", "color", "affine"]
 Magnitudes = Literal["uniform", "released"]
 Order = Literal["random", "fixed1", "fixed2"]
 
@@ -47,7 +46,8 @@ class Op(IntEnum):
 BASIC: tuple[Op, ...] = tuple(op for op in Op if op <= Op.TRANSLATE_Y)
 AFFINE: frozenset[Op] = frozenset({Op.ROTATE, Op.SHEAR_X, Op.SHEAR_Y, Op.TRANSLATE_X, Op.TRANSLATE_Y})
 
-POOLS: dict[Pool, tuple[Op, ...]] = {
+# The choices of --pool; a program may add its own, of basic augmentations.
+POOLS: dict[str, tuple[Op, ...]] = {
     "all": BASIC,
     "color": tuple(op for op in BASIC if op not in AFFINE),
     "affine": tuple(op for op in BASIC if op in AFFINE or op == Op.IDENTITY),

@@ -94,7 +94,7 @@ class ViewPlan:
     originals: int = 1
     original_scale: tuple[float, float] = (0.2, 1.0)
     lengths: tuple[int, ...] = (1, 2, 3)
-    pool: ops.Pool = "all"
+    pool: str = "all"
     magnitudes: ops.Magnitudes = "uniform"
     order: ops.Order = "random"
     weak: Augmentation = field(default_factory=Augmentation)
@@ -105,6 +105,8 @@ class ViewPlan:
             raise UserError("image size and composite lengths must be positive")
         if self.lengths and self.original in ("none", "center"):
             raise UserError("composites need an original to be compared with")
+        if not ops.POOLS[self.pool] or not set(ops.POOLS[self.pool]) <= set(ops.BASIC):
+            raise UserError(f"pool {self.pool}: holds other operations than basic augmentations, or none")
 
     @cached_property
     def layout(self) -> ViewLayout:

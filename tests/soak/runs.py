@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cocor.loop  # noqa: F401 - the forked runs need it
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-import cocor.loop  # noqa: F401 - the forked runs need it
 from cocor import checkpoint
 from cocor.distributed import signals
 from cocor.train import main

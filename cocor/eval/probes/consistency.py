@@ -27,7 +27,7 @@ from cocor.eval.weights.load import load_encoder
 from cocor.methods.base import Method
 from cocor.models import build_method
 from cocor.objective.consistency import latent_similarity
-from cocor.objective.mmnn import MMNN, Constants, constants_for
+from cocor.objective.mmnn import MMNN, Constants, by_length
 from loaders.datasets.dataset import ImageDataset
 from loaders.errors import UserError
 from loaders.open import open_loader
@@ -96,7 +96,9 @@ def subject(path: str | Path, device: torch.device, **encoder_options: Any) -> S
     if found is None:
         encoder = load_encoder(path, **encoder_options)
         backbone = encoder.backbone.to(device)
-        return Subject(encoder.name, "backbone features", backbone, backbone, backbone, None, constants_for("moco"))
+        return Subject(
+            encoder.name, "backbone features", backbone, backbone, backbone, None, by_length(Config.constants)
+        )
     file, state = found
     if encoder_options.get("which") == "ema":
         raise UserError(f"--which ema: {file} is compared as in training, behind its heads; leave the flag out")

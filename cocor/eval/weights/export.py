@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 import cocor
 from cocor import checkpoint, cli
+from cocor.checkpoint import export_backbone
 from cocor.eval.weights.load import Encoder, digest, load_encoder
-from cocor.export import export_backbone
 from cocor.models import build_backbone, fixed_size
 from cocor.run_dir import check_pair
 from loaders.arguments import Parser

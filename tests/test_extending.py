@@ -1,0 +1,103 @@
+"""A method and a pool that a user's program adds, as whole runs."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cocor import checkpoint
+from cocor.config.checks import warnings
+from cocor.config.resolve import load, read
+from cocor.data import training_plan
+from cocor.methods import METHODS
+from cocor.methods.base import Config, Method, Ranks, feature_size, normalised
+from cocor.train import main
+from loaders.errors import UserError
+from loaders.views.ops import BASIC, POOLS, Op
+
+
+class Align(Method):
+    """Views of an image attract each other, embeddings repel their mean."""
+
+    defaults = {"lr": 0.01, "embedding_dim": 16, "constants": (0.9, 0.8)}
+    options = ("embedding_dim",)
+    cost = 6
+
+    def __init__(self, backbone: nn.Module, ranks: Ranks, embedding_dim: int) -> None:
+        super().__init__(backbone, ranks)
+        self.head = nn.Linear(feature_size(backbone), embedding_dim)
+
+    @classmethod
+    def check(cls, config: Config, ranks: int) -> None:
+        if config.embedding_dim % 2:
+            raise UserError("embedding_dim: must be even for Align")
+
+    def loss_of(self, views: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+        first, second = (self.encode(images) for images in views)
+        return first.mean(0).square().sum() - (first * second).sum(1).mean(), first
+
+    def encode(self, images: Tensor) -> Tensor:
+        return normalised(self.head(self.backbone(images)))
+
+
+@pytest.fixture(autouse=True)
+def added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METHODS, "align", Align)
+    monkeypatch.setitem(POOLS, "turns", (Op.ROTATE, Op.SHEAR_X))
+
+
+def flags(**options: Any) -> list[str]:
+    """Two epochs of two steps on the CPU."""
+    usual = {"backbone": "test_resnet", "image_size": 32, "batch_size": 12, "epochs": 2, "mmnn_wait_epochs": 0}
+    usual |= {"mmnn_warmup_epochs": 0, "label_fraction": 0.3, "key_bn_splits": 2, "knn_every": 0, "log_every": 1}
+    usual |= {"gpus": 0, "workers": 1, "loader": "torch", "hypergradient": "taylor"}
+    return [f"--{key.replace('_', '-')}={value}" for key, value in (usual | options).items()]
+
+
+@pytest.mark.parametrize("options", [{"method": "align"}, {"pool": "turns"}], ids=str)
+def test_a_run_profiles_checkpoints_and_resumes(
+    options: dict[str, str], photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options |= {"data": str(photo_folder)}
+    assert main(flags(output=tmp_path / "profiled", profile=True, **options)) == 0
+    assert f"{6 if 'method' in options else 4}.00" in capsys.readouterr().out
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert main(flags(output=whole, **options)) == 0
+    shutil.copytree(whole, broken)
+    (broken / "checkpoints" / "step_0000004.pt").unlink()
+    assert main([*flags(output=broken, **options), "--resume"]) == 0
+    states = [checkpoint.load(run / "checkpoints" / "step_0000004.pt")["training"]["method"] for run in (whole, broken)]
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+    assert load(["--config", str(whole / "config.yaml")]).to_dict().items() >= options.items()
+
+
+def test_a_method_owns_its_options() -> None:
+    config = load(["--method", "align"])
+    assert (config.lr, config.embedding_dim, config.constants) == (0.01, 16, (0.9, 0.8))
+    given = ["--method", "align", "--embedding-dim", "8", "--queue-size", "512"]
+    assert warnings(*read(given)) == ["--queue-size has no effect: it acts only with --method moco"]
+    with pytest.raises(UserError, match="must be even for Align"):
+        load(["--method", "align", "--embedding-dim", "9"])
+    with pytest.raises(UserError, match="one of moco, simsiam, supcon, byol, intl, align; did you mean align"):
+        load(["--method", "aling"])
+
+
+def test_help_shows_a_method(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "byol: 256; intl: 8192; align: 16)" in text and "INTL, Align: dimension" in text
+
+
+def test_views_are_drawn_from_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = training_plan(load(["--pool", "turns"]))
+    used = plan.draw(0, np.arange(100), np.full((100, 2), 64, np.int32)).composition.sum((0, 1)) > 0
+    assert [op for op in BASIC if used[op]] == [Op.ROTATE, Op.SHEAR_X]
+    for mistaken in ((Op.HUE,), ()):
+        monkeypatch.setitem(POOLS, "mistaken", mistaken)
+        with pytest.raises(UserError, match="pool mistaken: holds other operations than basic augmentations, or none"):
+            training_plan(load(["--pool", "mistaken"]))
