@@ -99,9 +99,11 @@ def command(name: str, body: Callable[[], None]) -> int:
     """Run the ``body`` of a console command and return its exit code. A user's mistake becomes one line on stderr."""
     import warnings
 
+    from cocor.distributed.env import die_with_launcher
     from loaders.dali import cuda_env
     from loaders.text import print_everything
 
+    die_with_launcher()
     cuda_env.use_all()
     open_streams()
     print_everything()

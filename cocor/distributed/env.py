@@ -1,7 +1,10 @@
 """Which rank this process is, as torchrun, srun or our own launcher (``--gpus N``) has told it."""
 
+import ctypes
 import os
 import re
+import signal
+import sys
 from dataclasses import dataclass
 
 # Environment variables of our own launcher (cocor.distributed.launch) for its ranks.
@@ -66,3 +69,11 @@ def first_host(nodes: str) -> str:
     head = re.match(r"([^,\[]*)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
     assert head is not None  # the pattern matches any text
     return "".join(part or "" for part in head.groups())
+
+
+def die_with_launcher() -> None:
+    """Have the kernel kill this rank when its launcher dies: it would train on, beside the ranks of the next start."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):  # it has died before the call
+            os.kill(os.getpid(), signal.SIGKILL)

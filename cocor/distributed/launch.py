@@ -4,7 +4,6 @@ cocor-train --gpus 4  ->  run()  ->  four times ``python -m cocor.train ...`` by
 torchrun / srun       ->  run()  ->  this process is a rank already: work at once
 """
 
-import ctypes
 import json
 import logging
 import os
@@ -48,7 +47,6 @@ def run(config: Config, argv: Sequence[str], work: Callable[[Config, Any], None]
     from cocor.distributed import collectives
 
     env = RankEnv.read()
-    _die_with_launcher()
     config = settle(config)
     ranks = config.gpus or config.cpu_ranks
     if ranks > 1 and env.launcher is None:
@@ -84,14 +82,6 @@ def settle(config: Config) -> Config:
     check_ranks(config, ranks)
     workers = config.workers or max(1, min(_MOST_WORKERS, available_cores() // local))
     return replace(config, gpus=gpus, precision=config.precision or ("bf16" if gpus else "fp32"), workers=workers)
-
-
-def _die_with_launcher() -> None:
-    """Have the kernel kill this rank when its launcher dies: it would train on, beside the ranks of the next start."""
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):  # it has died before the call
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _launch(ranks: int, module_and_arguments: list[str], max_restarts: int) -> None:
