@@ -123,7 +123,7 @@ def variants_of(options: argparse.Namespace) -> list[Variant]:
 
 def shared_flags(words: Sequence[str], variants: Sequence[Variant]) -> Flags:
     """Parse ``--lr 0.1 --no-sync-bn``. UserError for flags that a study sets: equal runs would be compared."""
-    known = parse.parser(Config, "cocor-train", "", {}, {})
+    known = parse.parser(Config, "cocor-train", "", {}, {}, {})
     parse.read_flags(Config, known, words)  # checks them
     flags = {key: value for key, value in vars(known.parse_args(words)).items() if value != []}
     setters = {key: f"the variant {variant.key}" for variant in variants for key in variant.flags}
