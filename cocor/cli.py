@@ -11,11 +11,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
 
-USER_ERROR = 2  # exit code
+from cocor.distributed.report import USER_ERROR, drop_unwritten, report
+
 UNREAD = 128 + signal.SIGPIPE  # a shell's exit code for programs that SIGPIPE ends
 _LOST = ("Connection closed by peer", "Connection reset by peer", "remote process exit")  # gloo's and NCCL's words
 
@@ -150,33 +149,6 @@ def _explain(name: str, error: Exception) -> tuple[str, int]:
     return traceback.format_exc(), 1
 
 
-def report(message: str, code: int) -> None:
-    """Print a failure. In a rank of ``--gpus N``, write it to a file for the launcher, which prints the first one."""
-    import json
-    import time
-
-    from cocor.distributed.env import RankEnv
-    from cocor.distributed.signals import INTERRUPTED, STOPPED
-
-    env, path = RankEnv.read(), os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if env.launcher == "cocor" and path:
-        if code not in (USER_ERROR, STOPPED, INTERRUPTED):
-            message = f"rank {env.rank} failed\n{message}"
-        content = {"message": message, "code": code, "time": time.time(), "timestamp": int(time.time())}
-        with suppress(OSError):
-            try:
-                Path(path).write_text(json.dumps(content))
-                return
-            except OSError:  # a full disk; PyTorch's launcher fails at half a report
-                Path(path).unlink(missing_ok=True)
-    try:
-        print(message, file=sys.stderr)
-    except OSError:  # a closed terminal
-        drop_unwritten(sys.stderr)
-    except RuntimeError:  # a signal while something is printed
-        pass
-
-
 def listen() -> None:
     """Let Ctrl-C raise KeyboardInterrupt from now on, if it would end this process; if it is ignored it stays so."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
@@ -194,25 +166,6 @@ def open_streams() -> None:
             os.set_inheritable(nowhere, True)  # by ranks and data workers
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
-
-
-def drop_unwritten(stream: TextIO) -> None:
-    """Discard what ``stream`` still buffers if it cannot be written (a full disk, a pipe without a reader).
-
-    Python would try again, and fail, at exit and in forked data workers.
-    """
-    try:
-        stream.flush()
-    except (OSError, ValueError):
-        with suppress(OSError, ValueError):  # a stream without a file descriptor
-            number, nowhere = stream.fileno(), os.open(os.devnull, os.O_RDWR)
-            kept = os.dup(number)
-            os.dup2(nowhere, number)
-            with suppress(OSError, ValueError):
-                stream.flush()
-            os.dup2(kept, number)
-            for handle in (kept, nowhere):
-                os.close(handle)
 
 
 def _reader_has_gone() -> bool:

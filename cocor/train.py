@@ -33,6 +33,7 @@ from cocor.config.resolve import read
 from cocor.distributed import launch, signals
 from cocor.distributed.collectives import World, gather, on_main
 from cocor.distributed.env import STARTED, RankEnv
+from cocor.distributed.report import report
 from cocor.log import RunLog, duration, set_up_logging
 from cocor.monitor import dry_run, profile
 from cocor.monitor.health import SkipNonFinite
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> None:
-    with signals.handled(cli.report):
+    with signals.handled(report):
         given, keys = read(arguments)
         env = RankEnv.read()
         if env.first:

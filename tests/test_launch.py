@@ -10,7 +10,7 @@ import pytest
 from hostile import limited
 from test_train import environment, flags
 
-from cocor import cli
+from cocor.distributed import report as reporting
 from cocor.distributed.env import LAUNCHER
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -36,7 +36,7 @@ def test_the_user_decides_how_many_queues_are_used() -> None:
 
 _PROGRAM = """
 import os, sys
-from cocor import cli
+from cocor.distributed import report as reporting
 
 def body():
     BODY
@@ -106,7 +106,7 @@ def test_a_report_on_a_full_disk_is_printed(
     monkeypatch.setenv(LAUNCHER, "1")
     monkeypatch.setenv("RANK", "0")
     with limited(resource.RLIMIT_FSIZE, 8):
-        cli.report("no room", 2)
+        reporting.report("no room", 2)
     assert capsys.readouterr().err == "no room\n" and not report.exists()
 
 

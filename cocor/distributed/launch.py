@@ -17,16 +17,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cocor import cli
 from cocor.config.checks import check_ranks
 from cocor.config.options import Config
 from cocor.distributed import signals
 from cocor.distributed.env import LAUNCHER, RESTARTS, STARTED, RankEnv
+from cocor.distributed.report import USER_ERROR, report
 from loaders.cpus import available_cores
 from loaders.errors import UserError
 
 _MOST_WORKERS = 16
-_EXPECTED = (cli.USER_ERROR, signals.STOPPED, signals.INTERRUPTED)  # exit codes: another start would end alike
+_EXPECTED = (USER_ERROR, signals.STOPPED, signals.INTERRUPTED)  # exit codes: another start would end alike
 _SUDDEN_ENDS = {
     signal.SIGKILL: "SIGKILL: killed by hand or for lack of memory",
     signal.SIGSEGV: "SIGSEGV, a crash in compiled code",
@@ -91,7 +91,7 @@ def _launch(ranks: int, module_and_arguments: list[str], max_restarts: int) -> N
     for restarts in range(max_restarts + 1):
         os.environ[RESTARTS] = str(restarts)
         try:
-            with signals.handled(cli.report):  # PyTorch's launcher leaves its own signal handlers behind
+            with signals.handled(report):  # PyTorch's launcher leaves its own signal handlers behind
                 _start(ranks, module_and_arguments)
             return
         except signals.Ended as failure:
@@ -142,7 +142,7 @@ def _where_modules_are() -> list[str]:
 
 
 def _first_report(folder: Path) -> dict[str, Any] | None:
-    """Return the report (:func:`cocor.cli.report`) of the rank that failed first; None if there is none."""
+    """Return the report (:func:`cocor.report`) of the rank that failed first; None if there is none."""
     reports = []
     for path in folder.rglob("error.json"):
         with suppress(ValueError):  # killed while writing

@@ -5,6 +5,7 @@ import sys
 import time
 from dataclasses import fields
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 import torch
 import yaml
@@ -12,16 +13,18 @@ from torch import Tensor
 
 from cocor.distributed.collectives import barrier
 from cocor.log import duration
-from cocor.run import Run
 from cocor.step.compile import executable
 from cocor.step.cudagraph import WARM_UP
 from loaders.batch import Batch
+
+if TYPE_CHECKING:  # run.py imports this folder
+    from cocor.run import Run
 
 STEPS = 2
 _MOST_TURNS = 20  # steps whose mean time is taken, if the MMNN learns in some of them only
 
 
-def report(run: Run) -> None:
+def report(run: "Run") -> None:
     """Make a few steps of ``run`` and print shapes, memory, estimated time and the resolved configuration on stdout."""
     seconds = []
     batches = run.pairs(0, 0)
@@ -56,7 +59,7 @@ def _shapes(batch: Batch) -> list[str]:
     return lines
 
 
-def _model(run: Run) -> list[str]:
+def _model(run: "Run") -> list[str]:
     method = run.step.method
     trained = sum(p.numel() for p in run.step.parameters)
     backbone = sum(p.numel() for p in method.backbone.parameters())

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -22,10 +23,12 @@ from cocor import run_dir
 from cocor.config.options import Config, labelled_batch_size
 from cocor.distributed.collectives import barrier
 from cocor.methods import method_class
-from cocor.run import Run
 from cocor.step.compile import compile_backbones
 from loaders.batch import Batch
 from loaders.errors import UserError
+
+if TYPE_CHECKING:  # run.py imports this folder
+    from cocor.run import Run
 
 WARM_UP, STEPS, TRACED = 5, 20, 3  # steps; STEPS at least, rounded up to whole turns
 _MOST_STEPS = 240  # of a longer cycle; parts that are in few of its steps weigh little in their mean
@@ -79,7 +82,7 @@ class Parts:
         self._marks.append((mark, self._open[-1]))
 
 
-def report(run: Run) -> None:
+def report(run: "Run") -> None:
     """Train for a few steps, print the table on stdout, and leave a trace beside the run's folder."""
     parts = Parts(run.world.device)
     run.step.timer = parts
@@ -149,7 +152,7 @@ def costs(config: Config, ranks: int) -> dict[str, float]:
     return model
 
 
-def _steps(run: Run, batches: Iterator[_Pair], parts: Parts, count: int) -> None:
+def _steps(run: "Run", batches: Iterator[_Pair], parts: Parts, count: int) -> None:
     sums: dict[str, torch.Tensor] = {}
     for _ in range(count):
         with parts("data wait"):
@@ -160,7 +163,7 @@ def _steps(run: Run, batches: Iterator[_Pair], parts: Parts, count: int) -> None
         run.done = (run.done + 1) % run.total  # batches never end; turns are the same in every epoch
 
 
-def _endless(run: Run) -> Generator[_Pair, None, None]:
+def _endless(run: "Run") -> Generator[_Pair, None, None]:
     epoch = 0
     while True:
         with closing(run.pairs(epoch, 0)) as batches:
