@@ -153,7 +153,7 @@ class TestCheckpoints:
     def test_a_full_disk_costs_none_that_was_there_and_does_not_stop_training(
         self, plain: Path, photo_folder: Path, tmp_path: Path
     ) -> None:
-        """Here a limit on the size of files; tests/soak fills a real disk."""
+        """By a limit on the size of files."""
         folder = tmp_path / "run"
         interrupted(plain, folder, step=2)
         before = {path: path.read_bytes() for path in (folder / "checkpoints").iterdir()}
