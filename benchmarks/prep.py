@@ -86,8 +86,8 @@ def race(source: Source, root: Path, side: int | None, repeats: int) -> None:
     targets: list[tuple[Target, Path]] = [("beton", root / "x.beton"), ("folder", root / "x")]
     for workers in sorted({1, available_cores()}):
         for target, output in targets:
-            run = partial(convert, source, output, target, Settings(side), workers=workers)
-            runs[f"{target}, {workers} worker" + "s" * (workers > 1)] = run
+            name = f"{target}, {workers} worker" + "s" * (workers > 1)
+            runs[name] = partial(convert, source, output, target, Settings(side), workers=workers)
     best = {name: (float("inf"), float("inf")) for name in runs}  # wall-clock and CPU seconds
     for _ in range(repeats):
         for name, run in runs.items():

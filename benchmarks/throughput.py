@@ -24,10 +24,10 @@ How each figure is taken, and what would make it wrong
 - cores: CPU time of the process and its descendants over wall-clock time, both between the same two readings.
 - taken: the share of the training step that the loader costs: 1 - (step on batches made before) / (step on the
   loader's), both in one process, the former before and after.
-- p50, p99: milliseconds from one finished batch to the next. Worker processes deliver in bursts, and so does DALI: a p50
-  near 0 and a long p99 are normal then.
-- reserved, card: GiB reserved by torch at the peak, and used on the card at the end by everything. On several GPUs rates
-  and cores add up, and the worst of the ranks' latencies and memory is shown.
+- p50, p99: milliseconds from one finished batch to the next. Worker processes and DALI deliver in bursts: a p50 near 0
+  and a long p99 are normal then.
+- reserved, card: GiB reserved by torch at the peak, and used on the card at the end by everything. Of several GPUs the
+  rates and cores add up, and the worst latency and memory are shown.
 The generated JPEG files are like most of ImageNet's (see ``images.py``). Baselines draw their own random numbers, so
 they do equal work on average, not the same.
 """
