@@ -1,13 +1,10 @@
 """Images to read: a bounded choice from a folder, the same in a ``.beton`` file, or photographs made for the purpose.
 
-A made-up image is a mosaic of crops from scikit-image's colour photographs, shrunk and mirrored at random, so that it
-has a photograph's detail. Width, height and bytes follow 500 files of ImageNet's training set, as near as a JPEG
-quality comes; as in ImageNet, four in five store colour at full resolution (4:4:4).
+A made-up image is a part of one of scikit-image's colour photographs, with the size, bytes and colour resolution of
+most of ImageNet's files.
 """
 
 import hashlib
-import io
-import itertools
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,25 +31,9 @@ PHOTOGRAPHS = (
     *("ihc.png", "motorcycle_left.png", "retina.jpg", "rocket.jpg"),
 )
 
-# Width, height and kilobytes of 64 files, one of each of 64 equal strata, by bytes, of 500 random files of ImageNet's
-# training set (mean 110 kB, 198,000 pixels): the one nearest to its stratum's means.
-IMAGENET = (
-    *((128, 160, 4), (200, 156, 9), (180, 240, 13), (400, 200, 16), (350, 236, 20), (400, 400, 23), (400, 300, 26)),
-    *((400, 300, 30), (400, 315, 31), (500, 374, 33), (437, 371, 35), (500, 375, 38), (333, 500, 39), (500, 375, 44)),
-    *((500, 330, 48), (500, 375, 57), (550, 412, 63), (600, 450, 67), (500, 421, 70), (332, 500, 74), (500, 375, 78)),
-    *((339, 500, 80), (394, 500, 83), (500, 375, 86), (500, 375, 90), (500, 407, 92), (500, 375, 96), (381, 500, 97)),
-    *((500, 334, 100), (500, 375, 101), (500, 333, 105), (500, 375, 108), (357, 500, 110), (433, 500, 112)),
-    *((500, 358, 115), (500, 375, 118), (500, 372, 121), (500, 375, 123), (375, 500, 125), (425, 500, 128)),
-    *((500, 335, 132), (500, 375, 135), (500, 371, 137), (375, 500, 139), (359, 500, 141), (500, 337, 143)),
-    *((500, 375, 146), (500, 375, 148), (500, 335, 151), (500, 375, 155), (500, 375, 158), (396, 500, 164)),
-    *((500, 409, 169), (500, 380, 173), (500, 500, 176), (500, 375, 178), (500, 375, 183), (500, 374, 189)),
-    *((500, 500, 197), (375, 500, 205), (500, 356, 212), (375, 500, 227), (700, 500, 260), (1152, 864, 482)),
-)
-
-_CELL = 200  # pixels a side of a crop in the mosaic, about
+_SIZE, _QUALITY = (500, 375), 92  # most of ImageNet's files have this size; about 110 kB
 _FOLDERS, _CLASSES = 8, 1000  # of made-up images; made-up labels
-_QUALITIES = (20, 99)
-_VERSION = 1  # of the made-up images, part of the folder's name
+_VERSION = 2  # of the made-up images, part of the folder's name
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,41 +129,14 @@ def cache_folder() -> Path:
 
 
 def _write(work: Path, sources: list[Image.Image], number: int) -> None:
+    """Save a random part of a photograph, shrunk up to twofold or enlarged, perhaps mirrored."""
     rng = np.random.default_rng(number)
-    width, height, kilobytes = IMAGENET[number % len(IMAGENET)]
-    image = _mosaic(sources, width, height, rng)
-    subsampling = "4:4:4" if rng.random() < 0.8 else "4:2:0"
-    (work / f"{number % _FOLDERS}" / f"{number:05d}.jpg").write_bytes(_encode(image, kilobytes * 1000, subsampling))
-
-
-def _mosaic(sources: list[Image.Image], width: int, height: int, rng: np.random.Generator) -> Image.Image:
-    canvas = Image.new("RGB", (width, height))
-    columns, rows = max(1, round(width / _CELL)), max(1, round(height / _CELL))
-    for column, row in itertools.product(range(columns), range(rows)):
-        left, right = width * column // columns, width * (column + 1) // columns
-        top, bottom = height * row // rows, height * (row + 1) // rows
-        canvas.paste(_cut(sources[rng.integers(len(sources))], right - left, bottom - top, rng), (left, top))
-    return canvas
-
-
-def _cut(photograph: Image.Image, width: int, height: int, rng: np.random.Generator) -> Image.Image:
-    """A random part of ``photograph``, shrunk up to twofold, or by what fits into it."""
+    photograph, (width, height) = sources[rng.integers(len(sources))], _SIZE
     most = min(2.0, photograph.width / width, photograph.height / height)
     scale = rng.uniform(min(1.0, most), most)
     w, h = int(width * scale), int(height * scale)
     left, top = int(rng.integers(photograph.width - w + 1)), int(rng.integers(photograph.height - h + 1))
-    part = photograph.resize((width, height), Image.Resampling.BICUBIC, (left, top, left + w, top + h))
-    return part.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < 0.5 else part
-
-
-def _encode(image: Image.Image, wanted: int, subsampling: str) -> bytes:
-    """Encode with the JPEG quality that comes nearest to ``wanted`` bytes, by bisection."""
-    low, high = _QUALITIES
-    best = b""
-    while low <= high:
-        quality, buffer = (low + high) // 2, io.BytesIO()
-        image.save(buffer, "JPEG", quality=quality, subsampling=subsampling)
-        data = buffer.getvalue()
-        best = min(best, data, key=lambda candidate: abs(len(candidate) - wanted))
-        low, high = (quality + 1, high) if len(data) < wanted else (low, quality - 1)
-    return best
+    part = photograph.resize(_SIZE, Image.Resampling.BICUBIC, (left, top, left + w, top + h))
+    part = part.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < 0.5 else part
+    subsampling = "4:4:4" if rng.random() < 0.8 else "4:2:0"  # as ImageNet's files
+    part.save(work / f"{number % _FOLDERS}" / f"{number:05d}.jpg", quality=_QUALITY, subsampling=subsampling)

@@ -3,15 +3,13 @@
     python benchmarks/prep.py rates --data FOLDER
     python benchmarks/prep.py agreement --data FOLDER
 
-rates: files are in the page cache. The loop reads and decodes each image and writes it to a file of its own, in one
-process; it neither checks, flushes nor indexes. All contestants run in turn, and the best of each counts. The last
-column is images a second of CPU time, of all processes together, relative to the loop: what the work costs, whoever
-else wants the cores.
+rates: files are in the page cache. The loop, in one process, decodes each image and writes it to a file of its own; it
+neither checks, flushes nor indexes. All contestants run in turn, and the best of each counts. The last column is images
+a second of CPU time, of all processes together, relative to the loop.
 
-agreement: an epoch of the paper's recipe by ``torch`` on the folder (the reference) and by ``torch``, ``dali`` and
-``ffcv`` on the .beton file made of it, on 1, 2 and 4 ranks. Order, labels and compositions must be equal, and the ranks
-together show every image once. Originals may differ by decoder and resize, views by what programs make of that; both in
-grey levels of 0 to 255. Exits with 1 if an original differs by more than the bounds below.
+agreement: an epoch of the paper's recipe by ``torch`` on the folder (the reference) and by each loader on the .beton
+file made of it, on 1, 2 and 4 ranks. Order, labels and compositions must be equal. Originals may differ by decoder and
+resize, views by what programs make of that; both in grey levels of 0 to 255. Exits with 1 beyond the bounds below.
 """
 
 import argparse
@@ -79,26 +77,19 @@ def measure_rates(options: argparse.Namespace) -> None:
     print(f"{len(source):,} images, {available_cores()} cores, best of {options.repeats}")
     with tempfile.TemporaryDirectory(dir=work) as place:
         for side in (None, options.shorter_side):
-            what = f"shorter side {side}" if side else "sizes kept"
-            report_rates(source, Path(place, "output"), what, contestants(source, Path(place, "output"), side), options)
+            race(source, Path(place, "output"), side, options.repeats)
 
 
-def contestants(source: Source, root: Path, side: int | None) -> dict[str, Callable[[], object]]:
-    """Name what is timed; the Pillow loop first."""
+def race(source: Source, root: Path, side: int | None, repeats: int) -> None:
+    """Time the Pillow loop and conversions to both targets, with one worker and with all."""
     runs: dict[str, Callable[[], object]] = {"Pillow loop": partial(pillow_loop, source, root, side)}
     targets: list[tuple[Target, Path]] = [("beton", root / "x.beton"), ("folder", root / "x")]
     for workers in sorted({1, available_cores()}):
         for target, output in targets:
-            run = partial(convert, source, output, target, Settings(side), workers=workers)
-            runs[f"{target}, {workers} worker" + "s" * (workers > 1)] = run
-    return runs
-
-
-def report_rates(
-    source: Source, root: Path, what: str, runs: dict[str, Callable[[], object]], options: argparse.Namespace
-) -> None:
+            name = f"{target}, {workers} worker" + "s" * (workers > 1)
+            runs[name] = partial(convert, source, output, target, Settings(side), workers=workers)
     best = {name: (float("inf"), float("inf")) for name in runs}  # wall-clock and CPU seconds
-    for _ in range(options.repeats):
+    for _ in range(repeats):
         for name, run in runs.items():
             shutil.rmtree(root, ignore_errors=True)
             root.mkdir()
@@ -106,7 +97,7 @@ def report_rates(
             run()
             took = time.perf_counter() - start, sum(os.times()[:4]) - spent
             best[name] = min(best[name][0], took[0]), min(best[name][1], took[1])
-    loop = best["Pillow loop"]
+    loop, what = best["Pillow loop"], f"shorter side {side}" if side else "sizes kept"
     for name, (wall, cpu) in best.items():
         ratios = f"{loop[0] / wall:>6.2f} x loop{loop[1] / cpu:>8.2f} x loop a CPU second"
         print(f"{what:<20}{name:<20}{len(source) / wall:>9,.0f} images/s{ratios}")

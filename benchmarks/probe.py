@@ -2,9 +2,8 @@
 
     python benchmarks/probe.py --images 50000 --dimensions 2048 --classes 100
 
-Features are drawn around overlapping class centres and pass a ReLU, as those of a ResNet do. Timed are all 45
-penalties, each warm-started from the one before as in ``cocor-eval linear``, with the refit; one penalty from zero;
-and, unless ``--no-sklearn``, that penalty by scikit-learn on the CPU.
+Features are drawn around overlapping class centres and pass a ReLU. Timed are all 45 penalties with the refit, as in
+``cocor-eval linear``; one penalty from zero; and, unless ``--no-sklearn``, that penalty by scikit-learn on the CPU.
 """
 
 import argparse

@@ -6,7 +6,6 @@ none outlives the caller, as it would disturb what is measured next.
 
 import multiprocessing
 import os
-import select
 import threading
 import time
 import traceback
@@ -46,9 +45,17 @@ def in_processes(jobs: list[Job], seconds: float) -> list[Any]:
             running.append((process, receiver))
         deadline = time.monotonic() + seconds
         for process, receiver in running:
-            answers.append(_answer(process, receiver, deadline) or f"no result within {seconds:.0f} s")
+            try:
+                ready = receiver.poll(max(0.0, deadline - time.monotonic()))
+                answers.append(receiver.recv() if ready else f"no result within {seconds:.0f} s")
+            except EOFError:
+                process.join()
+                code = process.exitcode
+                answers.append(f"ended by signal {-code}" if code < 0 else f"exit code {code}")
             if isinstance(answers[-1], str):  # the others may wait for it
                 deadline = min(deadline, time.monotonic() + _GRACE)
+            else:
+                process.join(_GRACE)
     finally:
         for process, receiver in running:
             process.kill()
@@ -57,22 +64,8 @@ def in_processes(jobs: list[Job], seconds: float) -> list[Any]:
     return answers
 
 
-def _answer(process: Any, receiver: Any, deadline: float) -> Any:
-    """Receive what the process sends, or how it ended; None if it does neither in time."""
-    try:
-        if not receiver.poll(max(0.0, deadline - time.monotonic())):
-            return None
-        answer = receiver.recv()
-    except EOFError:
-        process.join()
-        code = process.exitcode
-        return f"ended by signal {-code}" if code < 0 else f"exit code {code}"
-    process.join(_GRACE)
-    return answer
-
-
 def _run(sender: Any, start_method: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    threading.Thread(target=_end_with_reader, args=(sender,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     multiprocessing.set_start_method(start_method, force=True)  # of worker processes: as in anybody's program
     try:
         answer = function(*arguments)
@@ -85,9 +78,8 @@ def _run(sender: Any, start_method: str, function: Callable[..., Any], arguments
     sender.close()
 
 
-def _end_with_reader(sender: Any) -> None:
-    """End this process as soon as nobody can read its answer any more."""
-    poll = select.poll()
-    poll.register(sender.fileno(), 0)  # errors only, such as that the other end is closed
-    poll.poll()
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os._exit(1)

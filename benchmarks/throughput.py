@@ -17,23 +17,19 @@ Stages (columns): decode; + crops (three, resized, flipped); + contrastive views
 bfloat16 on a GPU; on a CPU, only if asked for, ResNet-18 in float32).
 
 How each figure is taken, and what would make it wrong
-- Every case runs in new processes, one a GPU. Images come from the page cache: a slow disk is not measured. At most
-  --images files are used, again and again. Warm-up is left out.
-- samples/s: finished batches over wall-clock time, in up to three windows of --seconds in all, one right after the
-  other; median, and ± the range over the median. A batch is finished when the GPU has finished it. Wrong if other
-  programs use the machine: compare rows of one run only, and distrust a wide range.
+- Every case runs in new processes, one a GPU. Images come from the page cache: a slow disk is not measured.
+- samples/s: finished batches over wall-clock time, in up to three windows of --seconds in all, after warm-up; median,
+  and ± the range over the median. Wrong if other programs use the machine: compare rows of one run only.
 - views/s: samples/s times the stage's views (3, 3, 6, 6). a core: samples/s over the cores busy.
-- cores: CPU time of the process and its descendants over wall-clock time, both between the same two readings. The
-  system counts worker processes in hundredths of a second, so a short window may show a little more than there are.
+- cores: CPU time of the process and its descendants over wall-clock time, both between the same two readings.
 - taken: the share of the training step that the loader costs: 1 - (step on batches made before) / (step on the
-  loader's), both in one process, the former before and after. It includes kernels that compete for the GPU, Python that
-  delays launches, and waiting for data.
-- p50, p99: milliseconds from one finished batch to the next; with fewer than 100 batches p99 is the longest. Worker
-  processes deliver in bursts, and so does DALI: a p50 near 0 and a long p99 are normal then.
-- reserved, card: GiB reserved by torch at the peak, and used on the card at the end by everything.
-- On several GPUs rates and cores add up, and the worst of the ranks' latencies and memory is shown.
-The generated JPEG files have ImageNet's sizes, bytes and decoding time (see ``images.py``). Baselines draw their own
-random numbers, so they do equal work on average, not the same.
+  loader's), both in one process, the former before and after.
+- p50, p99: milliseconds from one finished batch to the next. Worker processes and DALI deliver in bursts: a p50 near 0
+  and a long p99 are normal then.
+- reserved, card: GiB reserved by torch at the peak, and used on the card at the end by everything. Of several GPUs the
+  rates and cores add up, and the worst latency and memory are shown.
+The generated JPEG files are like most of ImageNet's (see ``images.py``). Baselines draw their own random numbers, so
+they do equal work on average, not the same.
 """
 
 import argparse
@@ -41,6 +37,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -51,7 +48,7 @@ from benchmarks.common import RESULTS, describe_machine, device_slug, header, ma
 from benchmarks.images import describe, line, make_photographs, open_images
 from benchmarks.loading.cases import Absent, Settings, measure
 from benchmarks.loading.contenders import CONTENDERS, STAGES_OF, Contender
-from benchmarks.loading.report import COLUMNS, Case, Report, case_line, plot, ratio_lines, summary
+from benchmarks.loading.report import COLUMNS, Case, case_line, plot, ratio_lines, ratios, summary
 from benchmarks.loading.stages import STAGES, Stage
 from benchmarks.processes import alone
 from cocor.config.options import Execution
@@ -77,28 +74,30 @@ def main() -> None:
         check_file("--save", targets[-1])
     number = options.images or (64 if options.quick else 512)
     chosen = alone(open_images, options.data or make_photographs(number), number)
-    report = Report(machine, describe(chosen), settings)
-    print(machine_line(machine), line(report.data), settings, header(COLUMNS), sep="\n", flush=True)
+    cases, executor, data = list[Case](), None, describe(chosen)
+    print(machine_line(machine), line(data), settings, header(COLUMNS), sep="\n", flush=True)
 
     def measured(place: Place) -> Case:
         late = options.budget is not None and time.monotonic() - started > options.budget
         return Absent(*place, "out of time") if late else measure(*place, chosen, settings)
 
     def write() -> None:
+        content = {"benchmark": "throughput", "machine": machine, "data": data, "settings": asdict(settings)}
+        content |= {"cells": [asdict(case) for case in cases], "executor": executor, "ratios": list(ratios(cases))}
         for target in targets:
-            write_json(target, report.to_dict())
+            write_json(target, content)
 
     for case in in_pairs(measured, places_of(options, settings), together=options.quick):
-        report.cases.append(case)
+        cases.append(case)
         print(case_line(case), flush=True)
         write()
     if not options.loader:
-        report.executor = try_executor(options.quick)
-    print("", summary(report.cases), "", *ratio_lines(report), sep="\n", flush=True)
+        executor = try_executor(options.quick)
+    print("", summary(cases), "", *ratio_lines(cases, executor), sep="\n", flush=True)
     print(f"took {time.monotonic() - started:.0f} s")
     write()
     if options.plot:
-        plot(report.cases, machine_line(machine), options.plot)
+        plot(cases, machine_line(machine), options.plot)
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -172,12 +171,12 @@ def try_executor(quick: bool) -> dict[str, Any] | None:
 
 
 def executor_against_pillow(samples: int, size: int, repeats: int) -> dict[str, Any]:
-    """Compare the CPU executor with Pillow on one core, as ``executor.py`` does: all views of some photographs."""
+    """Compare the CPU executor with Pillow on one core, as ``kernel.py --cpu`` does: all views of some photographs."""
     # Here, as torch.compile's cache key names the first module that holds ``torch``: if this file did, the processes
     # started from it would compile again what other programs have in the cache.
     import torch
 
-    from benchmarks.executor import make_work, measure
+    from benchmarks.kernel import make_work, measure
 
     torch.set_num_threads(1)
     return measure(make_work(samples, size, seed=0), repeats)

@@ -128,7 +128,11 @@ class Fake(Training):
 
     def command(self) -> list[str]:
         slow = f"import os, time; time.sleep({self.seed} / 4); print(os.environ['CUDA_VISIBLE_DEVICES'])"
-        return [sys.executable, "-c", "import time; time.sleep(60)" if self.method == "sleeps" else slow]
+        return [
+            sys.executable,
+            "-c",
+            f"import time; time.sleep(60)  # {self.folder}" if self.method == "sleeps" else slow,
+        ]
 
 
 def fake(folder: Path, seed: int = 0, method: str = "moco", linear: Path | None = None) -> Training:
@@ -272,7 +276,7 @@ def test_no_training_outlives_its_study(tmp_path: Path, number: signal.Signals) 
         run_all([fake(tmp_path / "run", method="sleeps")], 1, 0, math.inf, lambda text: started.set())
     assert time.monotonic() - begin < 50 and signal.getsignal(number) is before
     running = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
-    assert not any(b"time.sleep(60)" in line for line in running)
+    assert not any(str(tmp_path / "run").encode() in line for line in running)
 
 
 def test_runs_stop_at_the_deadline(tmp_path: Path) -> None:

@@ -7,14 +7,14 @@ import time
 from pathlib import Path
 
 import pytest
-from soak import faults, resuming, runs
+from soak import faults, runs
 from soak.runs import Lane, Start
 
 ROOT = Path(__file__).parents[1]
 
 
 def test_broken_runs_lose_nothing(tmp_path: Path) -> None:
-    lanes = faults.make_lanes(tmp_path, None, ["torch"])
+    lanes = faults.make_lanes(tmp_path, ["torch"])
     done = runs.apart(faults.Rounds().make, lanes, 3, 0)
     assert done.outcomes.total() <= 3 and done.compared >= 1 and done.differing == 0
 
@@ -22,8 +22,8 @@ def test_broken_runs_lose_nothing(tmp_path: Path) -> None:
 def test_resumed_runs_are_equal_on_a_cpu(tmp_path: Path) -> None:
     images = runs.make_images(tmp_path / "images")
     flags = {"data": images, "val_data": images, "loader": "synthetic", "synthetic_images": runs.IMAGES}
-    lane = Lane("synthetic", flags | {"checkpoint_every_minutes": 0}, tmp_path / "runs", tmp_path)
-    assert runs.apart(resuming.compare, lane) == (0.0, 0.0)
+    lane = Lane("synthetic", flags | {"checkpoint_every_minutes": 0}, tmp_path / "runs")
+    assert runs.apart(runs.compare, lane) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("fault", [faults.kill_everything, faults.kill_rank, faults.ask_to_stop])
@@ -34,7 +34,7 @@ def test_a_run_may_end_before_its_fault(
     run, rank = (started(tmp_path, "true") for _ in range(2))
     rank.expect({0})
     monkeypatch.setattr(runs, "processes_of", lambda *_: {rank.pid: "rank"} if found else {})
-    fault(run, Lane("2 ranks", {}, tmp_path, tmp_path), random.Random(0))
+    fault(run, Lane("2 ranks", {}, tmp_path), random.Random(0))
     assert run.code == 0
 
 
@@ -49,9 +49,9 @@ def test_no_run_outlives_a_failed_comparison(tmp_path: Path, monkeypatch: pytest
         raise AssertionError("no step is made")
 
     monkeypatch.setattr(runs, "start", start)
-    monkeypatch.setattr(resuming, "wait_until", never)
+    monkeypatch.setattr(runs, "wait_until", never)
     with pytest.raises(AssertionError, match="no step is made"):
-        resuming.compare(Lane("torch", {}, tmp_path / "runs", tmp_path))
+        runs.compare(Lane("torch", {}, tmp_path / "runs"))
     for run in made:
         run.expect({-9})
     assert [run.code for run in made] == [-9, -9, -9]

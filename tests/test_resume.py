@@ -146,7 +146,7 @@ class TestCheckpoints:
     def test_a_full_disk_keeps_old_checkpoints_and_training(
         self, plain: Path, photo_folder: Path, tmp_path: Path
     ) -> None:
-        """Here a limit on the size of files; tests/soak fills a real disk."""
+        """By a limit on the size of files."""
         folder = tmp_path / "run"
         interrupted(plain, folder, step=2)
         before = {path: path.read_bytes() for path in (folder / "checkpoints").iterdir()}

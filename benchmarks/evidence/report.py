@@ -4,7 +4,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,13 @@ def measured(training: Training) -> Run:
     if not knn:
         raise UserError(f"{training.folder}: no k-NN was measured; pass held-out images with labels as --val-data")
     steps = [r for r in records if r["kind"] == "train"]
+    points = list(zip(epochs_of(records), steps, strict=True))
     timed = [(r["step"] - before["step"], r["images_per_s"]) for before, r in pairwise([{"step": 0}, *steps])]
     rates = [rate for _, rate in timed if rate]
     seconds = sum(count * int(record["flags"]["batch_size"]) / rate for count, rate in timed if rate)
 
     def curves(kind: str) -> dict[int, Curve]:
-        names, points = (
-            {n: f"{kind}_{n}" for n in lengths_of(records)},
-            list(zip(epochs_of(records), steps, strict=True)),
-        )
+        names = {n: f"{kind}_{n}" for n in lengths_of(records)}
         return {n: [(at, r[key]) for at, r in points if r.get(key) is not None] for n, key in names.items()}
 
     run = {
@@ -72,11 +70,8 @@ def spread(values: Sequence[float], scale: float = 100.0, sign: str = "") -> str
 
 
 def grouped(runs: Sequence[Run]) -> dict[tuple[str, str], list[Run]]:
-    """Group runs by method and variant, over their seeds."""
-    groups: dict[tuple[str, str], list[Run]] = {}
-    for run in runs:
-        groups.setdefault((run["method"], run["variant"]), []).append(run)
-    return groups
+    """Group sorted runs by method and variant, over their seeds."""
+    return {key: list(group) for key, group in groupby(runs, lambda run: (run["method"], run["variant"]))}
 
 
 def table(runs: Sequence[Run]) -> str:
@@ -94,12 +89,9 @@ def table(runs: Sequence[Run]) -> str:
         for value in accuracies.values():
             gains = [value(run) - value(plain[run["seed"]]) for run in group if run["seed"] in plain]
             line += [spread([value(run) for run in group]), spread(gains, sign="+")]
-        ends = [
-            "/".join(
-                f"{statistics.fmean(run[kind][n][-1][1] for run in group):.2f}" for kind in ("similarity", "target")
-            )
-            for n in sorted(group[0]["similarity"])
-        ]
+        last = {(kind, n): statistics.fmean(run[kind][n][-1][1] for run in group)
+                for kind in ("similarity", "target") for n in group[0][kind]}  # fmt: skip
+        ends = [f"{last['similarity', n]:.2f}/{last['target', n]:.2f}" for n in sorted(group[0]["target"])]
         norms = [[run["last"].get(f"gradient_{kind}") for kind in ("consistency", "contrastive")] for run in group]
         line += [str(len(group)), "/".join(dict.fromkeys(f"{run['knn'][-1][0]:.0f}" for run in group)),
                  spread([run["minutes"] for run in group], 1.0),

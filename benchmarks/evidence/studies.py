@@ -3,7 +3,6 @@
 ``plain`` is the method without CoCor, ``cocor`` CoCor as configured, and the others change one thing of it.
 """
 
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,12 +27,10 @@ CENTRE: Flags = {"consistency_beta": 8.0, "consistency_weight": 10.0, "mmnn_lr":
 
 def _each(flag: str, *values: str) -> list[Variant]:
     """Make a variant for every value of one flag."""
-    return [Variant(_key(f"{flag}-{it}"), f"+ CoCor, {flag.replace('_', ' ')} {it}", {flag: it}) for it in values]
-
-
-def _key(text: str) -> str:
-    """Turn ``text`` into the name of a folder."""
-    return re.sub(r"[^\w.]+", "-", text).strip("-")
+    return [
+        Variant(f"{flag}-{it}".replace(",", "-"), f"+ CoCor, {flag.replace('_', ' ')} {it}", {flag: it})
+        for it in values
+    ]
 
 
 def _loss(beta: int, weight: int) -> Variant:
@@ -43,7 +40,7 @@ def _loss(beta: int, weight: int) -> Variant:
 
 def _tune(words: str, **flags: Any) -> Variant:
     """Change one setting of the centre."""
-    return Variant(_key(f"tune-{words.lower()}"), f"centre, {words}", CENTRE | flags)
+    return Variant(f"tune-{words.lower()}".replace(" ", "-"), f"centre, {words}", CENTRE | flags)
 
 
 # Paper: tables "linear evaluation", "Linear evaluation of CoCor models trained with and without MMNN" (core); "Training

@@ -14,7 +14,6 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -232,7 +231,8 @@ class Trainer:
     def train(self, source: Source, with_labelled_loader: bool) -> Generator[int]:
         """Train on the batches of ``source`` and yield their sizes. Labelled batches come from a loader of the same
         kind, or one finished batch is used again and again."""
-        plan, order = labelled_plan(self.config), self._labelled_order()
+        plan, world, size = labelled_plan(self.config), self._world, labelled_batch_size(self.config, self._world.size)
+        order = CyclicOrder(len(self._request.dataset), size, steps=_STEPS, rank=world.rank, world_size=world.size)
         loader = labelled(self._request, plan, order) if with_labelled_loader else None
         with nullcontext() if loader is None else closing(loader):
             one = None if loader else synthetic_batch(self._request, plan, order)
@@ -243,25 +243,13 @@ class Trainer:
                 self._number += 1
                 yield count
 
-    def _labelled_order(self) -> CyclicOrder:
-        size = labelled_batch_size(self.config, self._world.size)
-        dataset, world = self._request.dataset, self._world
-        return CyclicOrder(len(dataset), size, steps=_STEPS, rank=world.rank, world_size=world.size)
-
 
 def _config(request: Request, world: World, backbone: str) -> Config:
-    values: dict[str, Any] = {
-        "backbone": backbone,
-        "image_size": request.size,
-        "batch_size": request.batch_size * world.size,
-        "labelled_batch_size": max(2, request.batch_size // 4) * world.size,
+    size, most = request.batch_size, max(1, 8 // world.size)
+    groups = max(n for n in range(1, most + 1) if size % n == 0 and (size // n >= 2 or n == 1))  # of keys, equal parts
+    return resolve({
+        "backbone": backbone, "image_size": request.size, "batch_size": size * world.size,
+        "labelled_batch_size": max(2, size // 4) * world.size, "key_bn_splits": world.size * groups,
         "queue_size": 65536 if world.device.type == "cuda" else 4096,
-        "key_bn_splits": world.size * _bn_groups(request.batch_size, most=max(1, 8 // world.size)),
         "precision": "fp32" if request.dtype == torch.float32 else "bf16",
-    }
-    return resolve(values)
-
-
-def _bn_groups(batch_size: int, most: int) -> int:
-    """Most BatchNorm groups of the keys that divide the batch into equal parts of 2 or more."""
-    return max(n for n in range(1, most + 1) if batch_size % n == 0 and (batch_size // n >= 2 or n == 1))
+    })  # fmt: skip

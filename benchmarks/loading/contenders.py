@@ -25,16 +25,10 @@ Contender = Literal["dali", "ffcv", "synthetic", "torch", "dali-auto-aug", "torc
 CONTENDERS: tuple[Contender, ...] = get_args(Contender)
 OURS: tuple[LoaderName, ...] = get_args(LoaderName)
 
-STAGES_OF: dict[Contender, tuple[Stage, ...]] = {
-    "dali": STAGES,
-    "ffcv": STAGES[1:],  # it decodes as libjpeg-turbo's row does
-    "synthetic": STAGES[1:],
-    "torch": STAGES,
-    "dali-auto-aug": STAGES[1:],  # decodes as DALI's row does
-    "torchvision": STAGES,
-    "libjpeg-turbo": STAGES[:1],
-    "pillow": STAGES[:1],
-}
+STAGES_OF: dict[Contender, tuple[Stage, ...]] = {  # FFCV decodes as libjpeg-turbo's row does, auto-aug as DALI's
+    "dali": STAGES, "ffcv": STAGES[1:], "synthetic": STAGES[1:], "torch": STAGES, "dali-auto-aug": STAGES[1:],
+    "torchvision": STAGES, "libjpeg-turbo": STAGES[:1], "pillow": STAGES[:1],
+}  # fmt: skip
 
 STEPS = 20_000  # of an epoch, more than any case takes
 _BASELINE_BATCH = 64

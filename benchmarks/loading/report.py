@@ -1,12 +1,11 @@
 """Report of the loader benchmark: rows of its table, summary, ratios, JSON content and picture."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Column, markdown, row
-from benchmarks.loading.cases import Absent, Measured, Settings
+from benchmarks.loading.cases import Absent, Measured
 from benchmarks.loading.contenders import Contender
 from benchmarks.loading.stages import STAGES, TITLES, Stage
 from cocor.panels import panels
@@ -26,37 +25,6 @@ _RATIOS: tuple[tuple[Contender, Contender, Stage], ...] = (
     ("ffcv", "torch", "composites"),
     ("ffcv", "libjpeg-turbo", "decode"),
 )
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """Samples a second of one case, and samples a second and core, over another's."""
-
-    name: str
-    samples_per_s: float
-    per_core: float
-
-
-@dataclass
-class Report:
-    """Content of the JSON file. ``executor``: result of :func:`benchmarks.executor.measure`, if that was run."""
-
-    machine: dict[str, Any]
-    data: dict[str, Any]
-    settings: Settings
-    cases: list[Case] = field(default_factory=list)
-    executor: dict[str, Any] | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "benchmark": "throughput",
-            "machine": self.machine,
-            "data": self.data,
-            "settings": asdict(self.settings),
-            "cells": [asdict(case) for case in self.cases],
-            "executor": self.executor,
-            "ratios": [asdict(ratio) for ratio in ratios(self.cases)],
-        }
 
 
 def case_line(case: Case) -> str:
@@ -80,25 +48,25 @@ def summary(cases: Sequence[Case]) -> str:
     return markdown(["samples/s", *(TITLES[stage] for stage in stages)], rows)
 
 
-def ratios(cases: Sequence[Case]) -> Iterator[Ratio]:
-    """Yield the ratios whose two cases are there."""
+def ratios(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    """Yield samples a second of one case, and samples a second and core, over another's, if both are there."""
     found = {(case.loader, case.stage): case for case in cases if isinstance(case, Measured)}
     for ours, theirs, stage in _RATIOS:
         one, other = found.get((ours, "composites")), found.get((theirs, stage))
         if one is not None and other is not None:
-            yield Ratio(
-                f"{ours} / {theirs}" + ("" if stage == "composites" else f" ({TITLES[stage]} alone)"),
-                one.samples_per_s / other.samples_per_s,
-                one.samples_per_s_per_core / other.samples_per_s_per_core,
-            )
+            yield {
+                "name": f"{ours} / {theirs}" + ("" if stage == "composites" else f" ({TITLES[stage]} alone)"),
+                "samples_per_s": one.samples_per_s / other.samples_per_s,
+                "per_core": one.samples_per_s_per_core / other.samples_per_s_per_core,
+            }
 
 
-def ratio_lines(report: Report) -> list[str]:
-    """Format the report's ratios, one a line."""
-    lines = [f"{r.name}: {r.samples_per_s:.2f}x samples/s, {r.per_core:.2f}x a core" for r in ratios(report.cases)]
-    if report.executor is not None:
-        found = report.executor
-        lines.append(f"CPU executor / Pillow, views a core: {found['ratio']:.1f}x ({found['box_ratio']:.1f}x box blur)")
+def ratio_lines(cases: Sequence[Case], executor: dict[str, Any] | None) -> list[str]:
+    """Format the ratios, one a line, with that of the CPU executor against Pillow if it was measured."""
+    lines = [f"{r['name']}: {r['samples_per_s']:.2f}x samples/s, {r['per_core']:.2f}x a core" for r in ratios(cases)]
+    if executor is not None:
+        both = f"{executor['ratio']:.1f}x ({executor['box_ratio']:.1f}x box blur)"
+        lines.append(f"CPU executor / Pillow, views a core: {both}")
     return ["with all six views:", *lines] if lines else []
 
 

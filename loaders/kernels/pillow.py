@@ -1,7 +1,7 @@
 """View programs run by Pillow and torchvision, one library call an op: what the fast executors must reproduce.
 
 This is the usual CPU data path of contrastive learning (colour images as PIL objects, then ToTensor and Normalize).
-Tests compare the executors with it and ``benchmarks/executor.py`` times it; training never uses it.
+Tests compare the executors with it and ``benchmarks/kernel.py --cpu`` times it; training never uses it.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -82,33 +82,17 @@ def flip(run: Start, lane: Lane, rng: random.Random) -> None:
         newest.write_bytes(data)
 
 
-def fill_disk(run: Start, lane: Lane, rng: random.Random) -> None:
-    """Fill the disk: the run goes on, and says so; it must not pretend to be done. Then there is room again."""
-    filler = lane.folder.parent / "filler"
-    try:
-        with filler.open("wb", buffering=0) as file:
-            while file.write(bytes(2**16)):
-                pass
-    except OSError:
-        pass
-    try:
-        run.expect({2}, "No space left on device")
-    finally:
-        filler.unlink()
-
-
 FAULTS: dict[str, tuple[int, list[Fault]]] = {  # by lane: its share of the rounds; faults in the order of their turns
     "torch": (13, [kill, ask_to_stop, truncate, kill_worker, ask_twice, flip]),
     "dali": (12, [ask_to_stop, kill, flip, ask_twice, truncate]),
     "ffcv": (4, [truncate, ask_to_stop, kill]),
-    "disk": (3, [fill_disk, kill, fill_disk, ask_to_stop]),
     "2 ranks": (5, [kill_rank, ask_to_stop, kill, kill_everything, ask_twice]),
     "2 ranks with restarts": (2, [kill_rank, kill]),
     "torchrun": (1, [kill_rank, kill]),
 }
 
 
-def make_lanes(place: Path, disk: Path | None, wanted: Sequence[str]) -> list[Lane]:
+def make_lanes(place: Path, wanted: Sequence[str]) -> list[Lane]:
     """Set up the ``wanted`` kinds of runs that are possible here."""
     images = runs.make_images(place / "images")
     data = {"data": images, "val_data": images}
@@ -119,15 +103,10 @@ def make_lanes(place: Path, disk: Path | None, wanted: Sequence[str]) -> list[La
         "2 ranks": data | {"loader": "dali", "cpu_ranks": 2},
         "2 ranks with restarts": plain | {"cpu_ranks": 2, "max_restarts": 2},
         "torchrun": plain,
-        "disk": data | {"loader": "torch", "keep_checkpoints": 2},
     }
     if "ffcv" in wanted and importlib.util.find_spec("ffcv") is not None:
         flags["ffcv"] = {"data": runs.stored(images), "loader": "ffcv", "recipe": "released"}
-    return [
-        Lane(name, flags[name], (disk if name == "disk" else place) / name, place, torchrun=name == "torchrun")
-        for name in wanted
-        if name in flags and (disk or name != "disk")
-    ]
+    return [Lane(name, flags[name], place / name, torchrun=name == "torchrun") for name in wanted if name in flags]
 
 
 class Rounds:

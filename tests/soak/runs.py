@@ -11,8 +11,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from loaders.prep.sources import open_source
 
 PATIENCE, MORE_PATIENCE = 60.0, 300.0  # seconds until a process counts as hanging; of the first, which may compile
 IMAGES, BATCH, EPOCHS = 64, 8, 4
-STEPS = IMAGES // BATCH * EPOCHS
+STEPS, STEPS_TO_STOP = IMAGES // BATCH * EPOCHS, IMAGES // BATCH + 2
 COMMON = {
     "backbone": "test_resnet", "image_size": 32, "batch_size": BATCH, "labelled_batch_size": 4, "queue_size": 24,
     "key_bn_splits": 2, "embedding_dim": 16, "projector_dim": 16, "predictor_dim": 8, "label_fraction": 0.25,
@@ -43,12 +43,11 @@ Outcome = tuple[dict[int, list[int]], dict[str, Any]]
 
 @dataclass
 class Lane:
-    """A kind of run. ``reference``: outcome of an undisturbed one; ``place``: folder for what is printed."""
+    """A kind of run. ``reference``: outcome of an undisturbed one."""
 
     name: str
     flags: dict[str, Any]
     folder: Path
-    place: Path
     torchrun: bool = False
     reference: Outcome | None = None
 
@@ -84,7 +83,7 @@ def apart(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def start(lane: Lane, *more: str) -> Start:
     """Start ``lane`` in a session of its own, with the flags ``more``."""
-    output = lane.place / f"{lane.name}-{lane.folder.name}.txt"
+    output = lane.folder.with_name(f"{lane.folder.name}.txt")
     output.touch()
     values = COMMON | lane.flags | {"output": lane.folder}
     flags = [*(f"--{key.replace('_', '-')}={value}" for key, value in values.items()), *more]
@@ -208,3 +207,39 @@ def end(run: Start, lane: Lane) -> None:
     """Kill whatever is left of a start."""
     for process in processes_of(run, lane):
         send(process, signal.SIGKILL)
+
+
+def compare(lane: Lane) -> tuple[float, float]:
+    """Train ``lane`` twice unbroken and once resumed: distance of the two, and of the resumed one from the first.
+
+    On the CPU both are 0. On a GPU sums are made in another order each time.
+    """
+    names = ("one", "two", "resumed")
+    lane.folder.mkdir()
+    one, two, broken = (replace(lane, folder=lane.folder / name) for name in names)
+    with ExitStack() as stack:
+
+        def tracked(run: Lane, *more: str) -> Start:
+            process = start(run, *more)
+            stack.callback(end, process, run)
+            return process
+
+        unbroken = [tracked(run) for run in (one, two)]
+        process = tracked(broken)
+        wait_until(lambda: len(samples(broken.folder)) >= STEPS_TO_STOP, "no step is made", MORE_PATIENCE)
+        send(process.pid, signal.SIGTERM)
+        process.expect({75}, patience=MORE_PATIENCE)
+        assert process.code == 75
+        for process in (tracked(broken, "--resume"), *unbroken):
+            process.expect({0}, patience=MORE_PATIENCE)
+    first, second, third = (outcome(run.folder) for run in (one, two, broken))
+    assert third[0] == first[0]  # the same samples
+    return distance(first[1], second[1]), distance(first[1], third[1])
+
+
+def distance(left: dict[str, Any], right: dict[str, Any]) -> float:
+    """Norm of the difference of all floating-point tensors, relative to that of ``left``. The rest must be equal."""
+    names = [name for name, value in left.items() if isinstance(value, Tensor) and value.is_floating_point()]
+    assert left.keys() == right.keys() and all(same(left[name], right[name]) for name in left.keys() - set(names))
+    one, other = (torch.cat([state[name].flatten().double() for name in names]) for state in (left, right))
+    return float((one - other).norm() / one.norm())
