@@ -10,6 +10,7 @@ import pytest
 from hostile import limited
 from test_train import environment, flags
 
+from cocor import cli
 from cocor.distributed import report as reporting
 from cocor.distributed.env import LAUNCHER
 
@@ -36,7 +37,7 @@ def test_the_user_decides_how_many_queues_are_used() -> None:
 
 _PROGRAM = """
 import os, sys
-from cocor.distributed import report as reporting
+from cocor import cli
 
 def body():
     BODY
