@@ -31,7 +31,8 @@ from typing import Any, get_args
 import torch
 
 from cocor import atomic, cli, panels
-from cocor.config import options, resolve
+from cocor.config import resolve
+from cocor.config.options import FREE_TO_CHANGE, Method
 from cocor.data import held_out_images
 from cocor.eval.datasets.splits import open_splits
 from common import machine_line, write_json
@@ -61,7 +62,7 @@ def _parser() -> Parser:
     parser.add_argument("--data", type=Path, required=True, help="training images: class folders or a .beton file")
     parser.add_argument("--val-data", type=Path, help="held-out images for k-NN (default: the folder val beside train)")
     parser.add_argument("--linear", type=Path, metavar="DIR", help="also linear probes on DIR: train and test images")
-    methods = get_args(options.Method)
+    methods = get_args(Method)
     parser.add_argument("--methods", nargs="+", choices=methods, help="default: moco simsiam; for `methods` all five")
     parser.add_argument("--seeds", type=not_negative, nargs="+", default=[0, 1], help="default: 0 1")
     parser.add_argument("--epochs", type=positive, default=100, help="default: 100")
@@ -150,7 +151,7 @@ def _matches(text: str, key: str) -> bool:
 def _places(options: argparse.Namespace, variants: Sequence[Variant]) -> list[Place]:
     """All runs, seed by seed: a study that is stopped early is complete for some seeds, not for some variants. Within a
     seed the longest come first, so that at the end no GPU is left waiting for one of them."""
-    methods = options.methods or (get_args(options.Method) if options.study == "methods" else ("moco", "simsiam"))
+    methods = options.methods or (get_args(Method) if options.study == "methods" else ("moco", "simsiam"))
     longest_first = sorted(variants, key=lambda variant: variant.flags.get("consistency") == "none")
     return [(method, variant, seed) for seed in options.seeds for variant in longest_first for method in methods]
 
@@ -189,7 +190,7 @@ def _training(
             "--val-data: name held-out class folders, on which runs are compared by k-NN (--knn-every above 0)"
         )
     flags["batch_size"] = checked.batch_size
-    free = options.FREE_TO_CHANGE - {"knn_k", "knn_temperature"}  # these two must be equal where runs are compared
+    free = FREE_TO_CHANGE - {"knn_k", "knn_temperature"}  # these two must be equal where runs are compared
     settings = {key: value for key, value in checked.to_dict().items() if key not in free}
     return Training(method, variant.key, seed, folder, flags, options.linear, settings)
 
@@ -252,7 +253,7 @@ def _report(options: argparse.Namespace, rows: list[Row], given: Sequence[str]) 
     if not rows:
         print("nothing is finished yet")
         return
-    methods, variants = get_args(options.Method), [variant.key for variant in _variants(options)]
+    methods, variants = get_args(Method), [variant.key for variant in _variants(options)]
     rows.sort(key=lambda row: (methods.index(row.method), variants.index(row.variant)))
     machines = _machines(rows)
     text = table(rows)

@@ -9,6 +9,7 @@ import torch
 from cocor.distributed import collectives
 from cocor.distributed.env import RankEnv
 from cocor.eval import checks, figures, reports
+from cocor.eval import options as inputs
 from cocor.eval.datasets.protocols import KNN_K, RECIPES, WAY_SHOTS
 from cocor.eval.datasets.splits import Splits
 from cocor.eval.features import Features, features_of, joined, summary
@@ -38,7 +39,7 @@ def in_its_place(options: argparse.Namespace, run: Callable[[argparse.Namespace]
     env = RankEnv.read()
     if options.workers is None and env.launcher is not None:  # the ranks of a machine share its cores
         options.workers = max(1, available_cores() // env.local_size)
-    options.check_writable(options)
+    inputs.check_writable(options)
     if getattr(options, "data", None) is not None:
         options.data = or_demo(options.data)
     try:
@@ -63,14 +64,14 @@ def linear(options: argparse.Namespace) -> None:
     for name in unused:
         if getattr(options, name):
             raise UserError(f"--{name.replace('_', '-')}: not for --probe {options.probe}; leave it out")
-    splits = options.chosen_splits(options)
+    splits = inputs.chosen_splits(options)
     checks.check_probe(splits, validates=options.probe == "lbfgs")
-    encoder = options.chosen_encoder(options, options.weights[0])
+    encoder = inputs.chosen_encoder(options, options.weights[0])
     if options.against_sklearn:
         check_peer(len(splits.train.classes))
     if options.probe != "lbfgs":
         return _linear_by_sgd(options, encoder, splits)
-    train, val, test = options.features_of_splits(options, encoder, splits)
+    train, val, test = inputs.features_of_splits(options, encoder, splits)
     if not options.world.main:
         return None
     device, report = options.world.device, reports.about(encoder, splits, train=train, test=test)
@@ -96,9 +97,9 @@ def linear(options: argparse.Namespace) -> None:
 
 
 def _linear_by_sgd(options: argparse.Namespace, encoder: Encoder, splits: Splits) -> None:
-    settings, how = shortened(RECIPES[options.probe], options.epochs), options.extraction(options, encoder)
+    settings, how = shortened(RECIPES[options.probe], options.epochs), inputs.extraction(options, encoder)
     if options.learn_from == "features":
-        train, val, test = options.features_of_splits(options, encoder, splits)
+        train, val, test = inputs.features_of_splits(options, encoder, splits)
         if not options.world.main:
             return
         found = sgd_probe(joined(train.flat(), val), test, settings, device=options.world.device)
@@ -117,19 +118,19 @@ def knn(options: argparse.Namespace) -> None:
     """k-NN accuracy for several k (:mod:`cocor.eval.probes.knn`): test images in a bank of the others, or
     leave-one-out."""
     if options.leave_one_out:
-        dataset = options.images_to_look_at(options)
+        dataset = inputs.images_to_look_at(options)
         checks.check_leave_one_out(options, dataset)
-        encoder = options.chosen_encoder(options, options.weights[0])
-        bank = queries = features_of(encoder, dataset, options.extraction(options, encoder), "images").labelled()
+        encoder = inputs.chosen_encoder(options, options.weights[0])
+        bank = queries = features_of(encoder, dataset, inputs.extraction(options, encoder), "images").labelled()
         title = f"{encoder.name} on {dataset.root.name}"
         alone = int((bank.labels.bincount() == 1).sum())
         note = f"{alone:,} images are the only one of their class, so none of them can be right"
         notes: tuple[str, ...] = (note,) if alone else ()
     else:
-        splits = options.chosen_splits(options)
+        splits = inputs.chosen_splits(options)
         checks.check_knn(options, splits)
-        encoder = options.chosen_encoder(options, options.weights[0])
-        train, val, queries = options.features_of_splits(options, encoder, splits)
+        encoder = inputs.chosen_encoder(options, options.weights[0])
+        train, val, queries = inputs.features_of_splits(options, encoder, splits)
         bank, queries = joined(train.flat(), val).labelled(), queries.labelled()
         title, notes = reports.title(encoder, splits), splits.notes
     most = len(bank) - options.leave_one_out
@@ -152,10 +153,10 @@ def knn(options: argparse.Namespace) -> None:
 
 def fewshot(options: argparse.Namespace) -> None:
     """n-shot probes and N-way tasks (:mod:`cocor.eval.probes.fewshot`)."""
-    splits = options.chosen_splits(options)
+    splits = inputs.chosen_splits(options)
     checks.check_fewshot(options, splits)
-    encoder = options.chosen_encoder(options, options.weights[0])
-    train, val, test = options.features_of_splits(options, encoder, splits, "ten" if options.crop == "ten" else None)
+    encoder = inputs.chosen_encoder(options, options.weights[0])
+    train, val, test = inputs.features_of_splits(options, encoder, splits, "ten" if options.crop == "ten" else None)
     if not options.world.main:
         return
     pool, device = joined(train, val), options.world.device
@@ -176,11 +177,11 @@ def fewshot(options: argparse.Namespace) -> None:
 
 def retrieval(options: argparse.Namespace) -> None:
     """A contact sheet of nearest training images for a few test images (:mod:`cocor.eval.probes.retrieval`)."""
-    options.refuse_ten_crops(options)
-    splits = options.chosen_splits(options)
+    inputs.refuse_ten_crops(options)
+    splits = inputs.chosen_splits(options)
     checks.check_retrieval(options, splits)
-    encoder = options.chosen_encoder(options, options.weights[0])
-    how = options.extraction(options, encoder)
+    encoder = inputs.chosen_encoder(options, options.weights[0])
+    how = inputs.extraction(options, encoder)
     bank = features_of(encoder, splits.train, how, "bank")
     queries = features_of(encoder, splits.test, how, "queries")
     if not options.world.main:
@@ -202,13 +203,13 @@ def consistency(options: argparse.Namespace) -> None:
         raise UserError("consistency runs in one process; start it without torchrun")
     if options.crop or options.filter:
         raise UserError("--crop and --filter: consistency draws its views as training does; leave them out")
-    dataset = evenly_spread(options.images_to_look_at(options), options.images)
+    dataset = evenly_spread(inputs.images_to_look_at(options), options.images)
     hints = {"which": options.which, "architecture": options.backbone, "stem": options.stem}
     subjects = [consistency_probe.subject(path, options.world.device, **hints) for path in options.weights]
-    names = options.distinct([one.name for one in subjects])
+    names = inputs.distinct([one.name for one in subjects])
     subjects = [replace(one, name=name) for one, name in zip(subjects, names, strict=True)]
-    encoder = options.chosen_encoder(options, options.weights[0])
-    found = consistency_probe.measure(subjects, dataset, options.extraction(options, encoder), options.seed)
+    encoder = inputs.chosen_encoder(options, options.weights[0])
+    found = consistency_probe.measure(subjects, dataset, inputs.extraction(options, encoder), options.seed)
     lines = [line for one in found for line in one.lines()]
     lines.append(figures.drawn(reports.folder(options, encoder) / "consistency.png", figures.draw_consistency, found))
     reports.finish(options, encoder, "consistency", lines, {"result": [asdict(one) for one in found]})
@@ -216,11 +217,11 @@ def consistency(options: argparse.Namespace) -> None:
 
 def spectrum(options: argparse.Namespace) -> None:
     """Singular values of the features of several encoders (:mod:`cocor.eval.probes.spectrum`)."""
-    dataset = options.images_to_look_at(options)
-    encoders = options.chosen_encoders(options)
+    dataset = inputs.images_to_look_at(options)
+    encoders = inputs.chosen_encoders(options)
     found = []
     for encoder in encoders:
-        features = features_of(encoder, dataset, options.extraction(options, encoder), encoder.name)
+        features = features_of(encoder, dataset, inputs.extraction(options, encoder), encoder.name)
         found.append(spectra.spectrum(encoder.name, features, normalise=not options.raw))
     if not options.world.main:
         return
@@ -231,14 +232,14 @@ def spectrum(options: argparse.Namespace) -> None:
 
 def transfer(options: argparse.Namespace) -> None:
     """The table of linear probes on the paper's data sets (:mod:`cocor.eval.transfer`)."""
-    names = options.chosen_datasets(options.datasets)
-    encoders = options.chosen_encoders(options)
+    names = inputs.chosen_datasets(options.datasets)
+    encoders = inputs.chosen_encoders(options)
     folder = reports.folder(options, encoders[0])
     main = options.world.main
 
     def probe(encoder: Encoder, splits: Splits) -> LinearResult:
         checks.check_probe(splits)
-        train, val, test = options.features_of_splits(options, encoder, splits)
+        train, val, test = inputs.features_of_splits(options, encoder, splits)
         metric, iterations = splits.protocol.metric, options.iterations
         return linear_probe(train, val, test, metric=metric, iterations=iterations, device=options.world.device)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cocor import atomic
+from cocor.eval import options as inputs
 from cocor.eval.datasets.splits import Splits
 from cocor.eval.features import Features, summary
 from cocor.eval.weights.load import Encoder
@@ -32,7 +33,7 @@ def folder(options: argparse.Namespace, encoder: Encoder) -> Path:
     """``--output``, or ``eval/ENCODER/DATA``: results on one data set must not replace those on another."""
     if options.output is not None:
         return Path(options.output)
-    return Path("eval") / encoder.name.replace("/", "-").replace(":", "-") / options.name_of_data(options)
+    return Path("eval") / encoder.name.replace("/", "-").replace(":", "-") / inputs.name_of_data(options)
 
 
 def finish(
