@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from cocor import checkpoint
 from cocor.config.checks import warnings
+from cocor.config.options import Config
 from cocor.config.resolve import load, read
 from cocor.data import training_plan
-from cocor.methods import METHODS
-from cocor.methods.base import Config, Method, Ranks, feature_size, normalised
+from cocor.methods import METHODS, Spec, method_class, spec
+from cocor.methods.base import Method, Ranks, feature_size, normalised
 from cocor.train import main
 from loaders.errors import UserError
 from loaders.views.ops import BASIC, POOLS, Op
@@ -82,8 +83,17 @@ def test_a_method_owns_its_options() -> None:
     assert warnings(*read(given)) == ["--queue-size has no effect: it acts only with --method moco"]
     with pytest.raises(UserError, match="must be even for Align"):
         load(["--method", "align", "--embedding-dim", "9"])
+    with pytest.raises(UserError, match="method unknown: unknown here; there are moco,"):
+        method_class("unknown")
     with pytest.raises(UserError, match="one of moco, simsiam, supcon, byol, intl, align; did you mean align"):
         load(["--method", "aling"])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_declarations_are_read_from_the_source(method: str) -> None:
+    read, made = spec(method), method_class(method)
+    assert read == Spec(made.__name__, made.defaults, made.options, made.needs_labels)
+    assert {*read.defaults, *read.options} <= Config.__dataclass_fields__.keys()
 
 
 def test_help_shows_a_method(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,5 +109,5 @@ def test_views_are_drawn_from_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [op for op in BASIC if used[op]] == [Op.ROTATE, Op.SHEAR_X]
     for mistaken in ((Op.HUE,), ()):
         monkeypatch.setitem(POOLS, "mistaken", mistaken)
-        with pytest.raises(UserError, match="pool mistaken: holds other operations than basic augmentations, or none"):
+        with pytest.raises(UserError, match="pool mistaken: unknown, empty, or not of basic augmentations only"):
             training_plan(load(["--pool", "mistaken"]))

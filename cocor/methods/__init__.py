@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
 
+from loaders.errors import UserError
+
 # The choices of --method: a class, or where to find it.
 METHODS: dict[str, Any] = {
     "moco": "cocor.methods.moco:MoCo",
@@ -33,7 +35,7 @@ class Spec:
 
 def spec(method: str) -> Spec:
     """Return what the class of ``method`` declares, without importing it."""
-    entry = METHODS[method]
+    entry = _entry(method)
     if isinstance(entry, str):
         return _read(entry)
     return Spec(entry.__name__, **{key.name: getattr(entry, key.name) for key in fields(Spec)[1:]})
@@ -47,11 +49,17 @@ def owners() -> dict[str, list[str]]:
 
 def method_class(method: str) -> Any:
     """Import the class of ``method``."""
-    entry = METHODS[method]
+    entry = _entry(method)
     if not isinstance(entry, str):
         return entry
     module, _, name = entry.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+def _entry(method: str) -> Any:
+    if method not in METHODS:  # of a checkpoint, whose program has added it
+        raise UserError(f"method {method}: unknown here; there are {', '.join(METHODS)}")
+    return METHODS[method]
 
 
 @cache

@@ -25,12 +25,9 @@ from cocor.methods.base import Method
 from cocor.objective.consistency import MeanOverRanks, identity, latent_similarity
 
 
-def inner_products(
-    similarity_gradients: Sequence[Sequence[Tensor]],
-    ce_gradient: Sequence[Tensor],
-    mean_over_ranks: MeanOverRanks = identity,
-) -> Tensor:
-    """``<grad CE, grad sim_l>`` of every length: (L,).
+def inner_products(similarity_gradients: Sequence[Sequence[Tensor]], ce_gradient: Sequence[Tensor],
+                   mean_over_ranks: MeanOverRanks = identity) -> Tensor:  # fmt: skip
+    """Compute ``<grad CE, grad sim_l>`` of every length: (L,).
 
     ``similarity_gradients[l][p]`` is the gradient of this rank's mean similarity of length l with respect to parameter
     p, at the weights before the step; ``ce_gradient[p]`` that of the cross-entropy after it, averaged over ranks.
@@ -47,7 +44,7 @@ def inner_products(
 
 
 def exact(target: Tensor, curvature: Tensor, products: Tensor, learning_rate: float | Tensor) -> Tensor:
-    """The exact hyper-gradient as a surrogate.
+    """Return the exact hyper-gradient as a surrogate.
 
     ``target`` (L, B) is the MMNN's output with its graph. ``curvature`` and ``products`` are both (L,), from
     ``softplus_loss`` and ``inner_products``, or both (L, B), from ``abs_loss`` and ``sample_inner_products``.
@@ -67,11 +64,11 @@ class Measured:
 
 
 def taylor(target: Tensor, curvature: Tensor, before: Measured, after: Measured, floor: float = 1e-4) -> Tensor:
-    """The paper's eq. 12 with its sign mended, as a surrogate: ``-dCE * sum_l c_l (d sim_l / dL) * mean_i g``.
+    """Return the paper's eq. 12, its sign mended, as a surrogate.
 
-    Eq. 6 loses a minus between its lines, which eq. 12 inherits. ``dL``, negative in a step that lowers the loss, is
-    kept at least ``floor`` away from zero without changing its sign. Shapes as in ``exact``; the curvature is the one
-    before the step.
+    It is ``-dCE * sum_l c_l (d sim_l / dL) * mean_i g``. Eq. 6 loses a minus between its lines, which eq. 12 inherits.
+    ``dL``, negative in a step that lowers the loss, is kept at least ``floor`` away from zero without changing its
+    sign. Shapes as in ``exact``; the curvature is the one before the step.
     """
     loss_change = (after.loss - before.loss).detach()
     loss_change = torch.where(loss_change > 0, loss_change.clamp_min(floor), loss_change.clamp_max(-floor))
@@ -81,22 +78,18 @@ def taylor(target: Tensor, curvature: Tensor, before: Measured, after: Measured,
 
 
 def released(target: Tensor, curvature: Tensor, before: Measured, after: Measured) -> Tensor:
-    """The update of the authors' published code, for comparison: eq. 12 as printed, hence with the opposite sign of
-    ``taylor``, and with the curvature at the weights *after* the step. Shapes as in ``exact``.
+    """Return the update of the authors' published code, for comparison, as a surrogate.
 
-    Two side effects of their code are left out: per step it updates the moving average and fills the queue twice.
+    It is eq. 12 as printed, hence with the opposite sign of ``taylor``, and with the curvature at the weights *after*
+    the step. Shapes as in ``exact``. Two side effects of their code are left out: per step it updates the moving
+    average and fills the queue twice.
     """
     return -taylor(target, curvature, before, after)
 
 
-def sample_inner_products(
-    method: Method,
-    composites: Tensor,
-    originals: Tensor,
-    direction: Mapping[str, Tensor],
-    parameters: Mapping[str, Tensor] | None = None,
-) -> Tensor:
-    """``<grad CE, grad sim_i>`` of every single composite view: (L, B), for the abs loss.
+def sample_inner_products(method: Method, composites: Tensor, originals: Tensor, direction: Mapping[str, Tensor],
+                          parameters: Mapping[str, Tensor] | None = None) -> Tensor:  # fmt: skip
+    """Compute ``<grad CE, grad sim_i>`` of every composite view: (L, B), for the abs loss.
 
     One forward-mode derivative (JVP) of the similarities along ``direction``, the averaged gradient of the
     cross-entropy by parameter name of ``method``. It stores no activations, but takes the time of about nine forward
@@ -134,7 +127,6 @@ class _Composites(nn.Module):
 
 
 def _surrogate(target: Tensor, coefficient: Tensor) -> Tensor:
-    """A scalar whose derivative is ``coefficient`` with respect to the mean target of each length (L,) or to every
-    single target (L, B)."""
+    """Return a scalar with derivative ``coefficient`` by mean targets (L,) or by all targets (L, B)."""
     coefficient = coefficient.detach()
     return (coefficient * (target.mean(1) if coefficient.ndim == 1 else target)).sum()

@@ -105,8 +105,9 @@ class ViewPlan:
             raise UserError("image size and composite lengths must be positive")
         if self.lengths and self.original in ("none", "center"):
             raise UserError("composites need an original to be compared with")
-        if not ops.POOLS[self.pool] or not set(ops.POOLS[self.pool]) <= set(ops.BASIC):
-            raise UserError(f"pool {self.pool}: holds other operations than basic augmentations, or none")
+        drawn = ops.POOLS.get(self.pool, ())
+        if not drawn or not set(drawn) <= set(ops.BASIC):
+            raise UserError(f"pool {self.pool}: unknown, empty, or not of basic augmentations only")
 
     @cached_property
     def layout(self) -> ViewLayout:
