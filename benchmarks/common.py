@@ -28,21 +28,16 @@ def script(name: str, body: Callable[[], None]) -> NoReturn:
 def describe_machine() -> dict[str, Any]:
     """Describe processor, memory, GPU and versions. Initialises CUDA, but allocates no GPU memory."""
     found: dict[str, Any] = {
-        "cpu": _cpu_name(),
-        "cores": available_cores(),
+        "cpu": _cpu_name(), "cores": available_cores(), "gpus": 0, "python": platform.python_version(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "gpus": 0,
-        "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
         **{name: version for name in PACKAGES if (version := _version(name))},
-    }
+    }  # fmt: skip
     if torch.cuda.is_available():
         found |= {
-            "gpus": torch.cuda.device_count(),
-            "gpu": torch.cuda.get_device_name(),
+            "gpus": torch.cuda.device_count(), "gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda,
             "gpu_memory_gib": round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1),
-            "cuda": torch.version.cuda,
-        }
+        }  # fmt: skip
     return found
 
 

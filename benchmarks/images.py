@@ -105,11 +105,7 @@ def store(images: Images) -> Path:
 
 
 def make_photographs(count: int, folder: Path | None = None) -> Path:
-    """Make ``count`` JPEG files in class folders, the same bytes each time; a complete folder is reused.
-
-    Raises:
-        UserError: scikit-image is missing, or the folder holds something else.
-    """
+    """Make ``count`` JPEG files, the same each time; a complete folder is reused. UserError without scikit-image."""
     target = folder or cache_folder() / f"photographs-{_VERSION}-{count}"
     if target.is_dir() and len(list(target.glob("*/*.jpg"))) == count:
         return target

@@ -4,15 +4,13 @@
     python benchmarks/kernel.py --per-op --json out.json
     python benchmarks/kernel.py --cpu                # one core; the default without a GPU
 
-GPU times are medians over many runs on sets of inputs in turn, which together do not fit in the cache: ``single`` of
-launches between CUDA events, ``graph`` of replayed CUDA graphs, without gaps between launches. ``host`` is the host's
-mean time for a launch. MB are those that must be moved at least, every crop read once and every view written once;
-``copy`` is this GPU's rate for a plain copy.
+GPU times are medians over runs on inputs in turn, which together do not fit in the cache: ``single`` of launches
+between CUDA events, ``graph`` of replayed CUDA graphs, without gaps. ``host`` is the host's mean time for a launch. MB
+must be moved at least, every crop read and every view written once; ``copy`` is this GPU's rate for a plain copy.
 
-On the CPU both sides get the same crops, flips and programs and end with normalised float32. The baseline is what a
-training script would do: Pillow for the basic augmentations, torchvision's transforms on PIL images for jitter, grey
-and blur, ToTensor and Normalize; ``box blur`` takes Pillow's faster approximation of the Gaussian blur. Decoding,
-cropping and drawing the programs are not included. A figure is the median CPU time of one thread, the sides in turn.
+On the CPU the baseline is what a training script would do: Pillow for the basic augmentations, torchvision's transforms
+on PIL images for jitter, grey and blur, ToTensor and Normalize; ``box blur`` takes Pillow's approximation of the
+Gaussian blur. Neither side decodes or crops. A figure is the median CPU time of one thread, the sides in turn.
 """
 
 import argparse
@@ -93,38 +91,34 @@ def to_gpu(array: np.ndarray) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).cuda()
 
 
-def planned_case(plan: ViewPlan, batch: int, views: list[int] | None = None) -> Case:
-    """Make a case of the plan's programs, or of those of some of its views."""
-    layout, name = plan.layout, "all views"
-    if views is not None:
-        used = [plan.layout.crop_of_view[t] for t in views]
-        layout = ViewLayout(0, 0, len(views), tuple(used.index(crop) for crop in used))
-        name = f"view {','.join(map(str, views))}"
-    inputs = []
-    for i in range(INPUT_SETS):
-        drawn = plan.draw(i, np.arange(batch), np.full((batch, 2), (375, 500), np.int32))
-        codes, magnitudes = drawn.codes[:, views or slice(None)], drawn.magnitudes[:, views or slice(None)]
-        crops, flips = smooth_crops(batch, layout.crops, plan.size, i), drawn.flips[:, : layout.crops]
-        params = lower(codes, magnitudes, plan.size)
-        inputs.append((crops, to_gpu(flips), to_gpu(codes), to_gpu(params)))
-    return Case(name, layout, inputs)
+def make_case(name: str, layout: ViewLayout, size: int, programs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Case:
+    """Make sets of inputs for ``programs``, codes and magnitudes (B, V, N) each."""
+    case, rng = Case(name, layout, []), np.random.default_rng(0)
+    for i, (codes, magnitudes) in enumerate(programs):
+        crops = smooth_crops(len(codes), layout.crops, size, i)
+        flips, params = rng.integers(0, 2, crops.shape[:2]).astype(np.uint8), lower(codes, magnitudes, size)
+        case.inputs.append((crops, to_gpu(flips), to_gpu(codes), to_gpu(params)))
+    return case
 
 
-def op_case(ops: list[Op], batch: int, size: int) -> Case:
-    """Make a case of the same program for 6 views of every sample."""
-    layout, rng = ViewPlan(size).layout, np.random.default_rng(0)
-    codes = np.full((batch, layout.views, max(1, len(ops))), END, np.uint8)
-    magnitudes = np.zeros(codes.shape, np.float32)
-    for i, op in enumerate(ops):
-        codes[..., i] = op
-        low, high = UNIFORM.get(op, (0.0, 0.0))[:2]
-        magnitudes[..., i] = TYPICAL.get(op, rng.uniform(low, high, codes.shape[:2]))
-    params, inputs = to_gpu(lower(codes, magnitudes, size)), []
-    for i in range(INPUT_SETS):
-        crops = smooth_crops(batch, layout.crops, size, i)
-        flips = rng.integers(0, 2, crops.shape[:2]).astype(np.uint8)
-        inputs.append((crops, to_gpu(flips), to_gpu(codes), params))
-    return Case(" + ".join(op.label for op in ops) or "nothing", layout, inputs)
+def planned_case(plan: ViewPlan, batch: int, view: int | None = None) -> Case:
+    """Make a case of the plan's programs, or of those of one view."""
+    sizes, views = np.full((batch, 2), (375, 500), np.int32), slice(None) if view is None else slice(view, view + 1)
+    drawn = [plan.draw(i, np.arange(batch), sizes) for i in range(INPUT_SETS)]
+    programs = [(one.codes[:, views], one.magnitudes[:, views]) for one in drawn]
+    layout, name = (plan.layout, "all views") if view is None else (ViewLayout(0, 0, 1, (0,)), f"view {view}")
+    return make_case(name, layout, plan.size, programs)
+
+
+def op_case(op: Op | None, batch: int, size: int) -> Case:
+    """Make a case of the same operation for 6 views of every sample."""
+    layout = ViewPlan(size).layout
+    codes = np.full((batch, layout.views, 1), END if op is None else op, np.uint8)
+    low, high = (0.0, 0.0) if op is None else UNIFORM.get(op, (0.0, 0.0))[:2]
+    drawn = np.random.default_rng(0).uniform(low, high, codes.shape)
+    magnitudes = np.full(codes.shape, TYPICAL[op]) if op in TYPICAL else drawn
+    programs = [(codes, magnitudes.astype(np.float32))] * INPUT_SETS
+    return make_case("nothing" if op is None else op.label, layout, size, programs)
 
 
 def event_times(run: Callable[[int], Any], repeats: int) -> list[float]:
@@ -182,8 +176,8 @@ def cases(options: argparse.Namespace) -> list[Case]:
     found = [planned_case(plan, batch) for batch in options.batches]
     if options.per_op:
         largest = max(options.batches)
-        found += [planned_case(plan, largest, [t]) for t in range(plan.layout.views)]
-        found += [op_case(ops, largest, options.size) for ops in ([], *([op] for op in Op))]
+        found += [planned_case(plan, largest, t) for t in range(plan.layout.views)]
+        found += [op_case(op, largest, options.size) for op in (None, *Op)]
     return found
 
 

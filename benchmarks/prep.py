@@ -137,12 +137,19 @@ def measure_agreement(options: argparse.Namespace) -> None:
                         for field in ("index", "label", "composition"):
                             if not torch.equal(getattr(batch, field), getattr(expected, field)):
                                 raise SystemExit(f"{name}: another {field}")
-                        views = levels(batch.views, expected.views).mean(0)
-                        found[name].append(torch.stack([levels(batch.original, expected.original), views], 1))
+                        levels_of_views = levels(batch.views, expected.views).mean(0)
+                        found[name].append(torch.stack([levels(batch.original, expected.original), levels_of_views], 1))
             if sorted(seen) != list(range(len(folder))):
                 raise SystemExit(f"{world} ranks: an epoch does not show every image once")
             for name, differences in found.items():
-                report_agreement(world, name, torch.cat(differences))
+                both = torch.cat(differences)
+                (original, views), (worst, worst_views) = both.mean(0).tolist(), both.amax(0).tolist()
+                print(
+                    f"{world} rank{'s' * (world > 1):<1}  {name:<6}{len(both):,} samples: originals {original:.3f} "
+                    f"(worst {worst:.3f}), views {views:.3f} (worst {worst_views:.3f}) grey levels"
+                )
+                if worst > _BOUNDS[name]:
+                    raise SystemExit(f"{name}: an original differs by more than {_BOUNDS[name]} grey levels")
 
 
 def epoch(name: LoaderName, dataset: ImageDataset, plan: ViewPlan, order: BatchOrder) -> Iterator[Batch]:
@@ -155,17 +162,6 @@ def levels(first: Tensor, second: Tensor) -> Tensor:
     """Average absolute differences of images (..., 3, H, W) in grey levels."""
     std = torch.tensor(IMAGENET_STD).view(3, 1, 1)
     return ((first - second).abs() * std * 255).mean((-3, -2, -1))
-
-
-def report_agreement(world: int, name: LoaderName, differences: Tensor) -> None:
-    """Print the mean and the worst differences; exit if they are too large."""
-    (original, views), (worst, worst_views) = differences.mean(0).tolist(), differences.amax(0).tolist()
-    print(
-        f"{world} rank{'s' * (world > 1):<1}  {name:<6}{len(differences):,} samples: originals {original:.3f} "
-        f"(worst {worst:.3f}), views {views:.3f} (worst {worst_views:.3f}) grey levels"
-    )
-    if worst > _BOUNDS[name]:
-        raise SystemExit(f"{name}: an original differs by more than {_BOUNDS[name]} grey levels")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import torch
 
@@ -26,7 +26,6 @@ from loaders.arguments import Parser, above_zero, positive, whole, writable
 from loaders.cpus import available_cores
 from loaders.progress import patience
 
-Result = TypeVar("Result")
 _ITERATIONS = 5000  # at most, of either solver
 
 
@@ -63,7 +62,7 @@ def against_sklearn(data: Features, penalty: float, device: torch.device) -> dic
     }  # fmt: skip
 
 
-def _timed(work: Callable[[], Result]) -> tuple[Result, float]:
+def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
     began = time.perf_counter()
     result = work()
     return result, time.perf_counter() - began

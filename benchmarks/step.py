@@ -17,12 +17,11 @@ the MMNN learns in every step unless an option says otherwise, and its gradient 
 - F/s: forward-equivalents a second. A forward pass counts 1, with its backward pass 3; MoCo needs 4 an image (key 1,
   query 3), SimSiam 6; CoCor adds 1 for the original, 3 a length, and 3 for each labelled image. Smaller composites
   count in proportion to their pixels, what is not part of every step by how often it is.
-- of card: F/s relative to a bare backbone's passes forward and back on batches of the same size, executed alike, in the
-  same process. Above 100 % the step profits from passes side by side.
-- other: the share of the step that is not passes of the encoder: 1 - (the same passes, with nothing between them) /
-  (step). The contrastive loss is timed with its passes.
-- memory: GiB of tensors at the peak. start: seconds until every kind of step is recorded; the compiler keeps its
-  results on disk, so a second run starts faster.
+- of card: F/s relative to a bare backbone's passes forward and back on batches of the same size, executed alike. Above
+  100 % the step profits from passes side by side.
+- other: the share of the step that is not passes of the encoder: 1 - (the same passes alone) / (step).
+- memory: GiB of tensors at the peak. start: seconds until every kind of step is recorded; less where the compiler finds
+  its results on disk.
 """
 
 import argparse
@@ -76,7 +75,7 @@ COLUMNS = {  # by the keys of a row
     "other": Column("other", 7, ".1%"), "memory_gib": Column("memory", 7, ".1f"), "start_s": Column("start", 7, ".0f"),
     "option": Column("option", -20),
 }  # fmt: skip
-OPTIONS = ("composite_size", "lengths_per_step", "mmnn_every")
+OPTIONS = ("composite-size", "lengths-per-step", "mmnn-every")
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -90,10 +89,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--methods", nargs="+", choices=sorted(METHODS), default=["moco", "simsiam"])
     add("--kinds", nargs="+", choices=["plain", "cocor"], default=["plain", "cocor"])
     add("--options", nargs="+", default=["none"], metavar="KEY=VALUE",
-        help=f"rows of + CoCor with {', '.join(map(_word, OPTIONS))}; none: without")  # fmt: skip
+        help=f"rows of + CoCor with {', '.join(OPTIONS)}; none: without")  # fmt: skip
     add("--executions", nargs="+", choices=get_args(Execution)[1:], default=["eager", "fused"] if on_gpu else ["eager"])
-    add("--parallel", action=argparse.BooleanOptionalAction,
-        help="lengths side by side in a recorded step (default: for small batches)")  # fmt: skip
     add("--lengths", type=positive, nargs="+", default=[1, 2, 3], help="of the composites")
     add("--steps", type=positive, default=20 if on_gpu else 2, help="in each of three windows")
     add("--seconds", type=above_zero, default=1e9, help="begin no further row after this time")
@@ -106,17 +103,11 @@ def _overrides(option: str) -> dict[str, int]:
     values = {}
     for word in option.split(",") if option != "none" else ():
         name, _, value = word.partition("=")
-        key = name.replace("-", "_")
-        if key not in OPTIONS:
-            known = list(map(_word, OPTIONS))
-            remedy = nearest(name, known) or f"; there are {', '.join(known)}"
+        if name not in OPTIONS:
+            remedy = nearest(name, OPTIONS) or f"; there are {', '.join(OPTIONS)}"
             raise UserError(f"--options {word}: no option of a step{remedy}")
-        values[key] = convert(f"--options {name}", value, int)
+        values[name.replace("-", "_")] = convert(f"--options {name}", value, int)
     return values
-
-
-def _word(key: str) -> str:
-    return flag(key).removeprefix("--")
 
 
 def _config(options: argparse.Namespace, method: str, kind: str, option: str, batch_size: int, on_gpu: bool) -> Config:
@@ -157,7 +148,7 @@ def main() -> None:
             print(f"{options.seconds:.0f} seconds are over; the rest is left out", flush=True)
             break
         try:
-            rows.append(measure_row(config, execution, options.steps, device, options.parallel) | {"option": option})
+            rows.append(measure_row(config, execution, options.steps, device) | {"option": option})
             name = config.method + (" + cocor" if rows[-1]["cocor"] else "")
             print(row(COLUMNS.values(), [({"name": name} | rows[-1])[key] for key in COLUMNS]), flush=True)
         except RuntimeError as error:
@@ -177,11 +168,8 @@ def main() -> None:
 CLASSES, WINDOWS, STEPS_PER_EPOCH = 1000, 3, 10_000
 
 
-def measure_row(
-    config: Config, execution: Execution, steps: int, device: torch.device, parallel: bool | None = None
-) -> dict[str, Any]:
-    """Measure one row, in windows of ``steps`` steps, rounded up to whole turns. ``parallel``: as of a recorded step.
-    UserError for an ``execution`` of which this machine is not capable."""
+def measure_row(config: Config, execution: Execution, steps: int, device: torch.device) -> dict[str, Any]:
+    """Measure one row, in windows of ``steps`` steps. UserError for an ``execution`` that needs a GPU."""
     begin = time.perf_counter()
     precision = torch.bfloat16 if config.precision == "bf16" else torch.float32
     world = World(0, 0, 1, device)
@@ -189,7 +177,7 @@ def measure_row(
     step = TrainingStep(config, method, target, CLASSES, steps_per_epoch=STEPS_PER_EPOCH, precision=precision)
     batch = noise(config, config.batch_size, device, precision)
     labelled = noise(config, labelled_batch_size(config, 1), device, precision, plain=True)
-    run = executable(step, choose(replace(config, execution=execution), world, steps), parallel)
+    run = executable(step, choose(replace(config, execution=execution), world, steps))
     numbers = itertools.count()
     for _ in range((WARM_UP + 2) * config.mmnn_every):
         run(batch, labelled, next(numbers))

@@ -9,8 +9,7 @@ Loaders (rows)
   torch, dali, ffcv  this project's: every image decoded once, six views by one program (numba on CPUs, CUDA on GPUs)
   synthetic          the same without files: noise crops, so the views' cost alone
   dali-auto-aug      DALI's own operators: colour twist, blur, and RandAugment from nvidia.dali.auto_aug for composites
-  torchvision        v2 transforms on Pillow images in a plain DataLoader (in batches of at most 64 where it does not
-                     train: the rate is the same)
+  torchvision        v2 transforms on Pillow images in a plain DataLoader (in batches of 64: the rate is the same)
   libjpeg-turbo, pillow   decoding from memory alone, one process a core
 Stages (columns): decode; + crops (three, resized, flipped); + contrastive views (jitter, grey, blur on two of them);
 + composites (1, 2 and 3 operations on the third: six views, normalised); + training step (MoCo + CoCor: ResNet-50 in
@@ -46,7 +45,7 @@ if __name__ == "__main__":
 
 from benchmarks.common import RESULTS, describe_machine, device_slug, header, machine_line, script, write_json
 from benchmarks.images import describe, line, make_photographs, open_images
-from benchmarks.loading.cases import Absent, Settings, measure
+from benchmarks.loading.cases import Settings, measure
 from benchmarks.loading.contenders import CONTENDERS, STAGES_OF, Contender
 from benchmarks.loading.report import COLUMNS, Case, case_line, plot, ratio_lines, ratios, summary
 from benchmarks.loading.stages import STAGES, Stage
@@ -78,8 +77,7 @@ def main() -> None:
     print(machine_line(machine), line(data), settings, header(COLUMNS), sep="\n", flush=True)
 
     def measured(place: Place) -> Case:
-        late = options.budget is not None and time.monotonic() - started > options.budget
-        return Absent(*place, "out of time") if late else measure(*place, chosen, settings)
+        return measure(*place, chosen, settings)
 
     def write() -> None:
         content = {"benchmark": "throughput", "machine": machine, "data": data, "settings": asdict(settings)}
@@ -113,7 +111,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--size", type=positive, help="side of the views in pixels (default: 224)")
     add("--workers", type=positive, help="threads or processes of a loader (default: one a core)")
     add("--seconds", type=above_zero, help="timed, of every case (default: 6)")
-    add("--budget", type=above_zero, metavar="SECONDS", help="start no new row after so long")
     add("--hw-decoder-load", type=share, default=0.65, help="share of JPEGs for the GPU's decoder")
     add("--backbone", help="timm name of the trained encoder (default: resnet50; on CPUs resnet18)")
     add("--execution", choices=get_args(Execution)[1:], help="of the training step (default: graph; eager on CPUs)")

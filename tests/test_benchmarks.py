@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from benchmarks import images, scaling, throughput
 from benchmarks.common import command
 from benchmarks.images import make_photographs, open_images, store
-from benchmarks.loading import cpu_time, decoders, timing
+from benchmarks.loading import baselines, cpu_time, timing
 from benchmarks.loading.cases import Absent, Measured, Settings, measure
 from benchmarks.loading.contenders import STAGES_OF, Contender, Request, open_source
 from benchmarks.loading.report import case_line
@@ -465,8 +465,8 @@ def test_reference_decoders_decode_the_pixels() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(noise).resize((120, 80), Image.Resampling.BILINEAR).save(buffer, "JPEG", quality=95)
-    expected = np.asarray(decoders.pillow_decode(buffer.getvalue())).astype(int)
-    decode, name = decoders.turbo_decoder()
+    expected = np.asarray(baselines.pillow_decode(buffer.getvalue())).astype(int)
+    decode, name = baselines.turbo_decoder()
     found: Any = decode(buffer.getvalue())
     pixels = found.permute(1, 2, 0).numpy() if isinstance(found, torch.Tensor) else found
     assert pixels.shape == expected.shape == (80, 120, 3) and np.abs(pixels - expected).mean() < 10
@@ -478,8 +478,8 @@ def test_undecodable_images_do_not_count(photo_folder: Path, tmp_path: Path) -> 
     Image.open(jpeg).save(tmp_path / "0.png")
     (tmp_path / "1.jpg").write_bytes(jpeg.read_bytes())
     paths = [str(tmp_path / name) for name in ("0.png", "1.jpg")]
-    decode, name = decoders.turbo_decoder()
-    files, note = decoders.decodable(decode, name, paths)
+    decode, name = baselines.turbo_decoder()
+    files, note = baselines.decodable(decode, name, paths)
     assert len(files) == 1 and note == f"{name}, 1 of 2 images"
     with pytest.raises(UserError, match="can decode none of the images"):
-        decoders.decodable(decode, name, paths[:1])
+        baselines.decodable(decode, name, paths[:1])

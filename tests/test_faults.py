@@ -33,7 +33,7 @@ def test_a_run_may_end_before_its_fault(
 ) -> None:
     run, rank = (started(tmp_path, "true") for _ in range(2))
     rank.expect({0})
-    monkeypatch.setattr(runs, "processes_of", lambda *_: {rank.pid: "rank"} if found else {})
+    monkeypatch.setattr(runs, "processes_of", lambda *_: [rank.pid] if found else [])
     fault(run, Lane("2 ranks", {}, tmp_path), random.Random(0))
     assert run.code == 0
 

@@ -3,7 +3,7 @@
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -51,14 +51,6 @@ def measured(training: Training) -> Run:
     return run
 
 
-def by_knn(run: Run) -> float:
-    return run["knn"][-1][1]
-
-
-def by_linear(run: Run) -> float:
-    return run.get("linear", math.nan)
-
-
 def spread(values: Sequence[float], scale: float = 100.0, sign: str = "") -> str:
     """Format mean and deviation, ``76.3 ± 0.4``, of what was measured (not NaN), and how many those are."""
     known = [value * scale for value in values if not math.isnan(value)]
@@ -77,9 +69,9 @@ def grouped(runs: Sequence[Run]) -> dict[tuple[str, str], list[Run]]:
 def table(runs: Sequence[Run]) -> str:
     """Format accuracies, gains over the plain run of the same seed, similarities against targets, and the consistency
     loss' share of the sum of both gradients' norms, all at the end of training."""
-    accuracies = {"k-NN accuracy, %": by_knn}
+    accuracies: dict[str, Callable[[Run], float]] = {"k-NN accuracy, %": lambda run: run["knn"][-1][1]}
     if any("linear" in run for run in runs):
-        accuracies["linear accuracy, %"] = by_linear
+        accuracies["linear accuracy, %"] = lambda run: run.get("linear", math.nan)
     titles = ["method", *(title for name in accuracies for title in (name, "gain over plain")), "seeds", "epochs",
               "minutes", "images/s", "similarity / target", "gradient share"]  # fmt: skip
     lines, groups = [], grouped(runs)

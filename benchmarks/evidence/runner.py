@@ -89,15 +89,21 @@ def run_all(
     ending, lock = threading.Event(), threading.Lock()
     say(f"{len(trainings)} runs, {len(trainings) - len(waiting)} of them done, {jobs} at a time")
 
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+    shared = {"OMP_NUM_THREADS": "1"} if jobs > 1 and not gpus else {}
+
     def execute(training: Training, slot: int, name: str) -> int:
         probe = ": linear probe" if training.record() else ""
         output = training.beside("linear.txt" if probe else "txt")
         output.parent.mkdir(parents=True, exist_ok=True)
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "start_new_session": True}
+        # unbuffered, else the reason of a failure may not be the last line
+        environment = shared | os.environ | {"PYTHONUNBUFFERED": "1"}
+        environment |= {"CUDA_VISIBLE_DEVICES": visible[slot % gpus]} if gpus else {}
         with lock, output.open("wb") as file:
             if ending.is_set():
                 return signals.STOPPED
-            process = subprocess.Popen(training.command(), env=_environment(slot, jobs, gpus), stdout=file, **streams)
+            process = subprocess.Popen(training.command(), env=environment, stdout=file, **streams)
             running.add(process)
         say(f"started {name}{probe}")
         code = process.wait()
@@ -139,11 +145,3 @@ def run_all(
     for future in futures:
         future.result()  # raises what went wrong here
     return unfinished
-
-
-def _environment(slot: int, jobs: int, gpus: int) -> dict[str, str]:
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}  # else the reason of a failure may not be the last line
-    if gpus:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
-        return environment | {"CUDA_VISIBLE_DEVICES": visible[slot % gpus]}
-    return {"OMP_NUM_THREADS": "1"} | environment if jobs > 1 else environment

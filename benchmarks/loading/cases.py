@@ -116,8 +116,7 @@ def measure(contender: Contender, stage: Stage, images: Images, settings: Settin
 @cache
 def _beton(images: Images) -> Path | str:
     """Convert the images for the FFCV loader, or say why that fails."""
-    (answer,) = in_processes([(store, (images,))], _CONVERTING)
-    return answer
+    return in_processes([(store, (images,))], _CONVERTING)[0]
 
 
 def _measure_rank(

@@ -12,6 +12,7 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 
+from benchmarks.loading import baselines
 from benchmarks.loading.stages import STAGES, Stage, plan_of, views_of
 from loaders.batch import Batch, Loader
 from loaders.datasets.dataset import ImageDataset
@@ -123,49 +124,40 @@ def _data_loader_decode(
     request: Request, decoder: Callable[[Any], object], files: Sequence[Any] = (), note: str = ""
 ) -> Source:
     """Decode ``files`` (default: the data set's paths) in one process a core; the pixels are thrown away."""
-    from benchmarks.loading.baseline_torchvision import Decoded, data_loader
-
-    dataset = Decoded(files or request.dataset.paths, decoder)
-    loader = data_loader(dataset, request.batch_size, request.workers, STEPS, on_gpu=False, sample_bytes=8)
+    dataset = baselines.Decoded(files or request.dataset.paths, decoder)
+    loader = baselines.data_loader(dataset, request.batch_size, request.workers, STEPS, on_gpu=False, sample_bytes=8)
     return Source(((len(batch), None) for _ in itertools.count() for batch in loader), request.workers, note)
 
 
 def _torchvision(request: Request) -> Source:
-    from benchmarks.loading.baseline_torchvision import Views, data_loader, open_file, to_batch
-
     if request.stage == "decode":
-        return _data_loader_decode(request, open_file)
-    dataset = Views(request.dataset.paths, request.stage, request.size)
-    sample_bytes = views_of(request.stage) * request.size**2 * 3 * 4
-    on_gpu = request.device.type == "cuda"
+        return _data_loader_decode(request, baselines.open_file)
+    dataset = baselines.Views(request.dataset.paths, request.stage, request.size)
     # The batch size does not change its rate, but how long it takes all workers to make a batch: half a minute at 256.
-    batch_size = request.batch_size if request.stage == "step" else min(request.batch_size, _BASELINE_BATCH)
-    loader = data_loader(dataset, batch_size, request.workers, STEPS, on_gpu=on_gpu, sample_bytes=sample_bytes)
-    batches = (
-        (len(views[0]), to_batch(views, request.device, request.dtype)) for _ in itertools.count() for views in loader
-    )
+    size = request.batch_size if request.stage == "step" else min(request.batch_size, _BASELINE_BATCH)
+    sample_bytes, on_gpu = views_of(request.stage) * request.size**2 * 3 * 4, request.device.type == "cuda"
+    loader = baselines.data_loader(dataset, size, request.workers, STEPS, on_gpu=on_gpu, sample_bytes=sample_bytes)
+    endless = (views for _ in itertools.count() for views in loader)
+    batches = ((len(views[0]), baselines.to_batch(views, request.device, request.dtype)) for views in endless)
     return Source(batches, request.workers)
 
 
 def _dali(request: Request) -> Source:
-    from benchmarks.loading.baseline_dali import batches, pipeline, training_batch
-
-    built = pipeline(
+    built = baselines.pipeline(
         request.dataset.paths, request.stage, batch_size=request.batch_size, size=request.size,
         threads=request.workers, device=request.device, hw_decoder_load=request.hw_decoder_load,
     )  # fmt: skip
 
     def sized() -> Generator[Sized]:
-        for views in batches(built, request.device):
-            batch = training_batch(views, request.device, request.dtype) if request.stage == "step" else None
-            yield request.batch_size, batch
+        for views in baselines.batches(built, request.device):
+            ready = request.stage == "step"
+            images = [view.permute(0, 3, 1, 2) for view in views]
+            yield request.batch_size, baselines.to_batch(images, request.device, request.dtype) if ready else None
 
     return Source(sized())
 
 
 def _decoder(request: Request) -> Source:
-    from benchmarks.loading.decoders import decodable, pillow_decode, turbo_decoder
-
-    decoder, name = (pillow_decode, "Pillow") if request.contender == "pillow" else turbo_decoder()
-    files, note = decodable(decoder, name, request.dataset.paths)
+    decoder, name = (baselines.pillow_decode, "Pillow") if request.contender == "pillow" else baselines.turbo_decoder()
+    files, note = baselines.decodable(decoder, name, request.dataset.paths)
     return _data_loader_decode(request, decoder, files, note)

@@ -1,8 +1,7 @@
 """CPU time of this process and its descendants, each reading with the moment at which it was taken.
 
-A reading takes tens of milliseconds where threads compete for the interpreter's lock, and the CPU works on meanwhile:
-over a wall-clock time taken elsewhere, CPU time could add up to more cores than there are. So processes are listed
-first, then read in one go, which is repeated if it took long.
+A reading may take long, and the CPU works on meanwhile: over a wall-clock time taken elsewhere, CPU time could add up
+to more cores than there are. So processes are read in one go, which is repeated if it took more than a millisecond.
 """
 
 import os
@@ -32,19 +31,14 @@ def read() -> Reading:
     shortest, reading = float("inf"), Reading(0.0, 0.0)
     for _ in range(_TRIES):
         before = time.perf_counter()
-        used = _own() + sum(map(_used, family))
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)  # those that were waited for
+        used = time.process_time() + ended.ru_utime + ended.ru_stime + sum(map(_used, family))
         took = time.perf_counter() - before
         if took < shortest:
             shortest, reading = took, Reading(before + took / 2, used)
         if took < _SHORT:
             break
     return reading
-
-
-def _own() -> float:
-    """CPU seconds of this process and of the children that it has waited for."""
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + ended.ru_utime + ended.ru_stime
 
 
 def _used(process: int) -> float:

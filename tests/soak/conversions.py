@@ -17,8 +17,6 @@ from loaders.datasets.beton import open_beton
 from loaders.errors import UserError
 
 _PATIENCE = 20.0  # seconds until a process counts as hanging
-_COMPLETE_EVERY = 10  # rounds
-VICTIMS = ("parent", "worker", "group")
 
 
 def rounds(source: Path, place: Path, count: int, seed: int = 0) -> None:
@@ -27,12 +25,12 @@ def rounds(source: Path, place: Path, count: int, seed: int = 0) -> None:
     complete(source, place / "trial.beton")
     duration = time.monotonic() - start
     for number in range(count):
-        victim, suffix = VICTIMS[number % 3], (".beton", "")[number // 3 % 2]
+        victim, suffix = ("parent", "worker", "group")[number % 3], (".beton", "")[number // 3 % 2]
         work = place / f"round{number}"
         work.mkdir()
         code = kill_one(rng, source, work / f"out{suffix}", victim, rng.uniform(0.05, duration))
         check(work, code, victim)
-        if number % _COMPLETE_EVERY == 0:
+        if number % 10 == 0:
             complete(source, work / f"out{suffix}", "--force")
             assert [path.name for path in work.iterdir()] == [f"out{suffix}"]
 
@@ -41,9 +39,8 @@ def make_images(root: Path, count: int = 200) -> Path:
     """Draw images of 300 pixels: enough for a conversion to be in full swing for a while."""
     noise = np.random.default_rng(0).integers(0, 256, (300, 400, 3), np.uint8)
     for number in range(count):
-        place = root / f"class{number % 4}"
-        place.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.roll(noise, number, 1)).save(place / f"{number}.jpg", quality=95)
+        (root / f"class{number % 4}").mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.roll(noise, number, 1)).save(root / f"class{number % 4}" / f"{number}.jpg", quality=95)
     return root
 
 

@@ -5,7 +5,6 @@ run, to the bit; then a new one begins.
 """
 
 import importlib.util
-import os
 import random
 import shutil
 import signal
@@ -19,32 +18,31 @@ from soak import runs
 from soak.runs import Lane, Start, wait_until
 
 _EARLY = 0.15  # share of the rounds that kill a run early, mostly before its first step
-_STOPPED, _INTERRUPTED, _KILLED = 75, 130, -signal.SIGKILL
 Fault = Callable[[Start, Lane, random.Random], None]
 
 
 def kill(run: Start, lane: Lane, rng: random.Random) -> None:
     """Kill the process, which is the launcher where there are ranks."""
     runs.send(run.pid, signal.SIGKILL)
-    run.expect({_KILLED})
+    run.expect({-signal.SIGKILL})
 
 
 def kill_everything(run: Start, lane: Lane, rng: random.Random) -> None:
     runs.end(run, lane)
-    run.expect({_KILLED})
+    run.expect({-signal.SIGKILL})
 
 
 def kill_rank(run: Start, lane: Lane, rng: random.Random) -> None:
     """Kill one of two ranks; where ranks are started again, this run goes on by itself."""
     restarts = lane.torchrun or "max_restarts" in lane.flags
-    for victim in [one for one, kind in runs.processes_of(run, lane).items() if kind == "rank"][rng.randrange(2) :][:1]:
+    for victim in runs.processes_of(run, lane, "rank")[rng.randrange(2) :][:1]:
         runs.send(victim, signal.SIGKILL)
     run.expect({0} if restarts else {137}, "" if restarts else "ended by SIGKILL")
 
 
 def kill_worker(run: Start, lane: Lane, rng: random.Random) -> None:
     """Kill a data worker: the run says so and ends, unless the worker had just done its last work."""
-    for victim in [one for one, kind in runs.processes_of(run, lane).items() if kind == "worker"][:1]:
+    for victim in runs.processes_of(run, lane, "worker")[:1]:
         runs.send(victim, signal.SIGKILL)
     run.expect({2, 0}, "data worker was killed")
 
@@ -52,9 +50,8 @@ def kill_worker(run: Start, lane: Lane, rng: random.Random) -> None:
 def ask_to_stop(run: Start, lane: Lane, rng: random.Random) -> None:
     """Send any signal, to the launcher or a rank."""
     number = rng.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-    ranks = [one for one, kind in runs.processes_of(run, lane).items() if kind == "rank"]
-    runs.send(rng.choice([run.pid, *ranks]), number)
-    run.expect({_INTERRUPTED if number == signal.SIGINT else _STOPPED}, "--resume goes on from there")
+    runs.send(rng.choice([run.pid, *runs.processes_of(run, lane, "rank")]), number)
+    run.expect({130 if number == signal.SIGINT else 75}, "--resume goes on from there")
 
 
 def ask_twice(run: Start, lane: Lane, rng: random.Random) -> None:
@@ -63,29 +60,25 @@ def ask_twice(run: Start, lane: Lane, rng: random.Random) -> None:
     time.sleep(0.6)
     if not run.ended():
         runs.send(run.pid, signal.SIGTERM)
-    run.expect({_STOPPED, 128 + signal.SIGTERM})
+    run.expect({75, 128 + signal.SIGTERM})
 
 
-def truncate(run: Start, lane: Lane, rng: random.Random) -> None:
-    """Kill, then cut the newest of several checkpoints short."""
+def damage(run: Start, lane: Lane, rng: random.Random) -> None:
+    """Kill, then cut the newest of several checkpoints short, or change a bit in its middle."""
     kill(run, lane, rng)
-    for newest in runs.checkpoints(lane.folder)[1:][-1:]:
-        os.truncate(newest, rng.randrange(newest.stat().st_size))
-
-
-def flip(run: Start, lane: Lane, rng: random.Random) -> None:
-    """Kill, then change a bit in the middle of the newest of several checkpoints."""
-    kill(run, lane, rng)
-    for newest in runs.checkpoints(lane.folder)[1:][-1:]:
+    for newest in sorted(lane.folder.glob("checkpoints/step_*.pt"))[1:][-1:]:
         data = bytearray(newest.read_bytes())
-        data[len(data) // 2] ^= 1 << rng.randrange(8)
+        if rng.random() < 0.5:
+            del data[rng.randrange(len(data)) :]
+        else:
+            data[len(data) // 2] ^= 1 << rng.randrange(8)
         newest.write_bytes(data)
 
 
 FAULTS: dict[str, tuple[int, list[Fault]]] = {  # by lane: its share of the rounds; faults in the order of their turns
-    "torch": (13, [kill, ask_to_stop, truncate, kill_worker, ask_twice, flip]),
-    "dali": (12, [ask_to_stop, kill, flip, ask_twice, truncate]),
-    "ffcv": (4, [truncate, ask_to_stop, kill]),
+    "torch": (13, [kill, ask_to_stop, damage, kill_worker, ask_twice, damage]),
+    "dali": (12, [ask_to_stop, kill, damage, ask_twice, damage]),
+    "ffcv": (4, [damage, ask_to_stop, kill]),
     "2 ranks": (5, [kill_rank, ask_to_stop, kill, kill_everything, ask_twice]),
     "2 ranks with restarts": (2, [kill_rank, kill]),
     "torchrun": (1, [kill_rank, kill]),
@@ -95,15 +88,12 @@ FAULTS: dict[str, tuple[int, list[Fault]]] = {  # by lane: its share of the roun
 def make_lanes(place: Path, wanted: Sequence[str]) -> list[Lane]:
     """Set up the ``wanted`` kinds of runs that are possible here."""
     images = runs.make_images(place / "images")
-    data = {"data": images, "val_data": images}
-    plain = data | {"consistency": "none", "loader": "torch"}
+    data, plain = {"data": images, "val_data": images}, {"consistency": "none", "loader": "torch"}
     flags: dict[str, dict[str, Any]] = {
-        "torch": data | {"loader": "torch"},
-        "dali": data | {"loader": "dali", "method": "simsiam"},
-        "2 ranks": data | {"loader": "dali", "cpu_ranks": 2},
-        "2 ranks with restarts": plain | {"cpu_ranks": 2, "max_restarts": 2},
-        "torchrun": plain,
-    }
+        "torch": data | {"loader": "torch"}, "dali": data | {"loader": "dali", "method": "simsiam"},
+        "2 ranks": data | {"loader": "dali", "cpu_ranks": 2}, "torchrun": data | plain,
+        "2 ranks with restarts": data | plain | {"cpu_ranks": 2, "max_restarts": 2},
+    }  # fmt: skip
     if "ffcv" in wanted and importlib.util.find_spec("ffcv") is not None:
         flags["ffcv"] = {"data": runs.stored(images), "loader": "ffcv", "recipe": "released"}
     return [Lane(name, flags[name], place / name, torchrun=name == "torchrun") for name in wanted if name in flags]
@@ -163,6 +153,6 @@ class Rounds:
             assert lane.reference is not None
             (seen, state), (expected, reference) = runs.outcome(lane.folder), lane.reference
             self.compared += 1
-            equal = state.keys() == reference.keys() and all(runs.same(state[name], reference[name]) for name in state)
+            equal = len(state) == len(reference) and all(map(runs.same, state, reference))
             self.differing += not equal or seen != expected
             shutil.rmtree(lane.folder)

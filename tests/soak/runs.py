@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from cocor import checkpoint
 from cocor.distributed import signals
@@ -38,7 +39,7 @@ COMMON = {
     "mmnn_wait_epochs": 0, "mmnn_warmup_epochs": 0, "epochs": EPOCHS, "knn_every": 2, "knn_k": 5, "gpus": 0,
     "workers": 1, "checkpoint_every_minutes": 0.3 / 60, "keep_checkpoints": 3, "log_samples": True,
 }  # fmt: skip
-Outcome = tuple[dict[int, list[int]], dict[str, Any]]
+Outcome = tuple[dict[int, list[int]], list[Any]]
 
 
 @dataclass
@@ -112,12 +113,10 @@ def start(lane: Lane, *more: str) -> Start:
 
 def make_images(folder: Path) -> Path:
     """Draw smooth random pictures in four classes."""
-    rng = np.random.default_rng(0)
     for number in range(IMAGES):
-        small = Image.fromarray(rng.integers(0, 256, (6, 8, 3), np.uint8))
-        place = folder / f"class{number % 4}"
-        place.mkdir(parents=True, exist_ok=True)
-        small.resize((64, 48), Image.Resampling.BICUBIC).save(place / f"{number}.jpg", quality=95)
+        small = Image.fromarray(np.random.default_rng(number).integers(0, 256, (6, 8, 3), np.uint8))
+        (folder / f"class{number % 4}").mkdir(parents=True, exist_ok=True)
+        small.resize((64, 48), Image.Resampling.BICUBIC).save(folder / f"class{number % 4}" / f"{number}.jpg")
     return folder
 
 
@@ -147,13 +146,8 @@ def seconds_to_step(folder: Path, began: float) -> list[float]:
     return sorted(line["time_s"] - began for line in samples(folder) if line["time_s"] > began)[:1]
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """List checkpoints, oldest first."""
-    return sorted(folder.glob("checkpoints/step_*.pt"))
-
-
 def outcome(folder: Path) -> Outcome:
-    """What a finished run saw, by epoch, which must be every image once, and the leaves of its final state, by path."""
+    """What a finished run saw, by epoch, which must be every image once, and the leaves of its final state."""
     seen: dict[int, list[int]] = {}
     for line in samples(folder):
         seen.setdefault(line["epoch"], []).extend(line["index"])
@@ -161,15 +155,7 @@ def outcome(folder: Path) -> Outcome:
         "lost or repeated samples"
     )
     state = checkpoint.load(folder / "checkpoints" / f"step_{STEPS:07d}.pt")
-    return seen, dict(leaves(state["training"]))
-
-
-def leaves(state: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(state, dict | list):
-        for key, value in state.items() if isinstance(state, dict) else enumerate(state):
-            yield from leaves(value, f"{place}/{key}")
-    else:
-        yield place, state
+    return seen, tree_leaves(state["training"])
 
 
 def same(a: Any, b: Any) -> bool:
@@ -186,14 +172,14 @@ def living() -> Iterator[tuple[int, int, int, int, bytes]]:
                 yield int(entry.name), parent, group, session, (entry / "cmdline").read_bytes()
 
 
-def processes_of(run: Start, lane: Lane) -> dict[int, str]:
-    """List living processes of a start, "rank" (started by a launcher), "worker" (of a data loader) or "other"."""
-    found = {}
+def processes_of(run: Start, lane: Lane, kind: str = "") -> list[int]:
+    """List living processes of a start, all or those of a ``kind``: "rank" of a launcher, "worker" of a data loader."""
+    found = []
     for process, parent, _, session, command in living():
         named = f"--output={lane.folder}\0".encode() in command
-        if named or session == run.pid:
-            kind = "rank" if named else "other" if b"resource_tracker" in command else "worker"
-            found[process] = kind if parent == run.pid else "other"
+        its_kind = "rank" if named else "other" if b"resource_tracker" in command else "worker"
+        if (named or session == run.pid) and kind in ("", its_kind if parent == run.pid else "other"):
+            found.append(process)
     return found
 
 
@@ -210,13 +196,10 @@ def end(run: Start, lane: Lane) -> None:
 
 
 def compare(lane: Lane) -> tuple[float, float]:
-    """Train ``lane`` twice unbroken and once resumed: distance of the two, and of the resumed one from the first.
-
-    On the CPU both are 0. On a GPU sums are made in another order each time.
-    """
-    names = ("one", "two", "resumed")
+    """Train ``lane`` twice unbroken and once resumed: distance of the two, and of the resumed one from the first. On a
+    GPU neither is 0, as sums are made in another order each time."""
     lane.folder.mkdir()
-    one, two, broken = (replace(lane, folder=lane.folder / name) for name in names)
+    one, two, broken = (replace(lane, folder=lane.folder / name) for name in ("one", "two", "resumed"))
     with ExitStack() as stack:
 
         def tracked(run: Lane, *more: str) -> Start:
@@ -224,8 +207,7 @@ def compare(lane: Lane) -> tuple[float, float]:
             stack.callback(end, process, run)
             return process
 
-        unbroken = [tracked(run) for run in (one, two)]
-        process = tracked(broken)
+        *unbroken, process = [tracked(run) for run in (one, two, broken)]
         wait_until(lambda: len(samples(broken.folder)) >= STEPS_TO_STOP, "no step is made", MORE_PATIENCE)
         send(process.pid, signal.SIGTERM)
         process.expect({75}, patience=MORE_PATIENCE)
@@ -237,9 +219,10 @@ def compare(lane: Lane) -> tuple[float, float]:
     return distance(first[1], second[1]), distance(first[1], third[1])
 
 
-def distance(left: dict[str, Any], right: dict[str, Any]) -> float:
+def distance(left: list[Any], right: list[Any]) -> float:
     """Norm of the difference of all floating-point tensors, relative to that of ``left``. The rest must be equal."""
-    names = [name for name, value in left.items() if isinstance(value, Tensor) and value.is_floating_point()]
-    assert left.keys() == right.keys() and all(same(left[name], right[name]) for name in left.keys() - set(names))
-    one, other = (torch.cat([state[name].flatten().double() for name in names]) for state in (left, right))
+    pairs = list(zip(left, right, strict=True))
+    floats = [pair for pair in pairs if isinstance(pair[0], Tensor) and pair[0].is_floating_point()]
+    assert all(same(*pair) for pair in pairs if not any(pair[0] is one for one, _ in floats))
+    one, other = (torch.cat([pair[side].flatten().double() for pair in floats]) for side in (0, 1))
     return float((one - other).norm() / one.norm())
