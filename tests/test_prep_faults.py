@@ -1,6 +1,7 @@
 """Conversions that are killed, run out of disk or lose a worker leave nothing behind that could be taken for data."""
 
 import fcntl
+import multiprocessing
 import os
 import random
 import resource
@@ -9,20 +10,27 @@ import subprocess
 import sys
 import tempfile
 import time
+from io import BytesIO
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+from prep_cases import good_cases, jpeg_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import prep_faults
-from loaders.datasets.beton import open_beton
+from loaders.datasets.beton import MARKER, open_beton
+from loaders.datasets.jpeg import pixels_complete
 from loaders.errors import UserError
 from loaders.prep import output
+from loaders.prep.cli import main
 from loaders.prep.output import staged
+from loaders.prep.pool import in_order
+from loaders.prep.verify import verify
 
 SECONDS = 20.0
 
@@ -182,8 +190,6 @@ def damage(path: Path, at: int) -> None:
 
 
 def test_damage_anywhere_in_a_beton_file_is_found(many_photos: Path, tmp_path: Path) -> None:
-    from loaders.prep.cli import main
-
     path = tmp_path / "out.beton"
     assert main(["convert", str(many_photos), str(path), "--workers", "1", "--shorter-side", "32"]) == 0
     file = open_beton(path)
@@ -199,8 +205,6 @@ def test_damage_anywhere_in_a_beton_file_is_found(many_photos: Path, tmp_path: P
 
 
 def test_a_damaged_image_is_named(many_photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from loaders.prep.cli import main
-
     path = tmp_path / "out.beton"
     assert main(["convert", str(many_photos), str(path), "--workers", "1"]) == 0
     file = open_beton(path)
@@ -215,9 +219,6 @@ def test_a_damaged_image_is_named(many_photos: Path, tmp_path: Path, capsys: pyt
 
 
 def test_changed_missing_and_surplus_files_of_a_folder_are_named(many_photos: Path, tmp_path: Path) -> None:
-    from loaders.prep.cli import main
-    from loaders.prep.verify import verify
-
     root = tmp_path / "out"
     assert main(["convert", str(many_photos), str(root), "--workers", "1", "--shorter-side", "32"]) == 0
     assert verify(root, 1) == (200, [])
@@ -226,3 +227,55 @@ def test_changed_missing_and_surplus_files_of_a_folder_are_named(many_photos: Pa
     (root / "class2/extra.jpg").write_bytes((root / "class2/2.jpg").read_bytes())
     count, faults = verify(root, 1)
     assert count == 200 and [name for name, _ in faults] == ["class0/0.jpg", "class1/1.jpg", "class2/extra.jpg"]
+
+
+@pytest.mark.parametrize("options", [{}, {"subsampling": 2}, {"optimize": True}, {"restart_marker_blocks": 5}])
+def test_jpegs_that_lost_bytes_are_incomplete(options: dict[str, Any]) -> None:
+    """Pillow decodes them all without a word."""
+    noise = np.random.default_rng(0).integers(0, 256, (40, 70, 3), np.uint8)
+    for image in (Image.fromarray(noise).resize((700, 401)), Image.new("L", (64, 64)), Image.new("RGB", (1, 1))):
+        data = jpeg_bytes(image, **options)
+        assert pixels_complete(np.frombuffer(data, np.uint8)), image
+    data = bytearray(jpeg_bytes(Image.fromarray(noise).resize((700, 401)), **options))
+    for kept in (len(data) // 2, len(data) - 20):  # the zeros in place of the rest make up too many blocks, or too few
+        zeroed = data[:kept] + bytes(len(data) - kept - 2) + data[-2:]
+        Image.open(BytesIO(zeroed)).load()
+        assert not pixels_complete(np.frombuffer(zeroed, np.uint8))
+    assert all(pixels_complete(np.frombuffer(good, np.uint8)) for good in good_cases().values() if good[:1] == b"\xff")
+    rng = random.Random(0)
+    for _ in range(500):  # of any damage it makes something
+        data[rng.randrange(700)] = rng.randrange(256)
+        pixels_complete(np.frombuffer(data[: rng.randrange(len(data))], np.uint8))
+
+
+def test_verify_looks_at_pixels_without_checksums(many_photos: Path, tmp_path: Path) -> None:
+    """As in a file of FFCV's own writer."""
+    path = tmp_path / "out.beton"
+    assert main(["convert", str(many_photos), str(path), "--workers", "1"]) == 0
+    file = open_beton(path)
+    data = bytearray(path.read_bytes().replace(MARKER, bytes(len(MARKER))))
+    path.write_bytes(data)
+    assert open_beton(path).record is None and verify(path, 1) == (200, [])
+    at = int(file.table["data_ptr"][7]) + 5000
+    data[at : at + 200] = bytes(200)
+    path.write_bytes(data)
+    assert verify(path, 1) == (200, [("00000007", "damaged: its pixels do not fill the image")])
+    assert main(["verify", str(path), "--workers", "1"]) == 2
+
+
+def _dies_with_half_a_result(number: int) -> bytes:
+    def send(pipe: Connection, data: memoryview) -> None:
+        os.write(pipe.fileno(), bytes(data)[: len(data) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if number == 8:
+        Connection._send = send  # type: ignore[attr-defined]
+    return bytes(100_000)
+
+
+def test_a_worker_killed_in_its_answer_is_named() -> None:
+    """The pool waits for the other half, which never comes."""
+    results = in_order(_dies_with_half_a_result, int, 200, 2, name=lambda i: f"image {i}", doing="testing")
+    with pytest.raises(UserError, match=r"a worker process died at or soon after image 8 \(killed"):
+        list(results)
+    assert not multiprocessing.active_children()

@@ -11,6 +11,8 @@ from prep_cases import CORNERS, corner_colours, corner_image, good_cases, jpeg_b
 from loaders.datasets import beton
 from loaders.datasets.beton import open_beton
 from loaders.datasets.dataset import open_folder
+from loaders.datasets.jpeg import pixels_complete
+from loaders.ffcv.patches import load_ffcv
 from loaders.prep.convert import convert
 from loaders.prep.encode import Settings
 from loaders.prep.sources import open_source
@@ -74,6 +76,27 @@ def test_ffcvs_loader_shows_every_image_upright_and_in_its_colours(os_cache: boo
     for index, name in enumerate(file.names):
         wanted = colours if "grey" not in name else corner_colours(Image.open(BytesIO(file.read(index))))
         assert np.abs(corner_colours(Image.fromarray(images[index])) - wanted).max() < 16, name
+
+
+def test_what_ffcvs_decoder_warns_of_is_incomplete() -> None:
+    load_ffcv()
+    from loaders.ffcv import decoder
+
+    handle, out = decoder._init(), np.empty(256 * 200 * 3, np.uint8)
+    rng = np.random.default_rng(0)
+    pixels = Image.fromarray(rng.integers(0, 256, (50, 64, 3), np.uint8)).resize((256, 200))
+    warned = 0
+    for turn in range(200):
+        data = np.frombuffer(
+            jpeg_bytes(pixels, subsampling=turn % 3, restart_marker_blocks=turn % 2 * 5), np.uint8
+        ).copy()
+        at = rng.integers(700, len(data) - 250)
+        data[at : at + turn] = 0 if turn % 4 else rng.integers(0, 256, turn)
+        code = decoder._decompress(handle, data.ctypes.data, len(data), out.ctypes.data, 256, 0, 200, decoder._RGB, 0)
+        warned += code != 0
+        assert code == 0 or not pixels_complete(data), turn
+    decoder._destroy(handle)
+    assert warned > 50
 
 
 def test_a_file_written_by_ffcv_itself_can_be_opened(tmp_path: Path) -> None:
