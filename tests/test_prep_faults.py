@@ -144,8 +144,8 @@ def test_stale_work_is_removed_but_not_that_of_a_living_process(tmp_path: Path) 
         assert not (tmp_path / ".out.partial-dead").exists()
         with staged(tmp_path / "out", folder=True, force=True) as second:
             assert first.is_dir() and second.is_dir()
-        with pytest.raises(UserError, match="exists"):
-            raise_if_existing(tmp_path / "out")
+        with pytest.raises(UserError, match="exists"), staged(tmp_path / "out", folder=True):
+            pass
         (tmp_path / "out").rmdir()
 
 
@@ -167,7 +167,7 @@ def test_a_process_that_starts_at_the_same_moment_does_not_take_new_work_for_sta
         return path
 
     def flock(descriptor: int, operation: int) -> None:
-        if moment == "before it is locked" and not operation & fcntl.LOCK_NB:
+        if moment == "before it is locked" and operation & fcntl.LOCK_NB:
             clear()
         lock(descriptor, operation)
 
@@ -178,44 +178,32 @@ def test_a_process_that_starts_at_the_same_moment_does_not_take_new_work_for_sta
     assert cleared and [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def raise_if_existing(path: Path) -> None:
-    with staged(path, folder=True):
-        pass
-
-
 def damage(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 0x40
     path.write_bytes(data)
 
 
-def test_damage_anywhere_in_a_beton_file_is_found(many_photos: Path, tmp_path: Path) -> None:
+def test_damage_in_a_beton_file_is_found(many_photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out.beton"
     assert main(["convert", str(many_photos), str(path), "--workers", "1", "--shorter-side", "32"]) == 0
-    file = open_beton(path)
-    pristine = path.read_bytes()
-    for at in (0, 9, 17, 2100, 2300, int(file.table["data_ptr"][7]) + 50, len(pristine) - 30, len(pristine) - 5000):
+    file, pristine = open_beton(path), path.read_bytes()
+    image = int(file.table["data_ptr"][7]) + 50
+    for at in (0, 9, 17, 2100, 2300, image, len(pristine) - 30, len(pristine) - 5000):
         damage(path, at)
+        capsys.readouterr()
         assert main(["verify", str(path), "--workers", "1"]) == 2, at
+        if at == image:
+            damaged = open_beton(path)
+            damaged.check(6)
+            with pytest.raises(UserError, match=file.names[7]):
+                damaged.check(7)
+            assert capsys.readouterr().out.startswith(f"{file.names[7]}: damaged: its checksum differs\n")
         path.write_bytes(pristine)
     for length in (0, 10, 2000, 50_000, len(pristine) - 1):
         path.write_bytes(pristine[:length])
         with pytest.raises(UserError, match=r"out\.beton"):
             open_beton(path)
-
-
-def test_a_damaged_image_is_named(many_photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "out.beton"
-    assert main(["convert", str(many_photos), str(path), "--workers", "1"]) == 0
-    file = open_beton(path)
-    damage(path, int(file.table["data_ptr"][7]) + 5000)
-    damaged = open_beton(path)
-    damaged.check(6)
-    with pytest.raises(UserError, match=file.names[7]):
-        damaged.check(7)
-    capsys.readouterr()
-    assert main(["verify", str(path), "--workers", "1"]) == 2
-    assert capsys.readouterr().out.splitlines()[0] == f"{file.names[7]}: damaged: its checksum differs"
 
 
 def test_changed_missing_and_surplus_files_of_a_folder_are_named(many_photos: Path, tmp_path: Path) -> None:
