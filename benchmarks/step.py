@@ -53,7 +53,7 @@ from benchmarks.common import (
     write_json,
 )
 from cocor.config.options import Config, Execution, labelled_batch_size
-from cocor.config.parse import convert, flag
+from cocor.config.parse import convert
 from cocor.config.resolve import resolve
 from cocor.distributed.collectives import World
 from cocor.methods import METHODS

@@ -1,6 +1,7 @@
 """Conversions that are killed, run out of disk or lose a worker leave nothing behind that could be taken for data."""
 
 import fcntl
+import multiprocessing
 import os
 import random
 import resource
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,13 @@ import pytest
 from soak import conversions
 from soak.runs import living
 
-from loaders.datasets.beton import open_beton
+from loaders.datasets.beton import MARKER, open_beton
 from loaders.errors import UserError
 from loaders.prep import output
+from loaders.prep.cli import main
 from loaders.prep.output import staged
+from loaders.prep.pool import in_order
+from loaders.prep.verify import verify
 
 SECONDS = 20.0
 
@@ -122,8 +127,8 @@ def test_stale_work_is_removed_but_not_that_of_a_living_process(tmp_path: Path) 
         assert not (tmp_path / ".out.partial-dead").exists()
         with staged(tmp_path / "out", folder=True, force=True) as second:
             assert first.is_dir() and second.is_dir()
-        with pytest.raises(UserError, match="exists"):
-            raise_if_existing(tmp_path / "out")
+        with pytest.raises(UserError, match="exists"), staged(tmp_path / "out", folder=True):
+            pass
         (tmp_path / "out").rmdir()
 
 
@@ -145,7 +150,7 @@ def test_a_process_that_starts_at_the_same_moment_does_not_take_new_work_for_sta
         return path
 
     def flock(descriptor: int, operation: int) -> None:
-        if moment == "before it is locked" and not operation & fcntl.LOCK_NB:
+        if moment == "before it is locked" and operation & fcntl.LOCK_NB:
             clear()
         lock(descriptor, operation)
 
@@ -156,27 +161,27 @@ def test_a_process_that_starts_at_the_same_moment_does_not_take_new_work_for_sta
     assert cleared and [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def raise_if_existing(path: Path) -> None:
-    with staged(path, folder=True):
-        pass
-
-
 def damage(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 0x40
     path.write_bytes(data)
 
 
-def test_damage_anywhere_in_a_beton_file_is_found(many_photos: Path, tmp_path: Path) -> None:
-    from loaders.prep.cli import main
-
+def test_damage_in_a_beton_file_is_found(many_photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out.beton"
     assert main(["convert", str(many_photos), str(path), "--workers", "1", "--shorter-side", "32"]) == 0
-    file = open_beton(path)
-    pristine = path.read_bytes()
-    for at in (0, 9, 17, 2100, 2300, int(file.table["data_ptr"][7]) + 50, len(pristine) - 30, len(pristine) - 5000):
+    file, pristine = open_beton(path), path.read_bytes()
+    image = int(file.table["data_ptr"][7]) + 50
+    for at in (0, 9, 17, 2100, 2300, image, len(pristine) - 30, len(pristine) - 5000):
         damage(path, at)
+        capsys.readouterr()
         assert main(["verify", str(path), "--workers", "1"]) == 2, at
+        if at == image:
+            damaged = open_beton(path)
+            damaged.check(6)
+            with pytest.raises(UserError, match=file.names[7]):
+                damaged.check(7)
+            assert capsys.readouterr().out.startswith(f"{file.names[7]}: damaged: its checksum differs\n")
         path.write_bytes(pristine)
     for length in (0, 10, 2000, 50_000, len(pristine) - 1):
         path.write_bytes(pristine[:length])
@@ -184,26 +189,7 @@ def test_damage_anywhere_in_a_beton_file_is_found(many_photos: Path, tmp_path: P
             open_beton(path)
 
 
-def test_a_damaged_image_is_named(many_photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from loaders.prep.cli import main
-
-    path = tmp_path / "out.beton"
-    assert main(["convert", str(many_photos), str(path), "--workers", "1"]) == 0
-    file = open_beton(path)
-    damage(path, int(file.table["data_ptr"][7]) + 5000)
-    damaged = open_beton(path)
-    damaged.check(6)
-    with pytest.raises(UserError, match=file.names[7]):
-        damaged.check(7)
-    capsys.readouterr()
-    assert main(["verify", str(path), "--workers", "1"]) == 2
-    assert capsys.readouterr().out.splitlines()[0] == f"{file.names[7]}: damaged: its checksum differs"
-
-
 def test_changed_missing_and_surplus_files_of_a_folder_are_named(many_photos: Path, tmp_path: Path) -> None:
-    from loaders.prep.cli import main
-    from loaders.prep.verify import verify
-
     root = tmp_path / "out"
     assert main(["convert", str(many_photos), str(root), "--workers", "1", "--shorter-side", "32"]) == 0
     assert verify(root, 1) == (200, [])
@@ -212,3 +198,36 @@ def test_changed_missing_and_surplus_files_of_a_folder_are_named(many_photos: Pa
     (root / "class2/extra.jpg").write_bytes((root / "class2/2.jpg").read_bytes())
     count, faults = verify(root, 1)
     assert count == 200 and [name for name, _ in faults] == ["class0/0.jpg", "class1/1.jpg", "class2/extra.jpg"]
+
+
+def test_verify_looks_at_pixels_without_checksums(many_photos: Path, tmp_path: Path) -> None:
+    """As in a file of FFCV's own writer."""
+    path = tmp_path / "out.beton"
+    assert main(["convert", str(many_photos), str(path), "--workers", "1"]) == 0
+    file = open_beton(path)
+    data = bytearray(path.read_bytes().replace(MARKER, bytes(len(MARKER))))
+    path.write_bytes(data)
+    assert open_beton(path).record is None and verify(path, 1) == (200, [])
+    at = int(file.table["data_ptr"][7]) + 5000
+    data[at : at + 200] = bytes(200)
+    path.write_bytes(data)
+    assert verify(path, 1) == (200, [("00000007", "damaged: its pixels do not fill the image")])
+    assert main(["verify", str(path), "--workers", "1"]) == 2
+
+
+def _dies_with_half_a_result(number: int) -> bytes:
+    def send(pipe: Connection, data: memoryview) -> None:
+        os.write(pipe.fileno(), bytes(data)[: len(data) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if number == 8:
+        Connection._send = send  # type: ignore[attr-defined]
+    return bytes(100_000)
+
+
+def test_a_worker_killed_in_its_answer_is_named() -> None:
+    """The pool waits for the other half, which never comes."""
+    results = in_order(_dies_with_half_a_result, int, 200, 2, name=lambda i: f"image {i}", doing="testing")
+    with pytest.raises(UserError, match=r"a worker process died at or soon after image (0|8) \(killed"):
+        list(results)
+    assert not multiprocessing.active_children()

@@ -54,7 +54,10 @@ class TestFlags:
             ("labels x --seed -1", "--seed: -1 must be 0 to 9,223,372,036,854,775,807"),
             ("labels x --seed 9223372036854775808", "--seed: 9223372036854775808 must be 0 to"),
             ("labels x --seed " + "9" * 5000, "9 must be 0 to"),
-            ("labels x --fraction nan", "--fraction: nan must be a number above 0 and at most 1"),
+            *(
+                (f"labels x --fraction {wrong}", f"--fraction: {wrong} must be a number above 0 and at most 1")
+                for wrong in ("0", "1.5", "-1", "nan")
+            ),
             ("labels x --fraction 1e-400", "--fraction: 1e-400 must be a number above 0"),
         ],
     )

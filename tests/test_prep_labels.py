@@ -121,12 +121,6 @@ def test_unusable_images_are_not_chosen_and_told(
     assert "e/bad.jpg: not an image" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("fraction", ["0", "1.5", "-1", "nan"])
-def test_impossible_fractions_are_refused(fraction: str, data: Path, tmp_path: Path) -> None:
-    assert main(["labels", str(data), "--fraction", fraction, "--output", str(tmp_path / "list")]) == 2
-    assert not (tmp_path / "list").exists()
-
-
 def test_names_with_line_breaks_can_be_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["two\nlines.jpg", "two\nlines.png", "\rback.jpg", os.fsdecode(b"\xff\n.jpg"), " #blank .jpg", "usual.jpg"]
     write_all(tmp_path / "data" / "a", dict.fromkeys(names, TINY))

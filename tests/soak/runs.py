@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import cocor.loop  # noqa: F401 - the forked runs need it
 import numpy as np
 import torch
 from PIL import Image
