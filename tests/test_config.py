@@ -106,6 +106,7 @@ def test_neither_true_nor_false_is_refused(tmp_path: Path) -> None:
         (["--data", ""], ["--data"]),
         (["--temperature", "0"], ["temperature", "too small"]),
         (["--lengths", "0,1"], ["lengths", "0 is too small"]),
+        (["--lengths", "11"], ["lengths", "11 is too large"]),
         (["--lengths", "1,1"], ["lengths", "twice"]),
         (["--label-fraction", "0"], ["label_fraction", "use --mmnn constants"]),
         (["--label-fraction", "-0.1", "--mmnn", "constants"], ["label_fraction", "too small"]),
@@ -170,13 +171,6 @@ def test_tuples(tmp_path: Path) -> None:
     assert load(["--lengths", "1, 3,5"]).lengths == (1, 3, 5)
     assert load(["--config", written(tmp_path, "lengths: [1, 3, 5]\n")]).lengths == (1, 3, 5)
     assert load(["--config", written(tmp_path, "lengths: 2\n")]).lengths == (2,)
-
-
-def test_values_not_given_follow_the_method() -> None:
-    assert load(["--method", "moco"]).lr == 0.03
-    simsiam = load(["--method", "simsiam"])
-    assert (simsiam.lr, simsiam.constants) == (0.05, (0.75, 0.70, 0.60))
-    assert load(["--method", "simsiam", "--lr", "0.1"]).lr == 0.1
 
 
 def test_a_bare_resume_means_the_newest_checkpoint() -> None:
