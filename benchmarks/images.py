@@ -31,7 +31,7 @@ PHOTOGRAPHS = (
     *("ihc.png", "motorcycle_left.png", "retina.jpg", "rocket.jpg"),
 )
 
-_SIZE, _QUALITY = (500, 375), 92  # most of ImageNet's files have this size; about 110 kB
+_SIZE, _QUALITY = (500, 375), 97  # most of ImageNet's files have this size; about 110 kB
 _FOLDERS, _CLASSES = 8, 1000  # of made-up images; made-up labels
 _VERSION = 2  # of the made-up images, part of the folder's name
 

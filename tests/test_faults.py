@@ -52,6 +52,7 @@ def test_no_run_outlives_a_failed_comparison(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(runs, "wait_until", never)
     with pytest.raises(AssertionError, match="no step is made"):
         runs.compare(Lane("torch", {}, tmp_path / "runs"))
+    monkeypatch.undo()
     for run in made:
         run.expect({-9})
     assert [run.code for run in made] == [-9, -9, -9]
