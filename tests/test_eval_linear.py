@@ -131,6 +131,12 @@ def test_a_fit_that_runs_out_of_iterations_says_so() -> None:
     assert not SoftmaxRegression(data.values.double(), data.labels, 6).fit(1e-6, iterations=3).converged
 
 
+def test_the_report_names_unfinished_penalties() -> None:
+    found = linear_probe(clusters(60, 8), clusters(60, 9), clusters(60, 10), penalties=[1e-6, 1e-4, 1e3], iterations=9)
+    assert [trial.converged for trial in found.trials] == [False, False, True]
+    assert "2 fits of the grid stopped at the iteration limit, penalties 1e-06 to 0.0001: " in found.lines()[-1]
+
+
 def test_separable_data_and_huge_inputs_do_not_break_the_line_search() -> None:
     data = clusters(60, 4, spread=0.01)
     for factor in (1e-4, 1.0, 1e5):

@@ -70,18 +70,21 @@ class LinearResult:
         return asdict(replace(self, predicted=torch.empty(0))) | {"predicted": None}
 
     def lines(self) -> list[str]:
-        """The report for people."""
+        """Return the report for people."""
         mark = {"top1": "top-1", "class-mean": "mean per class"}[self.metric]
-        open_ends = sum(not trial.converged for trial in self.trials)
+        limit = [trial.penalty for trial in self.trials if not trial.converged]
         ends = {trial.penalty for trial in (*self.trials[:1], *self.trials[-1:])}
         edge = " (an end of the grid)" if self.penalty in ends else ""
-        grid = "all converged" if not open_ends else f"{open_ends} stopped at the iteration limit"
         fit = "converged" if self.converged else "NOT converged: raise --iterations"
         return [
             f"top-1 {self.top1:.2%}, mean per class {self.class_mean:.2%} (the protocol's choice: {mark})",
             f"{self.train:,} + {self.val:,} images to learn from, {self.test:,} to test on, {self.classes} classes",
-            f"penalty {self.penalty:.3g} of {len(self.trials)} tried{edge}, {grid}; refit {fit}, "
+            f"penalty {self.penalty:.3g} of {len(self.trials)} tried{edge}; refit {fit}, "
             f"relative gradient {self.gradient:.1e}; {self.seconds:.1f} s",
+            "all fits of the grid converged"
+            if not limit
+            else f"{len(limit)} fits of the grid stopped at the iteration limit, penalties {min(limit):.2g} to "
+            f"{max(limit):.2g}: their objective is an upper bound, their accuracy that of a fit that is not finished",
         ]
 
 
