@@ -120,13 +120,7 @@ def _free_port() -> int:
 
 
 def _measure_rank(
-    contender: Contender,
-    stage: Stage,
-    images: Images,
-    beton: Path | None,
-    settings: Settings,
-    rank: int,
-    port: int,
+    contender: Contender, stage: Stage, images: Images, beton: Path | None, settings: Settings, rank: int, port: int
 ) -> _Rank:
     if settings.ranks > 1:
         _announce(rank, settings.ranks, port)

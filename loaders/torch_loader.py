@@ -50,12 +50,7 @@ class TorchLoader:
     """
 
     def __init__(
-        self,
-        dataset: ImageDataset,
-        plan: ViewPlan,
-        *,
-        order: BatchOrder,
-        **options: Unpack[DeliveryOptions],
+        self, dataset: ImageDataset, plan: ViewPlan, *, order: BatchOrder, **options: Unpack[DeliveryOptions]
     ) -> None:
         self._delivery = Delivery(dataset, plan, order, **options)
         self._delivery.by_workers = reading = Reading(self._delivery.workers)

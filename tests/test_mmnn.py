@@ -148,8 +148,7 @@ def test_constants_are_looked_up_by_length_and_continued_in_a_line() -> None:
 
 
 @pytest.mark.parametrize(
-    "constants",
-    [{}, {0: 1.0, 1: 0.8}, {1: 1.0}, {1: 0.8, 2: 0.8}, {1: 0.8, 2: 0.5, 3: 0.4}, {1: -1.1}],
+    "constants", [{}, {0: 1.0, 1: 0.8}, {1: 1.0}, {1: 0.8, 2: 0.8}, {1: 0.8, 2: 0.5, 3: 0.4}, {1: -1.1}]
 )
 def test_constants_that_no_concave_falling_function_meets_are_refused(constants: dict[int, float]) -> None:
     with pytest.raises(UserError, match="constants:"):

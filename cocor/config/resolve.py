@@ -36,10 +36,7 @@ _TUNED = {"consistency_beta": 8.0, "mmnn_lr": 0.5}
 # methods; the others take MoCo's.
 METHOD_DEFAULTS: dict[Method, dict[str, Any]] = {
     "moco": {"lr": 0.03, "constants": (0.80, 0.75, 0.65), "consistency_weight": 10.0, **_TUNED},
-    "simsiam": {
-        **{"lr": 0.05, "constants": (0.75, 0.70, 0.60), "sync_bn": True, "consistency_weight": 3.0},
-        **_TUNED,
-    },
+    "simsiam": {**{"lr": 0.05, "constants": (0.75, 0.70, 0.60), "sync_bn": True, "consistency_weight": 3.0}, **_TUNED},
     # The paper's rate; its authors' is 0.05 for this batch.
     "supcon": {"lr": 0.03, "epochs": 100, "temperature": 0.07, "final_lr": 1e-3, "blur_prob": (0.0,)},
     # The authors' rate and momentum for 300 epochs, the rate scaled from their batch of 4,096 to 256.

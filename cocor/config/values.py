@@ -127,13 +127,7 @@ def _sequence(key: str, value: Any, kinds: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(convert(key, part, kind) for part, kind in zip(parts, kinds, strict=True))
 
 
-_SCALARS: dict[type, Callable[[Any], Any]] = {
-    bool: _boolean,
-    int: _integer,
-    float: _number,
-    str: _text,
-    Path: _path,
-}
+_SCALARS: dict[type, Callable[[Any], Any]] = {bool: _boolean, int: _integer, float: _number, str: _text, Path: _path}
 
 
 def shown(value: Any) -> str:

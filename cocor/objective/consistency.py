@@ -58,11 +58,7 @@ def latent_similarity(composites: Tensor, originals: Tensor) -> Tensor:
 
 
 def softplus_loss(
-    similarity: Tensor,
-    target: Tensor,
-    *,
-    beta: float = 1.0,
-    mean_over_ranks: MeanOverRanks = identity,
+    similarity: Tensor, target: Tensor, *, beta: float = 1.0, mean_over_ranks: MeanOverRanks = identity
 ) -> Consistency:
     """Mean over lengths of ``softplus(beta k_l) / beta`` with ``k_l = mean_i target - mean_i similarity``.
 
@@ -81,11 +77,7 @@ def softplus_loss(
 
 
 def abs_loss(
-    similarity: Tensor,
-    target: Tensor,
-    *,
-    epsilon: float = 0.05,
-    mean_over_ranks: MeanOverRanks = identity,
+    similarity: Tensor, target: Tensor, *, epsilon: float = 0.05, mean_over_ranks: MeanOverRanks = identity
 ) -> Consistency:
     """Mean over lengths of ``mean_i phi(similarity_i - target_i)``: the paper's eq. 2 with a smoothed absolute value.
 

@@ -31,10 +31,7 @@ SLOPE_FLOOR = 1e-4
 FIT_RESTRAINT = 1e-9  # weight of the penalty on moving the raw weights
 
 # Paper, table "Constant l_d* used for the comparison with the MMNN": length of a composite -> similarity.
-CONSTANTS: dict[str, dict[int, float]] = {
-    "moco": {1: 0.80, 2: 0.75, 3: 0.65},
-    "simsiam": {1: 0.75, 2: 0.70, 3: 0.60},
-}
+CONSTANTS: dict[str, dict[int, float]] = {"moco": {1: 0.80, 2: 0.75, 3: 0.65}, "simsiam": {1: 0.75, 2: 0.70, 3: 0.60}}
 
 
 def constants_for(method: str) -> dict[int, float]:

@@ -34,12 +34,7 @@ class FfcvLoader:
     """
 
     def __init__(
-        self,
-        dataset: ImageDataset,
-        plan: ViewPlan,
-        *,
-        order: BatchOrder,
-        **options: Unpack[DeliveryOptions],
+        self, dataset: ImageDataset, plan: ViewPlan, *, order: BatchOrder, **options: Unpack[DeliveryOptions]
     ) -> None:
         if not isinstance(dataset, StoredDataset):
             raise UserError(

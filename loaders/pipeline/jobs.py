@@ -47,12 +47,7 @@ class Jobs:
     """Makes the jobs of one loader, in pinned memory if ``pinned``. ``on_error``: stop or skip at an unusable image."""
 
     def __init__(
-        self,
-        dataset: ImageDataset,
-        plan: ViewPlan,
-        order: BatchOrder,
-        on_error: OnError,
-        pinned: bool,
+        self, dataset: ImageDataset, plan: ViewPlan, order: BatchOrder, on_error: OnError, pinned: bool
     ) -> None:
         if order.length != len(dataset):
             raise ValueError(f"the order covers {order.length} samples, the data set has {len(dataset)}")

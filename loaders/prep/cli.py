@@ -64,10 +64,7 @@ def _parser() -> Parser:
     _source_arguments(convert, on_error="stop", decodes=True)
     convert.add_argument("output", type=Path, metavar="OUTPUT", help="NAME.beton for FFCV and DALI, else a folder")
     convert.add_argument(
-        "--shorter-side",
-        type=whole(1, LARGEST_SIDE),
-        metavar="PIXELS",
-        help="shrink larger images; never enlarges",
+        "--shorter-side", type=whole(1, LARGEST_SIDE), metavar="PIXELS", help="shrink larger images; never enlarges"
     )
     convert.add_argument(
         "--quality", type=whole(1, 100), default=95, help="of JPEGs that must be encoded anew (default 95)"

@@ -67,11 +67,7 @@ class Summary:
 
 
 def scan(
-    source: Source,
-    max_pixels: int,
-    workers: int | None,
-    stop: bool,
-    report: Callable[[Finding], None],
+    source: Source, max_pixels: int, workers: int | None, stop: bool, report: Callable[[Finding], None]
 ) -> Summary:
     """Decode every image of ``source``; each finding goes to ``report``. ``stop``: end at the first unusable one."""
     summary = Summary()
