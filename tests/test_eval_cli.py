@@ -100,65 +100,46 @@ def test_datasets_are_chosen_by_name() -> None:
         chosen_datasets(["food11"])
 
 
-@pytest.mark.parametrize(
-    ("command", "flags", "message"),
-    [
-        ("linear", ["--data", "nowhere"], "nowhere: no such folder"),
-        ("linear", ["--data", "DATA"], "no train folder"),
-        ("linear", ["--data", "ONE"], "1 class"),
-        ("linear", [], "--data DIR"),
-        ("linear", ["--dataset", "petz", "--root", "DATA"], "did you mean pets"),
-        ("linear", ["--dataset", "cars", "--root", "DATA"], "not found; looked for"),
-        ("linear", ["--dataset", "pets"], "--root"),
-        ("knn", ["--data", "DATA/pets", "--k", "17"], "--k 17: the bank holds 16"),
-        ("knn", ["--data", "DATA/pets", "--k", "0"], "--k: 0 must be at least 1"),
-        ("fewshot", ["--data", "DATA/pets", "--shots", "9"], "--shots 9"),
-        ("retrieval", ["--data", "DATA/pets", "--neighbours", "99"], "--neighbours 99"),
-        ("retrieval", ["--data", "DATA/pets/test/coffee/4.jpg"], "one file is one split"),
-        ("transfer", ["--root", "nowhere"], "--root nowhere"),
-        ("knn", ["--data", "ONE"], "all images of the bank are of 1 class"),
-        ("linear", ["--data", "ONE", "--probe", "moco"], "1 class"),
-        ("linear", ["--data", "DATA/pets", "--probe", "moco", "--crop", "ten"], "--learn-from features"),
-        ("retrieval", ["--data", "DATA/pets", "--crop", "ten"], "--crop ten: for training images"),
-        ("spectrum", ["--data", "DATA/pets", "--crop", "ten"], "--crop ten: for training images"),
-        ("knn", ["--data", "DATA/pets", "--leave-one-out", "--crop", "ten"], "--crop ten: for training images"),
-        (
-            "fewshot",
-            ["--data", "DATA/pets", "--shots", "2", "--ways", "9", "--tasks", "1"],
-            "--tasks 0 leaves tasks out",
-        ),
-        ("fewshot", ["--data", "DATA/pets", "--ways", "1"], "--ways: 1 must be at least 2"),
-        ("consistency", ["--data", "DATA/pets", "--filter", "bicubic"], "as training does"),
-        ("linear", ["--data", "DATA/pets", "--epochs", "3"], "--epochs: not for --probe lbfgs"),
-        ("linear", ["--data", "DATA/pets", "--probe", "moco", "--against-sklearn"], "--against-sklearn: not for"),
-        ("knn", ["--data", "DATA/pets", "--workers", "-1"], "--workers: -1 must be 0 to 1,024"),
-        ("linear", ["--data", "DATA/pets", "--gpu", "maybe"], "--gpu: maybe is not one of"),
-        ("retrieval", ["--data", "DATA/pets", "--seed", str(2**63)], "--seed: 9223372036854775808 must be 0 to"),
-        ("consistency", ["--data", "DATA/pets", "--seed", "-1"], "--seed: -1 must be 0 to 9,223,372,036,854,775,807"),
-        ("knn", ["--data", "DATA/pets", "--image-size", "100000"], "--image-size: 100000 must be 1 to 4,096"),
-        ("knn", ["--data", "DATA/pets", "--workers", "100000"], "--workers: 100000 must be 0 to 1,024"),
-        ("fewshot", ["--data", "DATA/pets", "--seeds", "9" * 5000], "9 must be at most 2,147,483,647"),
-    ],
-)
-def test_mistakes_are_one_line(
-    command: str, flags: list[str], message: str, data: Path, cache: Path, tmp_path: Path,
-    capsys: Capsys,
-) -> None:  # fmt: skip
-    one = tmp_path / "one"
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """root/pets/{train,test}/only: a single class."""
+    folder = tmp_path_factory.mktemp("root") / "pets"
     for split in ("train", "test"):
-        (one / split / "only").mkdir(parents=True)
+        (folder / split / "only").mkdir(parents=True)
         for number in range(4):
-            Image.new("RGB", (40, 40), (60 * number, 0, 0)).save(one / split / "only" / f"{number}.png")
-    flags = [flag.replace("DATA", str(data)).replace("ONE", str(one)) for flag in flags]
-    assert call(command, cache, tmp_path, *flags) == 2
-    error = capsys.readouterr().err
-    last = error.splitlines()[-1]
-    assert last.startswith("cocor-eval: error: ") and message in last
+            Image.new("RGB", (40, 40), (60 * number, 0, 0)).save(folder / split / "only" / f"{number}.png")
+    return folder
 
 
 @pytest.mark.parametrize(
     ("command", "flags", "message"),
     [
+        ("linear", "--data nowhere", "nowhere: no such folder"),
+        ("linear", "--data DATA", "no train folder"),
+        ("linear", "", "--data DIR"),
+        ("linear", "--dataset petz --root DATA", "did you mean pets"),
+        ("linear", "--dataset cars --root DATA", "not found; looked for"),
+        ("linear", "--dataset pets", "--root"),
+        ("knn", "--data DATA/pets --k 0", "--k: 0 must be at least 1"),
+        ("retrieval", "--data DATA/pets/test/coffee/4.jpg", "one file is one split"),
+        ("transfer", "--root nowhere", "--root nowhere"),
+        ("linear", "--data DATA/pets --probe moco --crop ten", "--learn-from features"),
+        ("retrieval", "--data DATA/pets --crop ten", "--crop ten: for training images"),
+        ("spectrum", "--data DATA/pets --crop ten", "--crop ten: for training images"),
+        ("knn", "--data DATA/pets --leave-one-out --crop ten", "--crop ten: for training images"),
+        ("fewshot", "--data DATA/pets --shots 2 --ways 9 --tasks 1", "--tasks 0 leaves tasks out"),
+        ("fewshot", "--data DATA/pets --ways 1", "--ways: 1 must be at least 2"),
+        ("consistency", "--data DATA/pets --filter bicubic", "as training does"),
+        ("linear", "--data DATA/pets --epochs 3", "--epochs: not for --probe lbfgs"),
+        ("linear", "--data DATA/pets --probe moco --against-sklearn", "--against-sklearn: not for"),
+        ("knn", "--data DATA/pets --workers -1", "--workers: -1 must be 0 to 1,024"),
+        ("linear", "--data DATA/pets --gpu maybe", "--gpu: maybe is not one of"),
+        ("retrieval", f"--data DATA/pets --seed {2**63}", "--seed: 9223372036854775808 must be 0 to"),
+        ("consistency", "--data DATA/pets --seed -1", "--seed: -1 must be 0 to 9,223,372,036,854,775,807"),
+        ("knn", "--data DATA/pets --image-size 100000", "--image-size: 100000 must be 1 to 4,096"),
+        ("knn", "--data DATA/pets --workers 100000", "--workers: 100000 must be 0 to 1,024"),
+        ("fewshot", f"--data DATA/pets --seeds {'9' * 5000}", "9 must be at most 2,147,483,647"),
+        # What labels and counts tell is told before features are made.
         ("linear", "--data ONE", "all training images are of 1 class"),
         ("linear", "--data ONE --probe moco", "all training images are of 1 class"),
         ("linear", "--data ONE --probe simsiam --learn-from features", "all training images are of 1 class"),
@@ -174,17 +155,13 @@ def test_mistakes_are_one_line(
         ("retrieval", "--data DATA/pets --neighbours 99", "--neighbours 99: the bank holds 12 images"),
     ],
 )
-def test_labels_are_checked_before_features(
-    command: str, flags: str, message: str, data: Path, tmp_path: Path, capsys: Capsys
+def test_mistakes_are_one_line_before_work(
+    command: str, flags: str, message: str, data: Path, one: Path, tmp_path: Path, capsys: Capsys
 ) -> None:
-    one = tmp_path / "root" / "pets"
-    for split in ("train", "test"):
-        (one / split / "only").mkdir(parents=True)
-        for number in range(4):
-            Image.new("RGB", (40, 40), (60 * number, 0, 0)).save(one / split / "only" / f"{number}.png")
     words = flags.replace("DATA", str(data)).replace("ONE", str(one)).replace("ROOT", str(one.parent)).split()
     assert call(command, tmp_path / "cache", tmp_path, *words, weights=("random:test_resnet",)) == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("cocor-eval: error: ") and message in last
     assert not any((tmp_path / "cache").glob("*.safetensors"))  # where features are kept
 
 
