@@ -200,10 +200,7 @@ class TestLinks:
             open_quietly(photo_copy)
         dataset = open_quietly(photo_copy, on_error="skip")
         assert len(dataset) == 24
-        assert dataset.skipped == (
-            ("coffee/gone.jpg", "a link to nothing"),
-            ("coffee/pipe.jpg", "not a regular file"),
-        )
+        assert dataset.skipped == (("coffee/gone.jpg", "a link to nothing"), ("coffee/pipe.jpg", "not a regular file"))
 
 
 class TestUnusableFiles:

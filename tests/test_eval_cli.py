@@ -22,6 +22,8 @@ from loaders.prep.convert import convert
 from loaders.prep.encode import Settings
 from loaders.prep.sources import open_source
 
+Capsys = pytest.CaptureFixture[str]
+
 WEIGHTS = "random:resnet18"
 
 
@@ -53,9 +55,7 @@ def kept(folder: Path, name: str) -> dict:
     return json.loads((folder / f"{name}.json").read_text())
 
 
-def test_linear_knn_fewshot_and_retrieval(
-    data: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_linear_knn_fewshot_and_retrieval(data: Path, cache: Path, tmp_path: Path, capsys: Capsys) -> None:
     here = ("--data", str(data / "pets"))
     assert call("linear", cache, tmp_path, *here) == 0
     found = kept(tmp_path, "linear")
@@ -73,7 +73,7 @@ def test_linear_knn_fewshot_and_retrieval(
     assert "mean per class" in text and "scikit-learn" in text
 
 
-def test_spectrum_and_consistency_show_several_encoders(data: Path, cache: Path, tmp_path: Path) -> None:
+def test_several_encoders_side_by_side(data: Path, cache: Path, tmp_path: Path) -> None:
     here, two = ("--data", str(data / "pets")), (WEIGHTS, WEIGHTS)
     assert call("spectrum", cache, tmp_path, *here, weights=two) == 0
     assert [row["name"] for row in kept(tmp_path, "spectrum")["result"]] == [WEIGHTS, f"{WEIGHTS} (2)"]
@@ -82,9 +82,7 @@ def test_spectrum_and_consistency_show_several_encoders(data: Path, cache: Path,
     assert first["similarity"] == second["similarity"] and first["images"] == 4
 
 
-def test_transfer_makes_the_table_of_what_is_there(
-    data: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_transfer_makes_the_table(data: Path, cache: Path, tmp_path: Path, capsys: Capsys) -> None:
     assert call("transfer", cache, tmp_path, "--datasets", "all", "--root", str(data)) == 0
     rows = (tmp_path / "transfer.csv").read_text().splitlines()
     assert len(rows) == 2 and rows[1].startswith(f"pets,{WEIGHTS},class-mean,")
@@ -101,64 +99,46 @@ def test_datasets_are_chosen_by_name() -> None:
         chosen_datasets(["food11"])
 
 
-@pytest.mark.parametrize(
-    ("command", "flags", "message"),
-    [
-        ("linear", ["--data", "nowhere"], "nowhere: no such folder"),
-        ("linear", ["--data", "DATA"], "no train folder"),
-        ("linear", ["--data", "ONE"], "1 class"),
-        ("linear", [], "--data DIR"),
-        ("linear", ["--dataset", "petz", "--root", "DATA"], "did you mean pets"),
-        ("linear", ["--dataset", "cars", "--root", "DATA"], "not found; looked for"),
-        ("linear", ["--dataset", "pets"], "--root"),
-        ("knn", ["--data", "DATA/pets", "--k", "17"], "--k 17: the bank holds 16"),
-        ("knn", ["--data", "DATA/pets", "--k", "0"], "--k: 0 must be at least 1"),
-        ("fewshot", ["--data", "DATA/pets", "--shots", "9"], "--shots 9"),
-        ("retrieval", ["--data", "DATA/pets", "--neighbours", "99"], "--neighbours 99"),
-        ("retrieval", ["--data", "DATA/pets/test/coffee/4.jpg"], "one file is one split"),
-        ("transfer", ["--root", "nowhere"], "--root nowhere"),
-        ("knn", ["--data", "ONE"], "all images of the bank are of 1 class"),
-        ("linear", ["--data", "ONE", "--probe", "moco"], "1 class"),
-        ("linear", ["--data", "DATA/pets", "--probe", "moco", "--crop", "ten"], "--learn-from features"),
-        ("retrieval", ["--data", "DATA/pets", "--crop", "ten"], "--crop ten: for training images"),
-        ("spectrum", ["--data", "DATA/pets", "--crop", "ten"], "--crop ten: for training images"),
-        ("knn", ["--data", "DATA/pets", "--leave-one-out", "--crop", "ten"], "--crop ten: for training images"),
-        (
-            "fewshot",
-            ["--data", "DATA/pets", "--shots", "2", "--ways", "9", "--tasks", "1"],
-            "--tasks 0 leaves tasks out",
-        ),
-        ("fewshot", ["--data", "DATA/pets", "--ways", "1"], "--ways: 1 must be at least 2"),
-        ("consistency", ["--data", "DATA/pets", "--filter", "bicubic"], "as training does"),
-        ("linear", ["--data", "DATA/pets", "--epochs", "3"], "--epochs: not for --probe lbfgs"),
-        ("knn", ["--data", "DATA/pets", "--workers", "-1"], "--workers: -1 must be 0 to 1,024"),
-        ("linear", ["--data", "DATA/pets", "--gpu", "maybe"], "--gpu: maybe is not one of"),
-        ("retrieval", ["--data", "DATA/pets", "--seed", str(2**63)], "--seed: 9223372036854775808 must be 0 to"),
-        ("consistency", ["--data", "DATA/pets", "--seed", "-1"], "--seed: -1 must be 0 to 9,223,372,036,854,775,807"),
-        ("knn", ["--data", "DATA/pets", "--image-size", "100000"], "--image-size: 100000 must be 1 to 4,096"),
-        ("knn", ["--data", "DATA/pets", "--workers", "100000"], "--workers: 100000 must be 0 to 1,024"),
-        ("fewshot", ["--data", "DATA/pets", "--seeds", "9" * 5000], "9 must be at most 2,147,483,647"),
-    ],
-)
-def test_mistakes_are_one_line(
-    command: str, flags: list[str], message: str, data: Path, cache: Path, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    one = tmp_path / "one"
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """root/pets/{train,test}/only: a single class."""
+    folder = tmp_path_factory.mktemp("root") / "pets"
     for split in ("train", "test"):
-        (one / split / "only").mkdir(parents=True)
+        (folder / split / "only").mkdir(parents=True)
         for number in range(4):
-            Image.new("RGB", (40, 40), (60 * number, 0, 0)).save(one / split / "only" / f"{number}.png")
-    flags = [flag.replace("DATA", str(data)).replace("ONE", str(one)) for flag in flags]
-    assert call(command, cache, tmp_path, *flags) == 2
-    error = capsys.readouterr().err
-    last = error.splitlines()[-1]
-    assert last.startswith("cocor-eval: error: ") and message in last
+            Image.new("RGB", (40, 40), (60 * number, 0, 0)).save(folder / split / "only" / f"{number}.png")
+    return folder
 
 
 @pytest.mark.parametrize(
     ("command", "flags", "message"),
     [
+        ("linear", "--data nowhere", "nowhere: no such folder"),
+        ("linear", "--data DATA", "no train folder"),
+        ("linear", "", "--data DIR"),
+        ("linear", "--dataset petz --root DATA", "did you mean pets"),
+        ("linear", "--dataset cars --root DATA", "not found; looked for"),
+        ("linear", "--dataset pets", "--root"),
+        ("knn", "--data DATA/pets --k 0", "--k: 0 must be at least 1"),
+        ("retrieval", "--data DATA/pets/test/coffee/4.jpg", "one file is one split"),
+        ("transfer", "--root nowhere", "--root nowhere"),
+        ("linear", "--data DATA/pets --probe moco --crop ten", "--learn-from features"),
+        ("retrieval", "--data DATA/pets --crop ten", "--crop ten: for training images"),
+        ("spectrum", "--data DATA/pets --crop ten", "--crop ten: for training images"),
+        ("knn", "--data DATA/pets --leave-one-out --crop ten", "--crop ten: for training images"),
+        ("fewshot", "--data DATA/pets --shots 2 --ways 9 --tasks 1", "--tasks 0 leaves tasks out"),
+        ("fewshot", "--data DATA/pets --ways 1", "--ways: 1 must be at least 2"),
+        ("consistency", "--data DATA/pets --filter bicubic", "as training does"),
+        ("linear", "--data DATA/pets --epochs 3", "--epochs: not for --probe lbfgs"),
+        ("linear", "--data DATA/pets --probe moco --against-sklearn", "--against-sklearn: not for"),
+        ("knn", "--data DATA/pets --workers -1", "--workers: -1 must be 0 to 1,024"),
+        ("linear", "--data DATA/pets --gpu maybe", "--gpu: maybe is not one of"),
+        ("retrieval", f"--data DATA/pets --seed {2**63}", "--seed: 9223372036854775808 must be 0 to"),
+        ("consistency", "--data DATA/pets --seed -1", "--seed: -1 must be 0 to 9,223,372,036,854,775,807"),
+        ("knn", "--data DATA/pets --image-size 100000", "--image-size: 100000 must be 1 to 4,096"),
+        ("knn", "--data DATA/pets --workers 100000", "--workers: 100000 must be 0 to 1,024"),
+        ("fewshot", f"--data DATA/pets --seeds {'9' * 5000}", "9 must be at most 2,147,483,647"),
+        # What labels and counts tell is told before features are made.
         ("linear", "--data ONE", "all training images are of 1 class"),
         ("linear", "--data ONE --probe moco", "all training images are of 1 class"),
         ("linear", "--data ONE --probe simsiam --learn-from features", "all training images are of 1 class"),
@@ -174,29 +154,23 @@ def test_mistakes_are_one_line(
         ("retrieval", "--data DATA/pets --neighbours 99", "--neighbours 99: the bank holds 12 images"),
     ],
 )
-def test_what_labels_tell_is_told_before_features_are_made(
-    command: str, flags: str, message: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_mistakes_are_one_line_before_work(
+    command: str, flags: str, message: str, data: Path, one: Path, tmp_path: Path, capsys: Capsys
 ) -> None:
-    one = tmp_path / "root" / "pets"
-    for split in ("train", "test"):
-        (one / split / "only").mkdir(parents=True)
-        for number in range(4):
-            Image.new("RGB", (40, 40), (60 * number, 0, 0)).save(one / split / "only" / f"{number}.png")
     words = flags.replace("DATA", str(data)).replace("ONE", str(one)).replace("ROOT", str(one.parent)).split()
     assert call(command, tmp_path / "cache", tmp_path, *words, weights=("random:test_resnet",)) == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("cocor-eval: error: ") and message in last
     assert not any((tmp_path / "cache").glob("*.safetensors"))  # where features are kept
 
 
-def test_the_demos_images_go_by_its_name_as_in_training(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_demo_names_the_demos_images(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # no folder is called demo here
     assert call("knn", cache, tmp_path, "--data", "demo", "--k", "1", weights=("random:test_resnet",)) == 0
     assert kept(tmp_path, "knn")["features"]["images"] == 3000
 
 
-def test_results_on_one_data_set_do_not_replace_those_on_another(
+def test_each_data_set_has_its_results(
     data: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -207,7 +181,7 @@ def test_results_on_one_data_set_do_not_replace_those_on_another(
         assert (tmp_path / "eval" / "random-test_resnet" / images / "spectrum.json").is_file()
 
 
-def test_results_go_by_the_name_that_the_user_has_given(tmp_path: Path) -> None:
+def test_data_goes_by_the_users_name(tmp_path: Path) -> None:
     """Also that of a link, which often leads to a disk's folder of some other name."""
     (tmp_path / "disk7").mkdir()
     (tmp_path / "tiny").mkdir()
@@ -218,9 +192,7 @@ def test_results_go_by_the_name_that_the_user_has_given(tmp_path: Path) -> None:
         assert data_name(argparse.Namespace(data=tmp_path / data)) == name
 
 
-def test_unusable_files_stop_or_are_left_out_with_a_note(
-    data: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unusable_files_stop_or_are_noted(data: Path, cache: Path, tmp_path: Path, capsys: Capsys) -> None:
     folder = Path(shutil.copytree(data / "pets", tmp_path / "pets"))
     (folder / "test" / "coffee" / "4.jpg").write_bytes(b"rubbish")
     assert call("knn", cache, tmp_path, "--data", str(folder)) == 2
@@ -230,8 +202,8 @@ def test_unusable_files_stop_or_are_left_out_with_a_note(
 
 
 @pytest.mark.parametrize("form", ["beton", "folder"])
-def test_an_image_that_shows_its_damage_late_is_left_out(
-    form: str, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+def test_damage_seen_late_is_skipped(
+    form: str, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: Capsys
 ) -> None:
     """Its header is whole, so that only a decoder or a checksum notices."""
     folder = Path(shutil.copytree(data / "pets", tmp_path / "pets"))
@@ -266,9 +238,7 @@ def test_an_image_that_shows_its_damage_late_is_left_out(
     assert call("knn", cache, tmp_path, *here) == 2  # though the features of the others are kept
 
 
-def test_classes_of_one_image_are_noted_where_it_cannot_be_found(
-    data: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_leave_one_out_notes_lone_images(data: Path, cache: Path, tmp_path: Path, capsys: Capsys) -> None:
     folder = Path(shutil.copytree(data / "pets" / "test", tmp_path / "images"))
     for file in sorted((folder / "coffee").iterdir())[1:]:
         file.unlink()
@@ -276,9 +246,7 @@ def test_classes_of_one_image_are_noted_where_it_cannot_be_found(
     assert "note: 1 images are the only one of their class" in capsys.readouterr().out
 
 
-def test_an_encoder_of_one_image_size_says_so(
-    data: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_encoder_of_one_image_size_says_so(data: Path, cache: Path, tmp_path: Path, capsys: Capsys) -> None:
     vit = ("random:vit_tiny_patch16_224",)
     assert call("knn", cache, tmp_path, "--data", str(data / "pets"), weights=vit) == 2
     assert "--image-size 32: the encoder refuses it: " in capsys.readouterr().err.splitlines()[-1]
@@ -288,7 +256,7 @@ def test_weights_without_an_encoder_are_one_line(data: Path, cache: Path, tmp_pa
     assert call("linear", cache, tmp_path, "--data", str(data / "pets"), weights=(str(tmp_path / "none.pth"),)) == 2
 
 
-def test_the_sgd_probe_learns_from_new_crops_in_every_epoch(data: Path, cache: Path, tmp_path: Path) -> None:
+def test_sgd_learns_from_new_crops(data: Path, cache: Path, tmp_path: Path) -> None:
     here = ("--data", str(data / "pets"), "--probe", "moco", "--epochs", "3", "--batch-size", "6")
     assert call("linear", cache, tmp_path, *here) == 0
     found = json.loads((tmp_path / "linear_moco.json").read_text())
@@ -296,7 +264,7 @@ def test_the_sgd_probe_learns_from_new_crops_in_every_epoch(data: Path, cache: P
     assert found["settings"]["steps_at"] == [2, 2] and found["settings"]["epochs"] == 3
 
 
-def test_prepared_files_are_evaluated_as_their_folders_are(data: Path, tmp_path: Path) -> None:
+def test_prepared_files_equal_their_folders(data: Path, tmp_path: Path) -> None:
     prepared, cache = tmp_path / "prepared", tmp_path / "cache"
     prepared.mkdir()
     for split in ("train", "test"):
@@ -313,9 +281,7 @@ def test_prepared_files_are_evaluated_as_their_folders_are(data: Path, tmp_path:
     assert call("linear", cache, tmp_path / "b", *one) == 2  # one file is one split
 
 
-def test_classes_called_by_numbers_match_by_name(
-    data: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_classes_called_by_numbers_match_by_name(data: Path, cache: Path, tmp_path: Path, capsys: Capsys) -> None:
     classes = sorted(path for path in (data / "pets" / "train").iterdir() if path.is_dir())
     for number, folder in enumerate(classes[:3], start=1):
         shutil.copytree(folder, tmp_path / "set" / "train" / str(number))
@@ -329,9 +295,7 @@ def test_classes_called_by_numbers_match_by_name(
     assert "class 0 is not among the 3 known classes" in capsys.readouterr().err
 
 
-def test_results_that_cannot_be_kept_are_noticed_before_the_work(
-    data: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unwritable_outputs_are_refused_first(data: Path, cache: Path, tmp_path: Path, capsys: Capsys) -> None:
     file = tmp_path / "file"
     file.write_text("")
     here = ("--data", str(data / "pets"))
@@ -354,7 +318,7 @@ def test_too_little_memory_is_one_line(data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_a_full_gpu_is_one_line(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_gpu_is_one_line(data: Path, tmp_path: Path, capsys: Capsys) -> None:
     flags = ["--loader", "torch", "--workers", "0", "--cache", str(tmp_path / "c"), "--output", str(tmp_path)]
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(0.0005)
@@ -383,7 +347,7 @@ def ranks(arguments: list[str], cache: Path | tuple[Path, Path], output: Path) -
     return [(process.returncode, error) for process, error in zip(started, errors, strict=True)]
 
 
-def test_an_unreadable_image_on_one_rank_ends_both(data: Path, tmp_path: Path) -> None:
+def test_one_ranks_bad_image_ends_all_ranks(data: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(data / "pets", tmp_path / "pets"))
     usual = ["--gpu", "no", "--loader", "torch", "--workers", "0", "--image-size", "32", "--batch-size", "5"]
     here = ["knn", WEIGHTS, "--data", str(folder), *usual]
@@ -398,7 +362,7 @@ def test_an_unreadable_image_on_one_rank_ends_both(data: Path, tmp_path: Path) -
     assert not any("Traceback" in error for _, error in found)
 
 
-def test_ranks_with_disks_of_their_own_make_features_together(data: Path, tmp_path: Path) -> None:
+def test_ranks_with_their_own_caches(data: Path, tmp_path: Path) -> None:
     here = ["knn", WEIGHTS, "--data", str(data / "pets"), "--gpu", "no", "--workers", "0", "--image-size", "32"]
     (tmp_path / "c0").mkdir()
     assert main([*here, "--cache", str(tmp_path / "c0"), "--output", str(tmp_path)]) == 0

@@ -39,7 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_own_checkpoints_are_measured_behind_their_heads(run: Path, photo_folder: Path, tmp_path: Path) -> None:
+def test_own_checkpoints_are_seen_behind_heads(run: Path, photo_folder: Path, tmp_path: Path) -> None:
     dataset = open_folder(photo_folder).subset(range(0, 24, 2))
     trained, bare = subject(run, CPU), subject("random:resnet18", CPU)
     before = digest(trained.module)

@@ -208,7 +208,7 @@ def test_the_drawn_split_is_random_splits() -> None:
     assert train.tolist() == list(expected[0].indices) and val.tolist() == list(expected[1].indices)
 
 
-def test_caltech_has_25_and_5_images_of_every_class(tmp_path: Path) -> None:
+def test_caltech_has_25_and_5_images_a_class(tmp_path: Path) -> None:
     caltech101(tmp_path)
     splits = open_named("caltech101", tmp_path, tmp_path / "cache")
     assert [np.bincount(part.labels).tolist() for part in (splits.train, splits.val)] == [[25, 25], [5, 5]]
@@ -226,7 +226,7 @@ def test_imagenet_and_its_hundred_classes(tmp_path: Path) -> None:
     assert len(open_named("imagenet1k", tmp_path, tmp_path / "cache").test) == 101
 
 
-def test_absent_and_incomplete_sets_are_told_apart(tmp_path: Path) -> None:
+def test_absent_differs_from_incomplete(tmp_path: Path) -> None:
     for name in PROTOCOLS:
         with pytest.raises(Absent, match="looked for"):
             open_named(name, tmp_path, tmp_path / "cache")

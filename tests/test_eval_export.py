@@ -16,6 +16,8 @@ from cocor.eval.weights.load import Encoder, load_encoder
 from cocor.models import build_backbone
 from loaders.errors import UserError
 
+Capsys = pytest.CaptureFixture[str]
+
 
 @pytest.fixture(scope="module")
 def encoder() -> Encoder:
@@ -77,13 +79,13 @@ def test_detectron2_has_no_other_resnets(name: str, tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
-def test_all_formats_are_written_or_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_formats_are_written_or_none(tmp_path: Path, capsys: Capsys) -> None:
     assert main(["random:resnet18", "--to", "timm", "safetensors", "detectron2", "--output", str(tmp_path)]) == 2
     assert "--to detectron2" in capsys.readouterr().err and not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["levit_128s", "maxvit_rmlp_pico_rw_256"])
-def test_a_model_of_one_image_size_is_compared_on_images_of_that_size(name: str, tmp_path: Path) -> None:
+def test_fixed_size_models_are_exported(name: str, tmp_path: Path) -> None:
     """Neither takes images of another size, nor says so by an embedding of places."""
     trained = tmp_path / "backbone.safetensors"
     metadata = {"architecture": name, "stem": "imagenet", "image_size": 128}
@@ -92,7 +94,7 @@ def test_a_model_of_one_image_size_is_compared_on_images_of_that_size(name: str,
         export(load_encoder(trained), form, tmp_path / file)  # type: ignore[arg-type]
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     """Here a limit on the size of files. PyTorch's writer has an error of its own for it."""
     program = "import sys; from cocor.eval.weights.export import main; sys.exit(main(sys.argv[1:]))"
     call = [sys.executable, "-c", program, "random:resnet18", "--to", "torchvision", "--output", str(tmp_path / "out")]
@@ -103,14 +105,14 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
 
 
-def test_a_folder_that_cannot_be_made_is_told_before_weights_are_read(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_output_is_refused_first(capsys: Capsys) -> None:
     assert main(["random:resnet18", "--output", "/dev/null/exported"]) == 2
     shown = capsys.readouterr()
     assert "--output /dev/null/exported: /dev/null is no folder; choose another --output" in shown.err
     assert not shown.out
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path: Path, capsys: Capsys) -> None:
     call = ["random:resnet18", "--to", "timm", "torchvision", "--output", str(tmp_path), "--name", "r"]
     assert main(call) == 0 and (tmp_path / "r.safetensors").is_file() and (tmp_path / "r.pth").is_file()
     assert main(call) == 2 and main([str(tmp_path / "none.pth")]) == 2 and main([]) == 2

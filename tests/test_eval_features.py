@@ -34,7 +34,7 @@ def encoder() -> Encoder:
     return load_encoder("random:resnet18")
 
 
-def test_features_equal_a_plain_transcription_and_nothing_changes(encoder: Encoder, photo_folder: Path) -> None:
+def test_features_equal_a_transcription(encoder: Encoder, photo_folder: Path) -> None:
     dataset = open_folder(photo_folder)
     encoder.backbone.train()  # a careless caller
     before = digest(encoder.backbone)
@@ -53,7 +53,7 @@ def test_features_equal_a_plain_transcription_and_nothing_changes(encoder: Encod
     assert summary(found)["classes"] == 4
 
 
-def test_two_sets_share_a_loader_and_are_kept_apart(encoder: Encoder, photo_folder: Path, tmp_path: Path) -> None:
+def test_two_sets_share_a_loader(encoder: Encoder, photo_folder: Path, tmp_path: Path) -> None:
     dataset = open_folder(photo_folder)
     train, val, both = (dataset.subset(places) for places in ([0, 9, 17, 4], [5, 20], [0, 9, 17, 4, 5, 20]))
     how = replace(HOW, cache=tmp_path)
@@ -70,9 +70,7 @@ def test_two_sets_share_a_loader_and_are_kept_apart(encoder: Encoder, photo_fold
         torch.testing.assert_close(one.values, third.values, rtol=1e-4, atol=1e-5)
 
 
-def test_the_cache_holds_the_same_features_and_knows_what_they_depend_on(
-    encoder: Encoder, photo_folder: Path, tmp_path: Path
-) -> None:
+def test_the_cache_and_its_key(encoder: Encoder, photo_folder: Path, tmp_path: Path) -> None:
     dataset = open_folder(photo_folder).subset([0, 9, 17])
     how = replace(HOW, cache=tmp_path)
     first = features_of(encoder, dataset, how)
@@ -88,9 +86,7 @@ def test_the_cache_holds_the_same_features_and_knows_what_they_depend_on(
     assert torch.equal(features_of(encoder, dataset, how).values, first.values)
 
 
-def test_the_cache_notices_an_image_that_was_exchanged_for_another_of_its_size(
-    encoder: Encoder, tmp_path: Path
-) -> None:
+def test_the_cache_notices_exchanged_images(encoder: Encoder, tmp_path: Path) -> None:
     how = replace(HOW, cache=tmp_path / "cache")
     file = tmp_path / "images" / "a" / "0.bmp"
     file.parent.mkdir(parents=True)
@@ -102,7 +98,7 @@ def test_the_cache_notices_an_image_that_was_exchanged_for_another_of_its_size(
     assert not torch.equal(*seen) and len(list(how.cache.iterdir())) == 2  # type: ignore[union-attr]
 
 
-def test_features_are_given_though_they_cannot_be_kept(
+def test_an_unwritable_cache_is_a_warning(
     encoder: Encoder, photo_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -129,9 +125,7 @@ def test_two_processes_share_a_cache(photo_folder: Path, tmp_path: Path) -> None
     assert [path.suffix for path in tmp_path.iterdir()] == [".safetensors"]
 
 
-def test_one_image_without_finite_features_is_named_and_nothing_is_kept(
-    encoder: Encoder, photo_folder: Path, tmp_path: Path
-) -> None:
+def test_infinite_features_are_named_not_cached(encoder: Encoder, photo_folder: Path, tmp_path: Path) -> None:
     broken = replace(encoder, backbone=torch.nn.Sequential(Poisoned(), encoder.backbone))
     with pytest.raises(UserError, match=r"photos: features of 1 of 24 images \(first: number 20\) are not finite"):
         features_of(broken, open_folder(photo_folder), replace(HOW, cache=tmp_path), "photos")
@@ -160,7 +154,7 @@ def test_probes_see_images_as_their_sources_do() -> None:
 
 
 @pytest.mark.parametrize(("recipe", "encoded", "step"), [(10, 5, 10), (8, 8, 8), (8, 100, 8), (100, 7, 21)])
-def test_a_step_of_the_sgd_probe_is_the_recipes_whatever_number_is_encoded_at_once(
+def test_sgd_step_ignores_the_encoding_batch(
     encoder: Encoder, photo_folder: Path, recipe: int, encoded: int, step: int
 ) -> None:
     settings, how = SgdSettings(lr=1.0, batch_size=recipe, epochs=1), replace(HOW, size=32, batch_size=encoded)
@@ -182,7 +176,7 @@ def test_ten_crops_are_torchvisions(encoder: Encoder) -> None:
         assert mine.shape == crop.shape and (mine - crop).abs().max() <= 1
 
 
-def test_ten_crop_features_are_ten_samples_an_image(encoder: Encoder, photo_folder: Path) -> None:
+def test_ten_crop_features_have_ten_rows(encoder: Encoder, photo_folder: Path) -> None:
     dataset = open_folder(photo_folder).subset([3, 4])
     found = features_of(encoder, dataset, replace(HOW, crop="ten"))
     assert found.values.shape == (2, 10, 512)
@@ -190,7 +184,7 @@ def test_ten_crop_features_are_ten_samples_an_image(encoder: Encoder, photo_fold
     assert not torch.equal(found.values[0, 0], found.values[0, 5])
 
 
-def test_ranks_share_the_batches_of_a_single_process() -> None:
+def test_ranks_share_one_processes_batches() -> None:
     device = torch.device("cpu")
     shares = [_rows_of_rank(23, 4, World(rank, rank, 2, device)) for rank in range(2)]
     assert shares[0].tolist() == [0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19]
@@ -205,7 +199,7 @@ def test_constant_features_are_said(encoder: Encoder, tmp_path: Path, caplog: py
     assert "collapsed" in caplog.text
 
 
-def test_both_loaders_resize_with_the_filter_that_is_asked_for(photo_folder: Path) -> None:
+def test_both_loaders_use_the_filter(photo_folder: Path) -> None:
     """DALI's antialiased cubic is Pillow's; the two filters differ by more than the two decoders."""
     dataset = open_folder(photo_folder).subset([0, 7, 20])
     seen = {}

@@ -33,7 +33,7 @@ def test_names_of_encoders_hide_no_bars(encoders: list[str], drawn: list[Axes], 
     assert legend.get_window_extent().y0 > highest
 
 
-def test_neighbours_that_lie_close_have_readable_ticks(drawn: list[Axes], tmp_path: Path) -> None:
+def test_close_ticks_are_readable(drawn: list[Axes], tmp_path: Path) -> None:
     for ks in ((1, 5, 10, 20, 100, 200), (1, 100, 120, 150, 200)):
         figures.draw_curve(tmp_path / "k.png", "k-NN", "neighbours k", {"moco": dict.fromkeys(ks, 0.5)})
         boxes = [label.get_window_extent() for label in drawn[-1].get_xticklabels()]

@@ -30,7 +30,7 @@ def test_it_reaches_scikit_learns_minimum(penalty: float) -> None:
     torch.testing.assert_close(fit.loss, problem.objective(fit.weights, penalty), rtol=1e-10, atol=1e-9)
 
 
-def test_the_compact_memory_is_the_bfgs_update_of_every_problem() -> None:
+def test_compact_memory_is_the_bfgs_update() -> None:
     """Against the update of the dense inverse Hessian, scaled by the newest pair, the oldest pairs forgotten; a pair of
     negative curvature takes a place but has no effect."""
     generator = torch.Generator().manual_seed(0)
@@ -65,7 +65,7 @@ def _inverse(hessian: Tensor, steps: Tensor) -> Tensor:
     return inverse
 
 
-def test_penalties_solved_together_end_where_each_ends_alone() -> None:
+def test_joint_fits_equal_single_fits() -> None:
     data = clusters(300, 20)
     problem = SoftmaxRegression(data.values.double(), data.labels, 6)
     penalties = PENALTIES[16::3]
@@ -84,7 +84,7 @@ def test_a_long_grid_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys
     assert capsys.readouterr().err.startswith("solving: 5 of 6 penalties")
 
 
-def test_fewer_images_than_dimensions_and_dependent_ones_have_the_same_minimum() -> None:
+def test_rank_deficient_inputs_reach_the_minimum() -> None:
     linear_model = pytest.importorskip("sklearn.linear_model")
     data = clusters(30, 21, dim=80)
     values = torch.cat([data.values, data.values[:5]]).double()  # rank 30 of 35 images, 81 dimensions
@@ -106,12 +106,18 @@ def test_float32_comes_close_to_float64() -> None:
     assert fits[0].converged and abs(fits[0].loss - fits[1].loss) < 1e-4 * fits[1].loss
 
 
-def test_a_fit_that_runs_out_of_iterations_says_so() -> None:
+def test_the_iteration_limit_is_reported() -> None:
     data = clusters(200, 3)
     assert not SoftmaxRegression(data.values.double(), data.labels, 6).fit(1e-6, iterations=3).converged
 
 
-def test_separable_data_and_huge_inputs_do_not_break_the_line_search() -> None:
+def test_the_report_names_unfinished_penalties() -> None:
+    found = linear_probe(clusters(60, 8), clusters(60, 9), clusters(60, 10), penalties=[1e-6, 1e-4, 1e3], iterations=9)
+    assert [trial.converged for trial in found.trials] == [False, False, True]
+    assert "2 fits of the grid stopped at the iteration limit, penalties 1e-06 to 0.0001: " in found.lines()[-1]
+
+
+def test_separable_data_and_huge_inputs() -> None:
     data = clusters(60, 4, spread=0.01)
     for factor in (1e-4, 1.0, 1e5):
         fit = SoftmaxRegression(data.values.double() * factor, data.labels, 6).fit(1e-6, iterations=3000)
@@ -119,7 +125,7 @@ def test_separable_data_and_huge_inputs_do_not_break_the_line_search() -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1e3])
-def test_accuracy_does_not_depend_on_the_features_scale(scale: float) -> None:
+def test_accuracy_ignores_the_features_scale(scale: float) -> None:
     splits = [clusters(n, seed) for n, seed in ((300, 5), (100, 6), (500, 7))]
     plain = linear_probe(*splits, penalties=PENALTIES[::4])
     scaled = linear_probe(*(Features(s.values * scale, s.labels) for s in splits), penalties=PENALTIES[::4])
@@ -130,7 +136,7 @@ def test_the_grid_is_the_protocols() -> None:
     assert len(PENALTIES) == 45 and PENALTIES[0] == pytest.approx(1e-6) and PENALTIES[-1] == pytest.approx(1e5)
 
 
-def test_the_penalty_is_chosen_on_val_and_the_classifier_refitted_on_both() -> None:
+def test_penalty_from_val_and_refit_on_both() -> None:
     train, val, test = clusters(60, 8), clusters(60, 9), clusters(400, 10)
     found = linear_probe(train, val, test, penalties=PENALTIES[::3])
     best = max(found.trials, key=lambda trial: trial.top1)
@@ -148,7 +154,7 @@ def test_metrics_by_hand() -> None:
     assert class_mean(predicted, labels) == pytest.approx((2 / 3 + 1 / 2 + 1) / 3)
 
 
-def test_ten_crops_are_ten_samples_and_unlabelled_images_none() -> None:
+def test_ten_crops_count_ten_and_unlabelled_none() -> None:
     train, val, test = clusters(60, 11), clusters(40, 12), clusters(50, 13)
     ten = Features(train.values[:, None].repeat(1, 10, 1), train.labels)
     labels: Tensor = test.labels.clone()

@@ -12,6 +12,8 @@ from cocor.monitor.metrics_file import epochs_of, read_run
 from cocor.monitor.plot import main
 from cocor.panels import WIDTH, panels, wrapped
 
+Capsys = pytest.CaptureFixture[str]
+
 
 def write_run(folder: Path, consistent: bool = True, tail: str = "") -> Path:
     folder.mkdir(parents=True)
@@ -47,7 +49,7 @@ def test_a_picture_is_no_wider_than_its_panels(tmp_path: Path, count: int, acros
                                   '{"kind": "train", "step": 3, "epoch": 1, "images_per_s": 9, "loss": "high"}',
                                   '{"kind": "train", "step": 3, "epoch": 1, "images_per_s": 9, "target_1": [1]}',
                                   '{"kind": "knn", "step": 1e400, "epoch": 1, "accuracy": 0.5}'])  # fmt: skip
-def test_a_line_that_is_no_measurement_is_named(tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_that_is_no_measurement_is_named(tmp_path: Path, line: str, capsys: Capsys) -> None:
     run = write_run(tmp_path / "run")
     measured = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(f"{line}\n{measured}")
@@ -63,9 +65,7 @@ def test_a_line_that_is_no_measurement_is_named(tmp_path: Path, line: str, capsy
         (["--output", "{0}/p.png", "--json", "{0}"], "--json {0} is a folder; name a file"),
     ],
 )
-def test_what_cannot_be_written_is_told_before_runs_are_read(
-    tmp_path: Path, flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unwritable_pictures_are_refused_first(tmp_path: Path, flags: list[str], told: str, capsys: Capsys) -> None:
     assert main([str(tmp_path / "no run"), *(flag.format(tmp_path) for flag in flags)]) == 2
     assert capsys.readouterr().err == f"cocor-plot: error: {told.format(tmp_path)}\n"
     assert not any(tmp_path.iterdir())
@@ -94,13 +94,13 @@ def test_numbers_that_are_not_finite_leave_gaps(tmp_path: Path) -> None:
     assert json.loads(numbers.read_text())["run"]["images_per_s"] == 165.0
 
 
-def test_an_evaluation_before_the_first_step_is_no_epoch(tmp_path: Path) -> None:
+def test_knn_before_the_first_step(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"kind": "knn", "step": 0, "epoch": 3, "accuracy": 0.5}\n')
     assert main([str(tmp_path), "--output", str(tmp_path / "p.png")]) == 0
     assert epochs_of([{"kind": "train", "step": 0, "epoch": 0}]) == [0.0]
 
 
-def test_a_run_has_one_colour_and_one_entry_of_the_legend_for_all_losses(tmp_path: Path) -> None:
+def test_a_run_has_one_colour_and_legend_entry(tmp_path: Path) -> None:
     plain, ours = write_run(tmp_path / "moco", consistent=False), write_run(tmp_path / "cocor")
     assert main([str(plain), str(ours), "--panels", "lr", "consistency", "--output", str(tmp_path / "p.svg")]) == 0
     picture = (tmp_path / "p.svg").read_text()
@@ -120,7 +120,7 @@ def test_long_names_take_several_lines(tmp_path: Path) -> None:
         assert f"<!-- {line} -->" in (tmp_path / "p.svg").read_text()
 
 
-def test_characters_that_no_font_has_are_told_once(
+def test_missing_glyphs_are_warned_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
 ) -> None:
     run = write_run(tmp_path / "\U0001e2d0\U0001e2d1")
@@ -164,11 +164,7 @@ def test_numbers_are_kept(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_one_line(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "a", consistent=False)
@@ -192,9 +188,7 @@ def test_names_are_drawn_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
-def test_a_terminal_need_not_know_the_characters_of_a_name(
-    tmp_path: Path, encoding: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_beyond_the_terminals_encoding(tmp_path: Path, encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "é\udcff")
     terminal = io.TextIOWrapper(io.BytesIO(), encoding)
     monkeypatch.setattr(sys, "stdout", terminal)

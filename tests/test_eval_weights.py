@@ -118,7 +118,7 @@ def test_the_moving_average_is_another_encoder(layout: str, reference: nn.Module
     torch.testing.assert_close(average.backbone.conv1.weight, reference.conv1.weight + 1)  # type: ignore[union-attr]
 
 
-def test_weights_without_a_moving_average_are_not_taken_for_one(reference: nn.Module, tmp_path: Path) -> None:
+def test_a_missing_moving_average_is_refused(reference: nn.Module, tmp_path: Path) -> None:
     state, file = dict(reference.state_dict()), tmp_path / "weights.pth"
     for layout in ("timm", "torchvision", "timm-checkpoint", "simsiam", "lightly", "compiled"):
         torch.save(LAYOUTS[layout](state), file)
@@ -132,7 +132,7 @@ def test_weights_without_a_moving_average_are_not_taken_for_one(reference: nn.Mo
         assert torch.equal(average.conv1.weight, reference.conv1.weight + 1)  # type: ignore[arg-type, operator, union-attr]
 
 
-def test_own_checkpoints_and_exports_load_with_their_stem(tmp_path: Path) -> None:
+def test_own_weights_load_with_their_stem(tmp_path: Path) -> None:
     backbone = build_backbone("resnet18", "small")
     method = MoCo(backbone, queue_size=16)
     about = {"config": {"backbone": "resnet18", "stem": "small"}}
@@ -144,7 +144,7 @@ def test_own_checkpoints_and_exports_load_with_their_stem(tmp_path: Path) -> Non
     assert load_encoder(tmp_path).digest == digest(backbone)
 
 
-def test_a_copy_beside_the_checkpoints_is_not_taken_for_the_newest(tmp_path: Path) -> None:
+def test_only_step_files_are_checkpoints(tmp_path: Path) -> None:
     for step in (7, 12):
         method = MoCo(build_backbone("resnet18", "small"), queue_size=16)
         state = {"step": step, "training": {"method": method.state_dict()}}
@@ -153,7 +153,7 @@ def test_a_copy_beside_the_checkpoints_is_not_taken_for_the_newest(tmp_path: Pat
     assert load_encoder(tmp_path).digest == digest(method.backbone)
 
 
-def test_a_download_that_fails_without_a_word_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_download_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def create(name: str, pretrained: bool = False, **options: Any) -> nn.Module:
         if pretrained:
             raise TimeoutError
@@ -175,9 +175,7 @@ UNKNOWN = ("model.backbone.", "resnet.", "encoder.backbone.", "student.encoder."
 
 
 @pytest.mark.parametrize("prefix", UNKNOWN)
-def test_a_prefix_that_nobody_knows_is_taken_where_it_alone_leads_to_an_encoder(
-    prefix: str, reference: nn.Module, tmp_path: Path
-) -> None:
+def test_a_unique_unknown_prefix_is_taken(prefix: str, reference: nn.Module, tmp_path: Path) -> None:
     state = dict(reference.state_dict())
     torch.save({"state_dict": prefixed(state | HEAD, prefix) | {"model.0.weight": NOISE}}, tmp_path / "w.ckpt")
     encoder = load_encoder(tmp_path / "w.ckpt")
@@ -187,7 +185,7 @@ def test_a_prefix_that_nobody_knows_is_taken_where_it_alone_leads_to_an_encoder(
     assert load_encoder(tmp_path / "numbered.ckpt").digest == digest(reference)
 
 
-def test_of_two_encoders_below_unknown_prefixes_none_is_guessed(reference: nn.Module, tmp_path: Path) -> None:
+def test_two_unknown_encoders_are_refused(reference: nn.Module, tmp_path: Path) -> None:
     state, file = dict(reference.state_dict()), tmp_path / "w.pth"
     torch.save(prefixed(state, "student.net.") | prefixed(other(state), "teacher.net."), file)
     with pytest.raises(UserError, match=r"below 'student.net.' and 'teacher.net.'; save one of them to a file"):
@@ -205,14 +203,14 @@ def test_of_two_encoders_below_unknown_prefixes_none_is_guessed(reference: nn.Mo
         load_encoder(saved(prefixed(state, "resnet."), tmp_path), which="ema")
 
 
-def test_the_most_likely_unknown_prefix_is_named_in_a_refusal(reference: nn.Module, tmp_path: Path) -> None:
+def test_the_likeliest_unknown_prefix_is_named(reference: nn.Module, tmp_path: Path) -> None:
     state = dict(reference.state_dict())
     del state["layer4.1.conv2.weight"]
     with pytest.raises(UserError, match=r"119 of the 120 .* match below 'my.net.'; missing: 1 .*--backbone or --stem"):
         load_encoder(saved(prefixed(state, "my.net."), tmp_path))
 
 
-def test_a_transformer_below_an_unknown_prefix_loads_by_name(tmp_path: Path) -> None:
+def test_a_transformer_below_an_unknown_prefix(tmp_path: Path) -> None:
     model = timm.create_model("vit_tiny_patch16_224", num_classes=0)
     file = saved(prefixed(model.state_dict(), "model.trunk.") | {"model.0.weight": NOISE}, tmp_path)
     assert load_encoder(file, architecture="vit_tiny_patch16_224").digest == digest(model)
@@ -237,12 +235,12 @@ def test_transformers_load_by_name(tmp_path: Path) -> None:
     assert encoder.digest == digest(model)
 
 
-def test_a_model_that_takes_images_of_one_size_gets_them() -> None:
+def test_fixed_size_models_get_their_size() -> None:
     sizes = {name: load_encoder(f"random:{name}").image_size for name in ("vit_tiny_patch16_384", "test_resnet")}
     assert sizes == {"vit_tiny_patch16_384": 384, "test_resnet": 224}
 
 
-def test_a_half_fitting_file_is_refused_with_counts_and_names(reference: nn.Module, tmp_path: Path) -> None:
+def test_partial_fits_are_refused_with_counts(reference: nn.Module, tmp_path: Path) -> None:
     state = dict(reference.state_dict())
     del state["layer4.1.conv2.weight"]
     torch.save(state, tmp_path / "w.pth")
@@ -254,7 +252,7 @@ def test_a_half_fitting_file_is_refused_with_counts_and_names(reference: nn.Modu
 
 
 @pytest.mark.parametrize("prefix", ["", "backbone.", "trunk."])
-def test_a_model_without_small_stem_is_not_blamed_for_it(prefix: str, tmp_path: Path) -> None:
+def test_a_guessed_small_stem_is_not_blamed(prefix: str, tmp_path: Path) -> None:
     """Its user has not named a stem; the first convolution of the weights only looks like a small one."""
     small = prefixed(build_backbone("resnet18", "small").state_dict(), prefix)
     for backbone in ("vit_tiny_patch16_224", "resnet50d"):
@@ -269,7 +267,7 @@ def test_a_model_without_small_stem_is_not_blamed_for_it(prefix: str, tmp_path: 
         load_encoder(tmp_path / "b.safetensors", architecture="vit_tiny_patch16_224")
 
 
-def test_weights_of_another_shape_or_without_value_are_named(reference: nn.Module, tmp_path: Path) -> None:
+def test_wrong_shapes_and_nan_weights_are_named(reference: nn.Module, tmp_path: Path) -> None:
     state = dict(reference.state_dict())
     torch.save(state | {"conv1.weight": torch.zeros(64, 3, 9, 9)}, tmp_path / "w.pth")
     message = r"of another shape: 1 \(conv1.weight\), \(64, 3, 9, 9\) instead of \(64, 3, 7, 7\)"
@@ -290,7 +288,7 @@ class Harmful:
         return print, ("code ran",)
 
 
-def test_what_lies_beside_the_weights_is_not_needed(reference: nn.Module, tmp_path: Path) -> None:
+def test_objects_beside_the_weights(reference: nn.Module, tmp_path: Path) -> None:
     """numpy's random state, paths, and objects of a package that is not installed."""
     package = types.ModuleType("mmengine")
 
@@ -313,7 +311,7 @@ def test_what_lies_beside_the_weights_is_not_needed(reference: nn.Module, tmp_pa
     assert "mmengine" not in sys.modules
 
 
-def test_unsafe_missing_and_foreign_files_are_refused(
+def test_unsafe_and_foreign_files_are_refused(
     reference: nn.Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.save(torchvision.models.resnet18(), tmp_path / "module.pth")

@@ -106,7 +106,7 @@ class TestWeights:
         options = {"data": photo_folder, "loader": "torch", "output": tmp_path / "run"}
         assert "x.safetensors: " in refused(run_train(**options, init=path))
 
-    def test_any_damage_to_an_export_is_refused_or_harmless(self, tmp_path: Path) -> None:
+    def test_damaged_exports_are_refused_or_harmless(self, tmp_path: Path) -> None:
         weights = {name: value.contiguous() for name, value in build_backbone("test_resnet").state_dict().items()}
         content = safetensors.torch.save(weights, {"architecture": "test_resnet", "stem": "imagenet"})
         rng, path = random.Random(0), tmp_path / "x.safetensors"
@@ -157,9 +157,7 @@ class TestLists:
         refused(lambda: prep(["convert", *arguments, "--workers", "1"]))
         assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "labels.txt"]
 
-    def test_a_size_index_of_somebody_else_is_read_as_numbers_only(
-        self, corner_folder: Path, tmp_path: Path, marker: Path
-    ) -> None:
+    def test_a_foreign_size_index_runs_no_code(self, corner_folder: Path, tmp_path: Path, marker: Path) -> None:
         root = tmp_path / "images"
         shutil.copytree(corner_folder, root, ignore=shutil.ignore_patterns(".*"))
         true = open_folder(root, quiet=True)
@@ -196,7 +194,7 @@ class TestCompiledCode:
         assert Path(loaders.jit._cache_folder.__wrapped__()).parent == shared
         assert shared.stat().st_mode & 0o777 == 0o700
 
-    def test_other_versions_go_when_nothing_has_used_them_for_a_month(self, shared: Path) -> None:
+    def test_caches_unused_for_a_month_go(self, shared: Path) -> None:
         current = Path(loaders.jit._cache_folder.__wrapped__())
         days = {"numba-0123456789ab": 31, "numba-ba9876543210": 29, "numba-of-mine": 31, current.name: 31}
         for name, age in days.items():
@@ -207,7 +205,7 @@ class TestCompiledCode:
         assert time.time() - current.stat().st_mtime < 3600
 
     @pytest.mark.parametrize("trap", ["link", "open to all", "another's"])
-    def test_a_folder_that_somebody_laid_there_is_not_used(self, shared: Path, tmp_path: Path, trap: str) -> None:
+    def test_a_planted_folder_is_not_used(self, shared: Path, tmp_path: Path, trap: str) -> None:
         if trap == "link":
             (tmp_path / "theirs").mkdir()
             shared.symlink_to(tmp_path / "theirs")
@@ -234,7 +232,7 @@ class TestCompiledCode:
         env = environment() | {"NUMBA_CACHE_DIR": str(folder)}
         return subprocess.run(call, env=env, capture_output=True, text=True, check=False, timeout=300)
 
-    def test_a_full_disk_and_damaged_files_cost_time_only(self, tmp_path: Path) -> None:
+    def test_full_disk_and_damage_cost_time_only(self, tmp_path: Path) -> None:
         expected = f"{philox.sort_keys(0, 0, 3, 7).tolist()}\n"
         for limit in (100, None):
             done = self.run(tmp_path, limit)

@@ -70,7 +70,7 @@ def test_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     assert by_all_others(bank, labels, k=20) == whole
 
 
-def test_of_equally_near_neighbours_the_first_in_the_bank_count() -> None:
+def test_ties_go_to_the_first_in_the_bank() -> None:
     direction = torch.tensor([[1.0, 0.0]])
     bank = torch.cat([direction.repeat(50, 1), torch.tensor([[0.0, 1.0]])])
     labels = torch.tensor([3, 3, *([1] * 48), 0])
@@ -79,7 +79,7 @@ def test_of_equally_near_neighbours_the_first_in_the_bank_count() -> None:
     assert knn_predict(direction, bank, labels, k=5, temperature=0.07).item() == 1
 
 
-def test_a_collapsed_encoder_gives_a_definite_answer() -> None:
+def test_collapsed_features_are_deterministic() -> None:
     bank, labels = torch.ones(100, 4), torch.arange(100) % 10
     first, again = (knn_accuracy(bank, labels, bank, labels, k=15) for _ in range(2))
     assert first == again and first.accuracy == 0.1
@@ -94,7 +94,7 @@ def test_k_is_clipped_to_the_bank_with_a_note() -> None:
     assert knn_accuracy(*features(10, seed=1), bank, labels, k=30).note == ""
 
 
-def test_unlabelled_features_neither_vote_nor_count() -> None:
+def test_unlabelled_features_do_not_count() -> None:
     bank, labels = features(60)
     queries, query_labels = features(20, seed=1)
     plain = knn_accuracy(queries, query_labels, bank, labels, k=10)
@@ -105,7 +105,7 @@ def test_unlabelled_features_neither_vote_nor_count() -> None:
         knn_accuracy(queries, query_labels, bank, torch.full((60,), -1))
 
 
-def test_half_precision_features_are_compared_in_float32_and_training_settings_restored() -> None:
+def test_half_precision_is_compared_in_float32() -> None:
     torch.set_float32_matmul_precision("high")
     try:
         bank, labels = features(60)
@@ -144,7 +144,7 @@ dist.destroy_process_group()
 """
 
 
-def test_ranks_share_the_chunks_and_get_the_result_of_one() -> None:
+def test_ranks_share_the_chunks() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     command += [sys.executable, "-c", _RANK]
     place = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}

@@ -422,11 +422,7 @@ class TestOnGpu:
     @pytest.mark.parametrize("kind", [TorchLoader, DaliLoader])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_the_gpu_sees_what_the_cpu_sees(
-        self,
-        make: Callable[..., Loader],
-        dataset: ImageDataset,
-        kind: Callable[..., Loader],
-        dtype: torch.dtype,
+        self, make: Callable[..., Loader], dataset: ImageDataset, kind: Callable[..., Loader], dtype: torch.dtype
     ) -> None:
         order = BatchOrder(24, 8, seed=PLAN.seed)
         loader = kind(dataset, PLAN, order=order, device="cuda", dtype=dtype, workers=2)

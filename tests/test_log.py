@@ -53,7 +53,7 @@ def test_a_line_holds_the_means_of_its_interval(tmp_path: Path) -> None:
     assert lines[-1]["time_left_s"] == 0
 
 
-def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
+def test_lines_are_written_unbuffered(tmp_path: Path) -> None:
     log = run_log(tmp_path)
     log.event("knn", 3, 1, {"accuracy": 0.5})
     assert records(tmp_path)[0]["accuracy"] == 0.5
@@ -78,7 +78,7 @@ def test_speed_and_waiting_are_those_of_the_loop(tmp_path: Path, monkeypatch: py
         assert (line["data_wait_share"], line["images_per_s"]) == (pytest.approx(share), pytest.approx(rate))
 
 
-def test_leaving_the_loop_early_closes_the_loaders_iterator(tmp_path: Path) -> None:
+def test_leaving_the_loop_closes_the_iterator(tmp_path: Path) -> None:
     closed = []
 
     def batches() -> Iterator[int]:
@@ -126,9 +126,7 @@ def test_only_the_main_rank_writes(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == "[rank 1] cannot read x.jpg\n"
 
 
-def test_log_txt_grows_over_restarts_and_has_every_line_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_log_txt_has_every_line_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for word in ("first", "second"):
         set_up_logging(MAIN, tmp_path / "log.txt")
         logging.getLogger("cocor.train").info(word)
@@ -178,7 +176,7 @@ def test_durations_read_well() -> None:
 
 
 @pytest.mark.gpu
-def test_the_wait_on_a_gpu_is_the_time_in_which_it_idles(tmp_path: Path) -> None:
+def test_the_wait_on_a_gpu_is_its_idle_time(tmp_path: Path) -> None:
     world = World(0, 0, 1, torch.device("cuda"))
     work = torch.randn(4096, 4096, device="cuda")
 

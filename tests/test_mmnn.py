@@ -152,8 +152,7 @@ def test_constants_are_continued_in_a_line() -> None:
 
 
 @pytest.mark.parametrize(
-    "constants",
-    [{}, {0: 1.0, 1: 0.8}, {1: 1.0}, {1: 0.8, 2: 0.8}, {1: 0.8, 2: 0.5, 3: 0.4}, {1: -1.1}],
+    "constants", [{}, {0: 1.0, 1: 0.8}, {1: 1.0}, {1: 0.8, 2: 0.8}, {1: 0.8, 2: 0.5, 3: 0.4}, {1: -1.1}]
 )
 def test_constants_must_be_concave_and_fall(constants: dict[int, float]) -> None:
     with pytest.raises(UserError, match="constants:"):

@@ -63,10 +63,7 @@ def test_ffcvs_loader_shows_every_image_upright_and_in_its_colours(os_cache: boo
         num_workers=1,
         os_cache=os_cache,
         order=OrderOption.SEQUENTIAL,
-        pipelines={
-            "image": [CenterCropRGBImageDecoder((64, 64), 1), ToTensor()],
-            "label": [IntDecoder(), ToTensor()],
-        },
+        pipelines={"image": [CenterCropRGBImageDecoder((64, 64), 1), ToTensor()], "label": [IntDecoder(), ToTensor()]},
     )
     images, labels = (tensor.numpy().copy() for tensor in next(iter(loader)))
     assert labels.ravel().tolist() == file.labels.tolist()

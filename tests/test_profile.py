@@ -16,8 +16,11 @@ from cocor.monitor.profile import Parts, costs, table
 from cocor.run_dir import trace
 from cocor.train import main
 
+Capsys = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 
-def test_an_inner_part_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+
+def test_an_inner_part_is_not_counted_twice(monkeypatch: Patch) -> None:
     clock, parts = wound_by_hand(cocor.monitor.profile, monkeypatch), Parts(torch.device("cpu"))
     parts.start()
     with parts("outer"):
@@ -46,7 +49,7 @@ def test_the_cost_model_counts_forward_passes(options: dict, expected: dict) -> 
     assert costs(resolve(options), ranks=1) == expected
 
 
-def test_the_table_shows_shares_and_costs_of_a_forward_pass() -> None:
+def test_the_table_shows_shares_and_costs() -> None:
     config = resolve({"consistency": "none", "batch_size": 256})
     seconds = {"data wait": 0.1, "contrastive": 1.6, "optimiser": 0.2, "other": 0.1, "views": 0.02}
     lines = table(config, seconds, steps=10, ranks=1)
@@ -56,16 +59,14 @@ def test_the_table_shows_shares_and_costs_of_a_forward_pass() -> None:
     assert "2.00 ms" in lines[7]
 
 
-def test_passes_for_the_hypergradient_are_passes_of_the_encoder() -> None:
+def test_hypergradient_passes_are_encoder_passes() -> None:
     config = resolve({"consistency": "none", "batch_size": 256})
     seconds = {"contrastive": 1.0, "hypergradient": 0.6, "optimiser": 0.3, "other": 0.1}
     lines = table(config, seconds, steps=10, ranks=1)
     assert lines[2].split() == ["hypergradient", "60.00", "30.0%"] and "waiting for data: 20.0%" in lines[6]
 
 
-def test_the_command_leaves_a_trace_but_no_run(
-    photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_leaves_a_trace_but_no_run(photo_folder: Path, tmp_path: Path, capsys: Capsys) -> None:
     output = tmp_path / "runs" / "look"
     turns = {"mmnn_every": 2, "lengths_per_step": 1, "composite_size": 16}
     assert main([*flags(data=photo_folder, output=output, **turns), "--profile"]) == 0
@@ -79,9 +80,7 @@ def test_the_command_leaves_a_trace_but_no_run(
 
 
 @pytest.mark.parametrize("options", [{"consistency": "abs"}, {"hypergradient": "taylor"}, {"hypergradient": "exact"}])
-def test_passes_that_the_hypergradient_takes_are_a_part_of_their_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict
-) -> None:
+def test_hypergradient_passes_are_a_part(tmp_path: Path, capsys: Capsys, options: dict) -> None:
     tiny = {"loader": "synthetic", "synthetic_images": 200, "image_size": 16}
     assert main([*flags(output=tmp_path / "look", **tiny, **options), "--profile"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -90,16 +89,14 @@ def test_passes_that_the_hypergradient_takes_are_a_part_of_their_own(
     assert "hypergradient" not in rows or float(rows["hypergradient"][1]) > 0
 
 
-def test_the_present_folder_has_its_trace_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_folders_trace_is_beside_it(tmp_path: Path, monkeypatch: Patch) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert trace(Config(output=Path())) == tmp_path / "here-trace.json.gz"
     assert trace(Config(output=Path("run"))) == Path("run-trace.json.gz")
 
 
-def test_turns_however_long_are_looked_at_for_some_steps(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_cycles_are_cut(tmp_path: Path, capsys: Capsys, monkeypatch: Patch) -> None:
     monkeypatch.setattr("cocor.monitor.profile._MOST_STEPS", 6)
     turns = {"mmnn_every": 1_000_000, "lengths_per_step": 1, "composite_size": 8}
     tiny = {"loader": "synthetic", "synthetic_images": 200, "image_size": 16}
@@ -107,9 +104,7 @@ def test_turns_however_long_are_looked_at_for_some_steps(
     assert "composites" in capsys.readouterr().out
 
 
-def test_a_place_that_cannot_be_written_is_named_before_anything_is_measured(
-    photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unwritable_trace_is_refused_first(photo_folder: Path, tmp_path: Path, capsys: Capsys) -> None:
     (tmp_path / "file").write_text("")
     assert main([*flags(data=photo_folder, output=tmp_path / "file" / "run"), "--profile"]) == 2
     told = f"--output {tmp_path / 'file' / 'run-trace.json.gz'}: {tmp_path / 'file'} is no folder"

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -185,22 +185,18 @@ def _compute(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: str
 
 def _from_cache(path: Path | None, count: int, how: Extraction) -> Tensor | None:
     """Return the cached features if every rank has them: ranks need not share a disk, but compute together."""
-    values = None if path is None else _read_cache(path, count)
+    values = None
+    with suppress(OSError, KeyError, safetensors.SafetensorError):  # missing or damaged
+        values = None if path is None else safetensors.torch.load_file(path)["features"]
+    if values is not None and len(values) != count:
+        values = None
     if values is not None and how.on_error == "stop" and values.flatten(1)[:, 0].isnan().any():
         values = None  # of a call that left images out
-    if how.world.size > 1:
+    if path is not None and how.world.size > 1:
         have = torch.tensor(int(values is not None), device=how.world.device)
         dist.all_reduce(have, dist.ReduceOp.MIN)
         return values if have.item() else None
     return values
-
-
-def _read_cache(path: Path, count: int) -> Tensor | None:
-    try:
-        values = safetensors.torch.load_file(path)["features"]
-    except (OSError, KeyError, safetensors.SafetensorError):
-        return None  # missing or damaged
-    return values if len(values) == count else None
 
 
 def _write_cache(values: Tensor, path: Path | None, how: Extraction) -> None:

@@ -1,4 +1,4 @@
-"""The paper's transfer table: one linear probe on each of its data sets, for one or several encoders.
+"""Fill the paper's transfer table: one linear probe on each of its data sets, for one or several encoders.
 
 Missing sets are named and skipped. The table is rewritten after every set, so an interrupted run keeps its results, and
 cached features make the next one quick.
@@ -22,7 +22,7 @@ Probe = Callable[[Encoder, Splits], LinearResult]
 
 @dataclass
 class Table:
-    """Results by data set and encoder; ``absent`` sets, and why others ``failed``; departures from protocols."""
+    """Results by data set and encoder, ``absent`` sets, why others ``failed``, ``notes`` on departures."""
 
     encoders: list[str]
     results: dict[str, dict[str, LinearResult]] = field(default_factory=dict)
@@ -31,23 +31,21 @@ class Table:
     notes: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def accuracies(self) -> dict[str, dict[str, float]]:
-        """By title of the set and name of the encoder, in the metric of the set's protocol."""
+        """Return accuracies by title of the set and name of the encoder, in the metric of the protocol."""
         return {
             PROTOCOLS[name].title: {encoder: result.accuracy for encoder, result in row.items()}
             for name, row in self.results.items()
         }
 
     def markdown(self) -> str:
-        """A table with a row a data set, accuracies in per cent."""
+        """Format a table with a row a data set, accuracies in per cent."""
         rows = ["| data set | metric | " + " | ".join(self.encoders) + " |", "|---|---|" + "---:|" * len(self.encoders)]
         for name, row in self.results.items():
             cells = " | ".join(f"{100 * row[e].accuracy:.2f}" if e in row else "" for e in self.encoders)
             rows.append(f"| {PROTOCOLS[name].title} | {PROTOCOLS[name].metric} | {cells} |")
         if len(self.results) > 1:
-            means = [
-                sum(row[e].accuracy for row in self.results.values() if e in row) / len(self.results)
-                for e in self.encoders
-            ]
+            count = len(self.results)
+            means = [sum(row[e].accuracy for row in self.results.values() if e in row) / count for e in self.encoders]
             rows.append("| mean | | " + " | ".join(f"{100 * mean:.2f}" for mean in means) + " |")
         rows += ["", *(f"- {PROTOCOLS[n].title}: {'; '.join(notes)}." for n, notes in self.notes.items() if notes)]
         rows += [f"- {PROTOCOLS[name].title} failed: {reason}." for name, reason in self.failed.items()]
@@ -55,7 +53,7 @@ class Table:
         return "\n".join(rows).rstrip() + "\n"
 
     def csv(self) -> str:
-        """A row a data set and encoder, with both metrics, the penalty and whether the fit converged."""
+        """Format a row a data set and encoder, with both metrics, the penalty and whether the fit converged."""
         text = io.StringIO()
         write = csv.writer(text, lineterminator="\n")
         write.writerow(

@@ -77,10 +77,7 @@ def build_pipeline(
         # depends on it.
         encoded = fn.reshape(encoded, shape=fn.peek_image_shape(encoded)[:1] * 0 - 1)
         images = fn.decoders.image(
-            encoded,
-            device="cpu" if device_id is None else "mixed",
-            output_type=types.RGB,
-            **gpu_decoder,
+            encoded, device="cpu" if device_id is None else "mixed", output_type=types.RGB, **gpu_decoder
         )
         if filter is None:
             return images

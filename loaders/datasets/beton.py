@@ -36,7 +36,7 @@ HEADER = np.dtype(
         ("page_size", "<u4"),
         ("num_samples", "<u8"),
         ("alloc_table_ptr", "<u8"),
-    ],
+    ]
 )
 FIELD = np.dtype([("type_id", "u1"), ("name", "u1", (16,)), ("arguments", "u1", (1024,))])
 SAMPLE = np.dtype(

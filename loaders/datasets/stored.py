@@ -128,10 +128,7 @@ class StoredDataset(ImageDataset):
 
 
 def open_stored(
-    path: str | os.PathLike[str],
-    labels: str | os.PathLike[str] | None = None,
-    *,
-    classes: Sequence[str] | None = None,
+    path: str | os.PathLike[str], labels: str | os.PathLike[str] | None = None, *, classes: Sequence[str] | None = None
 ) -> StoredDataset:
     """Open a ``.beton`` file of images.
 

@@ -45,12 +45,7 @@ class Jobs:
     """Make the jobs of one loader, in pinned memory if ``pinned``."""
 
     def __init__(
-        self,
-        dataset: ImageDataset,
-        plan: ViewPlan,
-        order: BatchOrder,
-        on_error: OnError,
-        pinned: bool,
+        self, dataset: ImageDataset, plan: ViewPlan, order: BatchOrder, on_error: OnError, pinned: bool
     ) -> None:
         if order.length != len(dataset):
             raise ValueError(f"the order covers {order.length} samples, the data set has {len(dataset)}")

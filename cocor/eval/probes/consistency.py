@@ -1,4 +1,4 @@
-"""Latent similarity of images and their composites: by length, by basic augmentation, and against the MMNN's target.
+"""Measure the latent similarity of images and their composites: by length, by augmentation, against the targets.
 
 This is the paper's post-hoc figure (a), for several checkpoints side by side on the same views. For cocor's own
 checkpoints the similarity is that of training, of embeddings behind the heads, but in evaluation mode, that is with the
@@ -24,7 +24,6 @@ from cocor.distributed.collectives import World
 from cocor.eval.features import Extraction
 from cocor.eval.probes.online_knn import evaluating
 from cocor.eval.weights.load import load_encoder
-from cocor.methods.base import Method
 from cocor.models import build_method
 from cocor.objective.consistency import latent_similarity
 from cocor.objective.mmnn import MMNN, Constants, by_length
@@ -43,7 +42,7 @@ _BATCH = 64
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured: two maps from images (N, 3, H, W) to embeddings (N, d), and where its targets come from."""
+    """Two maps from images (N, 3, H, W) to embeddings (N, d), and where their targets come from."""
 
     name: str
     space: str
@@ -56,10 +55,11 @@ class Subject:
 
 @dataclass(frozen=True)
 class Consistency:
-    """Mean over images; by length, ``similarity``, the ``target`` of ``targets`` and ``dacl``; by op, ``by_op``.
+    """Means over images: by length the ``similarity``, the ``target`` of ``targets`` and ``dacl``; by op ``by_op``.
 
     ``rises``: how many lengths have a higher similarity than the one before; ``target_rises``: in how many of
-    ``target_checks`` cases g does not fall when one augmentation is added."""
+    ``target_checks`` cases g does not fall when one augmentation is added.
+    """
 
     name: str
     space: str
@@ -80,9 +80,8 @@ class Consistency:
         for title, row in (("similarity", self.similarity), ("target", self.target), ("DACL", self.dacl)):
             rows.append(f"  {title:<11} " + " ".join(f"{value:6.3f}" for value in row.values()))
         hardest = sorted(self.by_op, key=lambda op: self.by_op[op])
-        rows.append(
-            "  by augmentation, least alike first: " + ", ".join(f"{op} {self.by_op[op]:.3f}" for op in hardest)
-        )
+        ops = ", ".join(f"{op} {self.by_op[op]:.3f}" for op in hardest)
+        rows.append(f"  by augmentation, least alike first: {ops}")
         order = f"similarity rises at {self.rises} of {len(self.similarity) - 1} lengths"
         rows.append(
             f"  mean DACL {dacl:.3f}; {order}; targets rise in {self.target_rises} of {self.target_checks} cases"
@@ -91,7 +90,7 @@ class Consistency:
 
 
 def subject(path: str | Path, device: torch.device, **encoder_options: Any) -> Subject:
-    """A checkpoint with heads and MMNN if ``path`` is one of cocor's (or a run's folder), else a bare encoder."""
+    """Load a checkpoint with heads and MMNN if ``path`` is one of cocor's, or a run's folder, else a bare encoder."""
     found = _checkpoint(Path(path))
     if found is None:
         encoder = load_encoder(path, **encoder_options)
@@ -113,19 +112,11 @@ def subject(path: str | Path, device: torch.device, **encoder_options: Any) -> S
         mmnn.load_state_dict(state["training"]["mmnn"])
         mmnn.to(device)
     name = file.parent.parent.name or file.stem
-    return Subject(name, "embeddings", method, _original(method), _composite(method), mmnn, constants)
-
-
-def _original(method: Method) -> Callable[[Tensor], Tensor]:
-    return method.embed_original
-
-
-def _composite(method: Method) -> Callable[[Tensor], Tensor]:
-    return method.embed_composite
+    return Subject(name, "embeddings", method, method.embed_original, method.embed_composite, mmnn, constants)
 
 
 def _checkpoint(path: Path) -> tuple[Path, dict[str, Any]] | None:
-    """cocor's own checkpoint at ``path`` or, in a run's folder, the newest; None for anything else."""
+    """Read cocor's own checkpoint at ``path`` or, in a run's folder, the newest; None for anything else."""
     if path.is_dir():
         return checkpoint.newest(path / checkpoint.FOLDER)
     if path.parent.name != checkpoint.FOLDER or path.suffix != ".pt":
@@ -134,8 +125,10 @@ def _checkpoint(path: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def measure(subjects: Sequence[Subject], dataset: ImageDataset, how: Extraction, seed: int = 0) -> list[Consistency]:
-    """Measure all ``subjects`` on the same views of ``dataset``. The targets of a subject without MMNN are those of the
-    first subject that has one, else its constants. Changes no parameter and no buffer."""
+    """Measure all ``subjects`` on the same views of ``dataset``, changing no parameter and no buffer.
+
+    The targets of a subject without MMNN are those of the first subject that has one, else its constants.
+    """
     shared = next((s for s in subjects if s.mmnn is not None), None)
     lengths = (1,) * _SINGLES + LENGTHS[1:]
     plan = ViewPlan(size=how.size, seed=seed, contrastive=(), original="shared", lengths=lengths)
@@ -155,7 +148,7 @@ def measure(subjects: Sequence[Subject], dataset: ImageDataset, how: Extraction,
 def _similarities(
     one: Subject, target: nn.Module, plan: ViewPlan, dataset: ImageDataset, how: Extraction
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Similarities (L, N), targets (L, N) and composition vectors (L, N, 14) of all composites, on the CPU."""
+    """Return similarities (L, N), targets (L, N) and compositions (L, N, 14) of all composites, on the CPU."""
     order = BatchOrder(len(dataset), min(_BATCH, how.batch_size), shuffle=False, drop_last=False)
     device = how.world.device
     loader = open_loader(how.loader, dataset, plan, order, device=device, workers=how.workers, on_error=how.on_error)
@@ -202,8 +195,10 @@ def _summarise(
 
 @torch.no_grad()
 def target_rises(target: nn.Module, composition: Tensor) -> tuple[int, int]:
-    """(violations, cases): how often ``target`` does not fall when any one augmentation joins the distinct rows of
-    ``composition`` (n, 14)."""
+    """Count how often ``target`` does not fall when one augmentation joins a distinct row of ``composition`` (n, 14).
+
+    Returns (violations, cases).
+    """
     device = next((t.device for t in (*target.parameters(), *target.buffers())), torch.device("cpu"))
     rows = composition.unique(dim=0).to(device)
     more = rows[:, None] + torch.eye(len(BASIC), dtype=rows.dtype, device=device)

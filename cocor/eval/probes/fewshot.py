@@ -1,4 +1,4 @@
-"""Learning from a few images a class, in the two forms of the literature. Both work on frozen features.
+"""Learn from a few images a class on frozen features, in the two forms of the literature.
 
     n-shot    n images of every class of train + val, all of test; the linear probe; mean and deviation over seeds
               (LooC's Flowers table: 5 and 10 shots, features of ten crops to learn from)
@@ -61,31 +61,20 @@ def shots(
         UserError: a class has fewer images.
     """
     pool = pool.labelled()
+    held = count // 5 or (1 if count > 1 else 0)  # images a class that validate
+    penalties = PENALTIES if held else PENALTIES[len(PENALTIES) // 2 :]
     results = []
     for seed in seeds:
         drawn = draw_shots(pool.labels, count, seed)  # (classes, count)
-        held = count // 5 or (1 if count > 1 else 0)
-        train, val = drawn[:, held:].flatten(), drawn[:, :held].flatten()
-        results.append(
-            linear_probe(
-                pool.subset(train),
-                pool.subset(val) if held else None,
-                test,
-                metric=metric,
-                penalties=PENALTIES if held else PENALTIES[len(PENALTIES) // 2 :],
-                device=device,
-            )
-        )
-    return ShotResult(
-        count,
-        tuple(result.top1 for result in results),
-        tuple(result.class_mean for result in results),
-        all(result.converged for result in results),
-    )
+        train = pool.subset(drawn[:, held:].flatten())
+        val = pool.subset(drawn[:, :held].flatten()) if held else None
+        results.append(linear_probe(train, val, test, metric=metric, penalties=penalties, device=device))
+    top1, class_mean = tuple(r.top1 for r in results), tuple(r.class_mean for r in results)
+    return ShotResult(count, top1, class_mean, all(result.converged for result in results))
 
 
 def check_shots(labels: Tensor, count: int, classes: Sequence[str] = ()) -> None:
-    """UserError if a class of ``labels``, by its name in ``classes``, has fewer than ``count`` images."""
+    """Raise UserError if a class of ``labels``, by its name in ``classes``, has fewer than ``count`` images."""
     for label, images in zip(*(part.tolist() for part in labels[labels >= 0].unique(return_counts=True)), strict=True):
         if images < count:
             name = classes[label] if classes else f"number {label}"
@@ -93,7 +82,7 @@ def check_shots(labels: Tensor, count: int, classes: Sequence[str] = ()) -> None
 
 
 def draw_shots(labels: Tensor, count: int, seed: int) -> Tensor:
-    """Places (classes, count) of ``count`` random images of every class; ``seed`` alone decides which."""
+    """Draw places (classes, count) of ``count`` random images of every class; ``seed`` alone decides which."""
     check_shots(labels, count)
     generator = torch.Generator().manual_seed(seed)
     rows = []
@@ -104,7 +93,7 @@ def draw_shots(labels: Tensor, count: int, seed: int) -> Tensor:
 
 
 def check_ways(labels: Tensor, shots: int, ways: int) -> None:
-    """UserError if fewer than ``ways`` classes of ``labels`` have more than ``shots`` images."""
+    """Raise UserError if fewer than ``ways`` classes of ``labels`` have more than ``shots`` images."""
     enough = int((labels[labels >= 0].unique(return_counts=True)[1] > shots).sum())
     if enough < ways:
         reason = f"only {enough} classes of the test images have more than {shots}"
@@ -153,7 +142,7 @@ def episodes(
 
 
 def _task(members: list[Tensor], ways: int, shots: int, generator: torch.Generator) -> Tensor:
-    """Places (ways, shots + queries)."""
+    """Draw places (ways, shots + queries)."""
     rows = []
     for label in torch.randperm(len(members), generator=generator)[:ways].tolist():
         places = members[label][torch.randperm(len(members[label]), generator=generator)]
@@ -165,7 +154,7 @@ def _task(members: list[Tensor], ways: int, shots: int, generator: torch.Generat
 
 
 def _solve(values: Tensor, support: Tensor, queries: Tensor) -> Tensor:
-    """Accuracies (T,) of T tasks: places (T, ways, shots) to learn from, (T, ways, queries) to classify."""
+    """Return accuracies (T,) of T tasks: places (T, ways, shots) to learn from, (T, ways, queries) to classify."""
     ways, shots = support.shape[1:]
     learn = values[support.flatten(1)]  # (T, n, D)
     classify = values[queries.flatten(1)]

@@ -1,4 +1,4 @@
-"""Weighted k-nearest-neighbour classification of frozen features (Wu et al., CVPR 2018, section 3.4).
+"""Classify frozen features by weighted k nearest neighbours (Wu et al., CVPR 2018, section 3.4).
 
 For every query, the k bank features of largest cosine similarity s vote for their classes with weight exp(s / T). The
 usual choice is k = 200, T = 0.07. It needs no training, so it shows at once whether an encoder learns.
@@ -7,7 +7,7 @@ The result is deterministic: similarities are float32, ties between neighbours g
 summed as integers, so that their order does not matter, and ties between classes go to the lower one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ _ONE_VOTE = 2**40  # the weight of the nearest neighbour; 2**23 neighbours fit i
 
 @dataclass(frozen=True)
 class KnnResult:
-    """``accuracy`` of top-1 in [0, 1] over ``queries`` labelled queries, with ``k`` of ``bank`` labelled features.
+    """Top-1 ``accuracy`` in [0, 1] over labelled queries, with ``k`` of ``bank`` labelled features.
 
     ``note`` says if ``k`` had to be reduced, else it is empty.
     """
@@ -59,9 +59,10 @@ def knn_curve(
     temperature: float = 0.07,
     leave_one_out: bool = False,
 ) -> list[KnnResult]:
-    """The results for several k from one search, all labels known. With ``leave_one_out`` the queries are the bank.
+    """Return the results for several k from one search, all labels known.
 
-    All ranks, where there are some, call it with the same arguments; each does a part, and all get the whole result.
+    With ``leave_one_out`` the queries are the bank. All ranks call it with the same arguments; each does a part, and
+    all get the whole result.
     """
     predicted = _predict(queries, bank, bank_labels, ks, temperature, leave_one_out, shared=True)
     most = len(bank) - leave_one_out
@@ -78,7 +79,7 @@ def _result(predicted: Tensor, labels: Tensor, k: int, bank: int, most: int) -> 
 def knn_predict(
     queries: Tensor, bank: Tensor, bank_labels: Tensor, *, k: int, temperature: float, leave_one_out: bool = False
 ) -> Tensor:
-    """The class of each query (N, D) by the bank (M, D) with labels (M,) >= 0: int64 (N,), on the bank's device.
+    """Predict the class of each query (N, D) by the bank (M, D) with labels (M,) >= 0: int64 (N,) on the bank's device.
 
     ``k`` is clipped to the bank. With ``leave_one_out``, query i is bank feature i and does not vote for itself.
     """
@@ -95,51 +96,51 @@ def _predict(
     leave_one_out: bool,
     shared: bool = False,
 ) -> Tensor:
-    """Classes (len(ks), N). If ``shared``, ranks share out the chunks that a single process would compute, so that
-    rounding does not depend on their number."""
+    """Return classes (len(ks), N)."""
+    # Ranks share out the chunks that one process would compute, so that rounding does not depend on their number.
     if not (torch.isfinite(queries).all() and torch.isfinite(bank).all()):
         raise ValueError("features are not finite")
-    bank = F.normalize(bank.float(), dim=1)
-    queries = F.normalize(queries.to(bank.device).float(), dim=1)
     bank_labels = bank_labels.to(bank.device)
     ks = [min(k, len(bank) - leave_one_out) for k in ks]
     classes = int(bank_labels.max()) + 1
-    rows = max(1, _CHUNK_BYTES // (4 * len(bank)))
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if shared and dist.is_initialized() else (0, 1)
     predicted = torch.zeros(len(ks), len(queries), dtype=torch.int64, device=bank.device)
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")  # training may have allowed TF32
-    try:
-        for start in range(rank * rows, len(queries), ranks * rows):
-            similarity = queries[start : start + rows] @ bank.T
-            if leave_one_out:
-                similarity.diagonal(start).fill_(-torch.inf)
-            values, neighbours = _nearest(similarity, max(ks))
-            for row, k in zip(predicted, ks, strict=True):
-                row[start : start + rows] = _vote(values[:, :k], bank_labels[neighbours[:, :k]], temperature, classes)
-    finally:
-        torch.set_float32_matmul_precision(precision)
+    for part, values, neighbours in _search(queries, bank, max(ks), leave_one_out, rank, ranks):
+        for row, k in zip(predicted, ks, strict=True):
+            row[part] = _vote(values[:, :k], bank_labels[neighbours[:, :k]], temperature, classes)
     if ranks > 1:
         dist.all_reduce(predicted)  # a sum with zeros
     return predicted
 
 
+def _search(
+    queries: Tensor, bank: Tensor, k: int, leave_one_out: bool = False, rank: int = 0, ranks: int = 1
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield chunks of queries (N, D) with the similarities and places of their nearest in the bank, each (n, k)."""
+    bank = F.normalize(bank.float(), dim=1)
+    queries = F.normalize(queries.to(bank.device).float(), dim=1)
+    rows = max(1, _CHUNK_BYTES // (4 * len(bank)))
+    for start in range(rank * rows, len(queries), ranks * rows):
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")  # training may have allowed TF32
+        try:
+            similarity = queries[start : start + rows] @ bank.T
+        finally:
+            torch.set_float32_matmul_precision(precision)
+        if leave_one_out:
+            similarity.diagonal(start).fill_(-torch.inf)
+        yield slice(start, start + rows), *_nearest(similarity, k)
+
+
 @torch.no_grad()
 def nearest_neighbours(queries: Tensor, bank: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Cosine similarities and places of the ``k`` bank features (M, D) nearest to each query (N, D), each (N, k)."""
-    bank, queries = F.normalize(bank.float(), dim=1), F.normalize(queries.float(), dim=1)
-    rows = max(1, _CHUNK_BYTES // (4 * len(bank)))
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        found = [_nearest(part @ bank.T, min(k, len(bank))) for part in queries.split(rows)]
-    finally:
-        torch.set_float32_matmul_precision(precision)
-    return torch.cat([values for values, _ in found]), torch.cat([places for _, places in found])
+    """Return cosine similarities and places of the ``k`` bank features nearest to each query, each (N, k)."""
+    found = list(_search(queries, bank, min(k, len(bank))))
+    return torch.cat([values for _, values, _ in found]), torch.cat([places for _, _, places in found])
 
 
 def _vote(values: Tensor, labels: Tensor, temperature: float, classes: int) -> Tensor:
-    """Similarities (n, k) of the nearest and their classes (n, k) -> classes (n,)."""
+    """Return classes (n,), from similarities (n, k) of the nearest and their classes (n, k)."""
     # Relative to the nearest, so that no weight overflows; integers, so that their sum has no order.
     weights = torch.exp((values.double() - values[:, :1].double()) / temperature)
     votes = torch.zeros(len(values), classes, dtype=torch.int64, device=values.device)
@@ -148,8 +149,7 @@ def _vote(values: Tensor, labels: Tensor, temperature: float, classes: int) -> T
 
 
 def _nearest(similarity: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row (n, M) and their columns, each (n, k), nearest first and of equals the first column
-    first: so the first of the k are what a smaller k gives."""
+    """Return the k largest of each row (n, M) and their columns, each (n, k), of equals the first column first."""
     values, columns = similarity.topk(k, dim=1)
     columns, order = columns.sort(dim=1)
     values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)

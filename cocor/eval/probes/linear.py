@@ -1,4 +1,4 @@
-"""The linear probe of the paper's tables: regularised softmax regression on frozen features, solved to convergence.
+"""Run the linear probe of the paper's tables: regularised softmax regression on frozen features, to convergence.
 
     train, val -> 45 penalties from 1e-6 to 1e5, warm-started from strong to weak -> the best on val
     train + val -> refit from that solution -> test, once
@@ -70,28 +70,31 @@ class LinearResult:
         return asdict(replace(self, predicted=torch.empty(0))) | {"predicted": None}
 
     def lines(self) -> list[str]:
-        """The report for people."""
+        """Return the report for people."""
         mark = {"top1": "top-1", "class-mean": "mean per class"}[self.metric]
-        open_ends = sum(not trial.converged for trial in self.trials)
+        limit = [trial.penalty for trial in self.trials if not trial.converged]
         ends = {trial.penalty for trial in (*self.trials[:1], *self.trials[-1:])}
         edge = " (an end of the grid)" if self.penalty in ends else ""
-        grid = "all converged" if not open_ends else f"{open_ends} stopped at the iteration limit"
         fit = "converged" if self.converged else "NOT converged: raise --iterations"
         return [
             f"top-1 {self.top1:.2%}, mean per class {self.class_mean:.2%} (the protocol's choice: {mark})",
             f"{self.train:,} + {self.val:,} images to learn from, {self.test:,} to test on, {self.classes} classes",
-            f"penalty {self.penalty:.3g} of {len(self.trials)} tried{edge}, {grid}; refit {fit}, "
+            f"penalty {self.penalty:.3g} of {len(self.trials)} tried{edge}; refit {fit}, "
             f"relative gradient {self.gradient:.1e}; {self.seconds:.1f} s",
+            "all fits of the grid converged"
+            if not limit
+            else f"{len(limit)} fits of the grid stopped at the iteration limit, penalties {min(limit):.2g} to "
+            f"{max(limit):.2g}: their objective is an upper bound, their accuracy that of a fit that is not finished",
         ]
 
 
 def top1(predicted: Tensor, labels: Tensor) -> float:
-    """Share of right predictions."""
+    """Return the share of right predictions."""
     return (predicted == labels).double().mean().item()
 
 
 def class_mean(predicted: Tensor, labels: Tensor) -> float:
-    """Mean over the classes that occur in ``labels`` of the share of their images that are predicted right."""
+    """Return the mean over the classes in ``labels`` of the share of their images that are predicted right."""
     present, place = labels.unique(return_inverse=True)
     right = torch.zeros(len(present), dtype=torch.float64).index_add_(0, place, (predicted == labels).double())
     return (right / place.bincount(minlength=len(present))).mean().item()
@@ -144,28 +147,16 @@ def linear_probe(
         predicted = _predict(place(test), fit)
     finally:
         torch.set_float32_matmul_precision(precision)
-    return LinearResult(
-        top1(predicted, test.labels),
-        class_mean(predicted, test.labels),
-        metric,
-        penalty,
-        fit.converged,
-        fit.gradient,
-        fit.loss,
-        time.perf_counter() - began,
-        len(train),
-        0 if val is None else len(val),
-        len(test),
-        classes,
-        tuple(trials),
-        predicted,
-    )
+    scores = top1(predicted, test.labels), class_mean(predicted, test.labels)
+    counts = len(train), 0 if val is None else len(val), len(test), classes
+    ends, seconds = (fit.gradient, fit.loss), time.perf_counter() - began
+    return LinearResult(*scores, metric, penalty, fit.converged, *ends, seconds, *counts, tuple(trials), predicted)
 
 
 def _search(
     problem: SoftmaxRegression, val: Tensor, labels: Tensor, penalties: Sequence[float], metric: Metric, iterations: int
 ) -> tuple[list[Trial], Tensor]:
-    """All trials in the order of ``penalties``, and the best one's weights."""
+    """Return all trials in the order of ``penalties``, and the best one's weights."""
     fits = problem.fit_all(penalties, iterations=iterations, tolerance=_SEARCH_TOLERANCE)
     trials = []
     for penalty, fit in zip(penalties, fits, strict=True):
@@ -176,7 +167,7 @@ def _search(
 
 
 def _best(trials: list[Trial], metric: Metric) -> Trial:
-    """The first of the best, as in the sources."""
+    """Return the first of the best, as in the sources."""
     return max(trials, key=lambda trial: trial.top1 if metric == "top1" else trial.class_mean)
 
 
@@ -185,7 +176,7 @@ def _predict(inputs: Tensor, fit: Fit) -> Tensor:
 
 
 def check_splits(train: Tensor, val: Tensor, test: Tensor) -> int:
-    """The number of classes, from the labels (-1: unknown) of the splits. UserError if no probe can use the splits."""
+    """Return the number of classes in the labels (-1: unknown). Raise UserError if no probe can use the splits."""
     train, val, test = (labels[labels >= 0] for labels in (train, val, test))
     for name, labels in (("training", train), ("validation", val), ("test", test)):
         if not len(labels):

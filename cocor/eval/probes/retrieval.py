@@ -1,4 +1,4 @@
-"""Nearest neighbours of query images, as numbers and as a contact sheet (paper, figure 1 (b)).
+"""Show nearest neighbours of query images, as numbers and as a contact sheet (paper, figure 1 b).
 
 A row is a query and its nearest neighbours in the bank, nearest first, with their cosine similarities; the colour of a
 frame says whether the classes agree. Such rows show what an encoder attends to, which an accuracy cannot.
@@ -25,10 +25,11 @@ _RIGHT, _WRONG, _INK, _PAPER = "#2a9d4e", "#d1495b", "black", "white"
 
 @dataclass(frozen=True)
 class Retrieval:
-    """``queries`` (Q,) and ``neighbours`` (Q, k) are places in the query set and in the bank; ``similarities`` (Q, k).
+    """Places ``queries`` (Q,) in the query set and ``neighbours`` (Q, k) in the bank, with ``similarities`` (Q, k).
 
     ``precision``: the share of the k neighbours that are of the query's own class, mean over *all* labelled queries;
-    None if no query has a label."""
+    None if no query has a label.
+    """
 
     queries: Tensor
     neighbours: Tensor
@@ -42,20 +43,19 @@ class Retrieval:
         return [f"{self.precision:.2%} of the {self.k} nearest neighbours are of the query's class"]
 
     def plain(self, queries: ImageDataset, bank: ImageDataset) -> dict[str, Any]:
-        rows = [
-            {"query": printable(queries.names[query]), "neighbours": [printable(bank.names[n]) for n in neighbours],
-             "similarities": [round(value, 4) for value in values]}
-            for query, neighbours, values in zip(
-                self.queries.tolist(), self.neighbours.tolist(), self.similarities.tolist(), strict=True
-            )
-        ]  # fmt: skip
+        """Return what a report holds, with the names of images."""
+        rows = []
+        for place, query in enumerate(self.queries.tolist()):
+            names = [printable(bank.names[n]) for n in self.neighbours[place].tolist()]
+            values = [round(value, 4) for value in self.similarities[place].tolist()]
+            rows.append({"query": printable(queries.names[query]), "neighbours": names, "similarities": values})
         return {"precision": self.precision, "k": self.k, "rows": rows}
 
 
 def retrieve(
     queries: Features, bank: Features, *, rows: int = 8, k: int = 8, seed: int = 0, device: torch.device | str = "cpu"
 ) -> Retrieval:
-    """The ``k`` bank features nearest to each query; ``rows`` of the queries, drawn by ``seed``, are kept to show."""
+    """Find the ``k`` bank features nearest to each query; keep ``rows`` of the queries, drawn by ``seed``, to show."""
     values, places = nearest_neighbours(queries.values.to(device), bank.values.to(device), k)
     values, places = values.cpu(), places.cpu()
     labelled = (queries.labels >= 0).nonzero().flatten()
@@ -122,7 +122,6 @@ def _paste(
 
 
 def evenly_spread(dataset: ImageDataset, limit: int) -> ImageDataset:
-    """At most ``limit`` images, evenly spaced, so that classes that lie in order keep their shares."""
-    if len(dataset) <= limit:
-        return dataset
-    return dataset.subset(np.linspace(0, len(dataset) - 1, limit).round().astype(np.int64))
+    """Choose at most ``limit`` images, evenly spaced: classes that lie in order keep their shares."""
+    count = min(limit, len(dataset))
+    return dataset.subset(np.linspace(0, len(dataset) - 1, count).round().astype(np.int64))

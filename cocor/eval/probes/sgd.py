@@ -1,4 +1,4 @@
-"""The linear probe by SGD, for ImageNet's size, with the settings that MoCo and SimSiam report.
+"""Run the linear probe by SGD, for ImageNet's size, with the settings that MoCo and SimSiam report.
 
     moco      SGD, lr 30, batch 256, 100 epochs, x 0.1 at 60 and 80, momentum 0.9, no decay (He et al. 2020)
     simsiam   LARS (trust 0.001), lr 1.6 = 0.1 * 4096 / 256, batch 4096, 90 epochs, cosine, momentum 0.9, no decay
@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -58,20 +57,8 @@ class SgdResult:
         ]
 
 
-class Views(Protocol):
-    """Training views: ``labels`` int64 (N,) of the images, ``batch`` images a step, ``description`` for the report."""
-
-    labels: Tensor
-    batch: int
-    description: str
-
-    def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Features (batch, D) and labels (batch,) of every step, the same on every rank."""
-        ...
-
-
 class FixedViews:
-    """The same cached features in every epoch, reshuffled; a last, shorter batch is dropped."""
+    """Show the same cached features in every epoch, reshuffled; a last, shorter batch is dropped."""
 
     description = "features without augmentation"
 
@@ -83,6 +70,7 @@ class FixedViews:
         self._generator = torch.Generator().manual_seed(_SEED)
 
     def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield features (batch, D) and labels (batch,) of every step, the same on every rank."""
         order = torch.randperm(len(self.labels), generator=self._generator)
         for chosen in order.split(self.batch):
             if len(chosen) == self.batch:
@@ -90,8 +78,10 @@ class FixedViews:
 
 
 class RandomCrops:
-    """A new random resized crop and flip of every image in every epoch, encoded on the fly by all ranks; images that
-    fill no batch are dropped."""
+    """Show a new random resized crop and flip of every image in every epoch, encoded on the fly by all ranks.
+
+    Images that fill no batch are dropped.
+    """
 
     description = "random resized crops and flips"
 
@@ -110,6 +100,7 @@ class RandomCrops:
         self._together = together
 
     def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield as :meth:`FixedViews.epoch` does."""
         backbone = self._encoder.backbone.to(self._how.world.device)
         values: list[Tensor] = []
         labels: list[Tensor] = []
@@ -146,8 +137,7 @@ def sgd_probe_on_crops(
 
 
 def shared_batch(count: int, how: Extraction) -> int:
-    """How many of ``count`` images the ranks encode together: the largest multiple of their number within
-    ``how.batch_size``. UserError if there are fewer images than ranks."""
+    """Return how many of ``count`` images all ranks encode together. UserError if there are fewer than ranks."""
     size = how.world.size
     if count < size:
         raise UserError(f"{count} images with labels cannot be shared by {size} ranks")
@@ -155,14 +145,16 @@ def shared_batch(count: int, how: Extraction) -> int:
 
 
 def shortened(settings: SgdSettings, epochs: int | None) -> SgdSettings:
-    """``settings`` for another number of epochs; the learning rate falls at the same shares of them."""
+    """Return ``settings`` for other ``epochs``; the learning rate falls at the same shares of them."""
     if epochs is None:
         return settings
     steps = tuple(round(at * epochs / settings.epochs) for at in settings.steps_at)
     return replace(settings, epochs=epochs, steps_at=steps)
 
 
-def _probe(views: Views, test: Features, settings: SgdSettings, device: torch.device | str) -> SgdResult:
+def _probe(
+    views: FixedViews | RandomCrops, test: Features, settings: SgdSettings, device: torch.device | str
+) -> SgdResult:
     began = time.perf_counter()
     test = test.labelled()
     classes = int(views.labels.max()) + 1
@@ -187,17 +179,9 @@ def _probe(views: Views, test: Features, settings: SgdSettings, device: torch.de
         raise UserError("the classifier's loss is no number: its learning rate does not suit these features")
     with torch.no_grad():
         predicted = F.linear(values.to(device), weight, bias).argmax(1).cpu()
-    return SgdResult(
-        top1(predicted, test.labels),
-        class_mean(predicted, test.labels),
-        loss.item(),
-        time.perf_counter() - began,
-        len(views.labels),
-        len(test),
-        classes,
-        settings.epochs,
-        views.description,
-    )
+    scores = top1(predicted, test.labels), class_mean(predicted, test.labels), loss.item()
+    counts = len(views.labels), len(test), classes, settings.epochs
+    return SgdResult(*scores, time.perf_counter() - began, *counts, views.description)
 
 
 def _decay(settings: SgdSettings, epoch: int) -> float:
