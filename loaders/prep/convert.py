@@ -88,22 +88,21 @@ def convert(
             chosen = np.array(kept, np.int64)[order]
             labels, crcs, rows = source.labels[chosen], rows["source_crc"][order].tolist(), rows[order]
             stored = [names[i] for i in chosen]
-            facts = {
-                "target": target,
-                "settings": asdict(settings),
-                "source": {
-                    "name": printable(source.path.name),
-                    "kind": source.kind,
-                    "digest": content_digest(stored, labels, source.classes, crcs),
-                },
-                "images": done.images,
-                "treatments": done.treatments,
-                "skipped": [[printable(name), reason] for name, reason in done.skipped],
-            }
+            digest = content_digest(stored, labels, source.classes, crcs)
+            facts = {"target": target, "settings": asdict(settings)} | _facts(source, digest, done)
             sizes = np.stack([rows["height"], rows["width"]], axis=1)
             record = Record(stored, labels, source.classes, sizes, rows["crc"], facts)
             writer.finish(order, rows["mode"], record)
     return done
+
+
+def _facts(source: Source, digest: str, done: Converted) -> dict[str, object]:
+    return {
+        "source": {"name": printable(source.path.name), "kind": source.kind, "digest": digest},
+        "images": done.images,
+        "treatments": done.treatments,
+        "skipped": [[printable(name), reason] for name, reason in done.skipped],
+    }
 
 
 def stored_names(source: Source) -> list[str]:
