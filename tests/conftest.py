@@ -7,12 +7,12 @@ import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
-import loading
 import numpy as np
 import pytest
 import torch
+from helpers import loading
+from helpers.prep_cases import corner_image, jpeg_bytes, write_all
 from PIL import Image
-from prep_cases import corner_image, jpeg_bytes, write_all
 from skimage import data
 from tqdm import tqdm
 

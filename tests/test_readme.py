@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+from helpers.documents import READMES
 
-ROOT = Path(__file__).parent.parent
-READMES = [f"{folder}README.md" for folder in ("", "benchmarks/", "cocor/", "cocor/eval/", "loaders/")]
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("name", READMES)

@@ -1,0 +1,295 @@
+"""Studies with real, tiny trainings; their arithmetic with numbers made up."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.evidence import __main__ as evidence
+from benchmarks.evidence.report import spread, table
+from benchmarks.evidence.runner import Training, run_all
+from benchmarks.evidence.studies import STUDIES, Variant
+from cocor.config.resolve import load
+from loaders.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+TINY = ["--backbone", "test_resnet", "--stem", "imagenet", "--image-size=32", "--loader", "torch", "--workers", "1"]
+TINY += ["--batch-size", "8", "--queue-size", "16", "--key-bn-splits", "2", "--log-every", "1", "--knn-k", "3"]
+Study = tuple[Path, Path]
+
+
+def command(data: Path, output: Path, *more: str, flags: list[str] | None = None) -> list[str]:
+    where = ["--data", str(data), "--val-data", str(data), "--output", str(output)]
+    which = ["--study", "core", "--methods", "moco", "--only", "plain", "cocor", "--seeds", "0", "--epochs", "2"]
+    return [*which, *where, "--gpus", "0", "--jobs", "2", *more, "--", *TINY, *(flags or [])]
+
+
+@pytest.fixture(scope="module")
+def study(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Study:
+    """The images, and the output of a finished study of two runs."""
+    output = tmp_path_factory.mktemp("evidence") / "out"
+    assert evidence.main(command(photo_folder, output)) == 0
+    return photo_folder, output
+
+
+def test_a_study_leaves_numbers_table_and_picture(study: Study, capsys: pytest.CaptureFixture[str]) -> None:
+    images, output = study
+    content = json.loads((output / "core.json").read_text())
+    assert [(run["variant"], run["seed"]) for run in content["runs"]] == [("plain", 0), ("cocor", 0)]
+    plain, cocor = content["runs"]
+    assert [at for at, _ in cocor["knn"]] == [0, 1, 2] and plain["similarity"] == {}
+    assert cocor["last"]["gradient_consistency"] > 0 and cocor["last"]["hypergradient_norm"] >= 0
+    assert set(cocor["similarity"]) == {"1", "2", "3"} and cocor["images_per_s"] > 0 and cocor["minutes"] > 0
+    assert "data" not in cocor["flags"] and cocor["flags"]["batch_size"] == "8"
+    assert cocor["settings"]["consistency_weight"] == 10 and cocor["machine"]["cores"] >= 1
+    text = (output / "core.md").read_text()
+    assert "| MoCo v2 + CoCor |" in text and "benchmarks.evidence --study core" in text
+    assert (output / "core.png").stat().st_size > 10_000
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("metrics.jsonl")}
+    assert evidence.main(command(images, output)) == 0
+    assert "2 runs, 2 of them done" in capsys.readouterr().out
+    assert len(before) == 2 and {path: path.stat().st_mtime_ns for path in output.rglob("metrics.jsonl")} == before
+
+
+def test_results_of_other_settings_are_not_mixed(study: Study, capsys: pytest.CaptureFixture[str]) -> None:
+    images, output = study
+    assert evidence.main(command(images, output, flags=["--lr", "0.5"])) == 2
+    assert "a finished run with other lr; choose another --output" in capsys.readouterr().err
+    assert evidence.main(command(images, output, "--report-only", flags=["--lr", "0.5"])) == 0  # of what was measured
+    assert len(json.loads((output / "core.json").read_text())["runs"]) == 2
+    marker = output / "runs" / "moco-cocor-seed0.done.json"
+    before = marker.read_text()
+    done = json.loads(before)
+    done["settings"] |= {"lr": 0.06, "consistency_beta": 1.0}  # as of an edited file, or of other defaults
+    marker.write_text(json.dumps(done))
+    assert evidence.main(command(images, output)) == 2
+    error = capsys.readouterr().err
+    assert "moco-cocor-seed0: a finished run with other consistency_beta, lr; choose another --output" in error
+    done = json.loads(before)
+    del done["settings"]["composite_size"]  # as if it were newer than the run
+    done["machine"]["cores"] = 1234  # a report may be made elsewhere
+    marker.write_text(json.dumps(done))
+    assert evidence.main(command(images, output)) == 0
+    assert "1234 cores" in (output / "core.md").read_text()
+    marker.write_text(before)
+
+
+def test_a_run_that_was_stopped_goes_on(study: Study, capsys: pytest.CaptureFixture[str]) -> None:
+    images, output = study
+    runs = output / "runs"
+    (runs / "moco-cocor-seed0.done.json").unlink()
+    assert evidence.main(command(images, output, "--report-only")) == 0  # the other one
+    assert len(json.loads((output / "core.json").read_text())["runs"]) == 1
+    assert evidence.main(command(images, output)) == 0
+    assert "2 runs, 1 of them done" in capsys.readouterr().out
+    assert "going on from" in (runs / "moco-cocor-seed0" / "log.txt").read_text()
+    assert len(json.loads((output / "core.json").read_text())["runs"]) == 2
+
+
+def test_a_finished_study_is_evaluated(study: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images, output = study
+    for name in ("train", "test"):
+        (tmp_path / name).symlink_to(images)
+    with_probe = command(images, output, "--linear", str(tmp_path))
+    runs = output / "runs"
+    printed = {path: path.stat().st_mtime_ns for path in runs.glob("moco-*-seed0.txt")}
+    script = [sys.executable, "-u", "-m", "benchmarks.evidence", *with_probe]
+    with subprocess.Popen(script, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "started moco-cocor-seed0: linear probe" in line:
+                time.sleep(1)
+                process.send_signal(signal.SIGTERM)
+    assert process.returncode == 130 and not list(runs.glob("*/linear/linear.json"))
+
+    assert evidence.main(with_probe) == 0
+    said = capsys.readouterr().out
+    assert "2 runs, 0 of them done" in said and "finished moco-plain-seed0" in said and "| linear accuracy, % |" in said
+    assert {path: path.stat().st_mtime_ns for path in printed} == printed  # nothing was trained
+    plain, cocor = json.loads((output / "core.json").read_text())["runs"]
+    probe = json.loads((runs / "moco-plain-seed0" / "linear" / "linear.json").read_text())
+    assert plain["linear"] == probe["result"]["top1"] > 0 and 0 < cocor["linear"] <= 1
+    assert evidence.main(with_probe) == 0
+    assert "2 runs, 2 of them done" in capsys.readouterr().out
+    assert evidence.main(command(images, output)) == 0  # without the flag no column
+    assert "linear" not in capsys.readouterr().out and '"linear"' not in (output / "core.json").read_text()
+
+
+class Fake(Training):
+    """Runs a program of a line; its name says which."""
+
+    def command(self) -> list[str]:
+        slow = f"import os, time; time.sleep({self.seed} / 4); print(os.environ['CUDA_VISIBLE_DEVICES'])"
+        return [
+            sys.executable,
+            "-c",
+            f"import time; time.sleep(60)  # {self.folder}" if self.method == "sleeps" else slow,
+        ]
+
+
+def fake(folder: Path, seed: int = 0, method: str = "moco", linear: Path | None = None) -> Training:
+    return Fake(method, Variant("plain", "plain"), seed, folder, {}, {}, linear)
+
+
+def test_an_evaluation_takes_the_place_of_its_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    fakes = [fake(tmp_path / f"{seed}", seed, linear=tmp_path) for seed in range(4)]
+    said: list[str] = []
+    assert run_all(fakes, 2, 2, math.inf, said.append) == {}
+    for number, one in enumerate(fakes):
+        assert one.is_done()
+        trained, evaluated = (tmp_path / f"{number}.{ending}" for ending in ("txt", "linear.txt"))
+        assert trained.read_text() == evaluated.read_text() in ("5\n", "7\n")
+    assert said.index("started 0: linear probe") < said.index("started 2")
+    (tmp_path / "0.done.json").unlink()
+    assert run_all(fakes, 1, 1, math.inf, said.append) == {}
+    assert said[-3:] == ["started 0", "started 0: linear probe", "finished 0"]  # trained anew: evaluated anew
+
+
+def test_failures_are_named(photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = command(photo_folder, tmp_path / "out", "--only", "plain", flags=["--backbone", "resnet19"])
+    assert evidence.main(wrong) == 2
+    error = capsys.readouterr().err
+    assert "moco-plain-seed0: cocor-train: error: --backbone resnet19: timm has no such model" in error
+    assert evidence.main(command(photo_folder, tmp_path / "out", "--minutes", "0")) == 0
+    assert "moco-plain-seed0 is not finished: stopped; the same command goes on" in capsys.readouterr().out
+    words = ["--study", "clock", "--only", "plain", "cocor", "as-long", "--minutes", "0"]
+    assert evidence.main(command(photo_folder, tmp_path / "out", *words)) == 0
+    assert "moco-plain-as-long-seed0 is not finished: waits for those that it is" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "flags", "words"),
+    [
+        (["--only", "nothing"], [], "no such variant; there are plain, cocor, constants"),
+        (["--study", "clock", "--only", "as-long"], [], "plain-as-long needs the variants it is timed by"),
+        (["--jobs", "0"], [], "--jobs: 0 must be at least 1"),
+        (["--minutes", "nan"], [], "--minutes: nan must be a number of 0 or more"),
+        (["--study", "all"], [], "--study: all is not one of core"),
+        (["--configs", "nowhere/{method}.yaml"], [], "nowhere/moco.yaml"),
+        (["--linear", "nowhere"], [], "nowhere: no such folder"),
+        ([], ["--seed", "3"], "--seed behind the --: the study sets it"),
+        ([], ["--epochs=3"], "--epochs behind the --: the study sets it"),
+        ([], ["--consistency", "abs"], "--consistency behind the --: the variant plain sets it; leave it out"),
+        ([], ["--dry-run"], "--dry-run behind the --: the study sets it; leave it out"),
+        ([], ["lr"], "unexpected argument lr"),
+        ([], ["--knn-every", "0"], "--val-data: name held-out class folders, on which runs are compared by k-NN"),
+        ([], ["--loader", "synthetic"], "--val-data: name held-out class folders, on which runs are compared by k-NN"),
+    ],
+)
+def test_mistakes_are_one_line_before_anything_runs(
+    photo_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    more: list[str],
+    flags: list[str],
+    words: str,
+) -> None:
+    assert evidence.main(command(photo_folder, tmp_path / "out", *more, flags=flags)) == 2
+    printed = capsys.readouterr()
+    assert words in printed.err and printed.err.count("\n") == 1 and not printed.out
+
+
+def test_shared_flags_are_read_as_cocor_train_does() -> None:
+    words = ["--lr", "0.1", "--stem=small", "--no-sync-bn", "--log-samples", "--lengths", "1,2"]
+    assert evidence.shared_flags(words, []) == {
+        "lr": "0.1", "stem": "small", "sync_bn": "false", "log_samples": "true", "lengths": "1,2"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("method", ["moco", "simsiam", "supcon", "byol", "intl"])
+def test_every_variant_is_a_configuration(name: str, method: str) -> None:
+    """Variants differ from each other, and in flags that exist."""
+    seen = set()
+    for variant in STUDIES[name]:
+        flags = [f"--{key.replace('_', '-')}={value}" for key, value in variant.flags.items()]
+        config = load([f"--config={ROOT / 'configs' / f'cifar10_{method}.yaml'}", "--epochs=20", *flags])
+        assert config.method == method
+        seen.add(str(config.to_dict()) + str(variant.like))
+    assert len(seen) == len(STUDIES[name]) == len({variant.key for variant in STUDIES[name]})
+
+
+def test_variants_are_chosen_by_parts_of_their_names(tmp_path: Path) -> None:
+    plain, centre, *others = STUDIES["tune"]
+    assert (plain.key, centre.key) == ("plain", "centre") and len(others) >= 12
+    assert all(len(variant.flags.items() - centre.flags.items()) == 1 for variant in others)
+
+    def chosen(*only: str) -> list[str]:
+        words = ["--study", "tune", "--data", str(tmp_path), "--only", *only]
+        return [variant.key for variant in evidence.variants_of(evidence.parser().parse_args(words))]
+
+    assert chosen("plain", "centre", "mmnn+lr-5") == ["plain", "centre", "tune-mmnn-lr-5"]
+    assert chosen("beta-1", "weight-3") == ["tune-beta-1", "tune-weight-3"]
+    assert len(chosen("beta")) == len(chosen("weight")) == 3 and len(chosen("released")) == 2
+
+
+def measured(variant: str, seed: int, accuracy: float, rate: float = 100.0, **more: float) -> dict[str, Any]:
+    similarity = {} if variant == "plain" else {1: [(9.0, 0.82)], 3: [(9.0, 0.6)]}
+    title = "plain" if variant == "plain" else "+ CoCor"
+    run = {"method": "moco", "variant": variant, "title": title, "seed": seed, "knn": [(0.0, 0.1), (10.0, accuracy)]}
+    target = {key: [(9.0, 0.8)] for key in similarity}
+    return run | {"similarity": similarity, "target": target, "images_per_s": rate, "minutes": 2.0, "last": {}, **more}
+
+
+def test_gains_are_over_the_same_seed() -> None:
+    assert (spread([0.7, 0.6]), spread([0.7]), spread([])) == ("65.0 ± 7.1", "70.0", "-")
+    assert (spread([0.7, math.nan, 0.6]), spread([math.nan])) == ("65.0 ± 7.1 (2 of 3)", "-")
+    runs = [measured("plain", 0, 0.70), measured("plain", 1, 0.60)]
+    runs += [measured("cocor", seed, 0.75 - 0.1 * seed) for seed in (1, 0, 2)]
+    line = "| MoCo v2 + CoCor | 65.0 ± 10.0 | +5.0 ± 0.0 | 3 | 10 | 2.0 ± 0.0 | 100 | 0.82/0.80 0.60/0.80 | - |"
+    assert line in table(runs)
+    more = {"plain": 0.08, "cocor": 0.1}
+    text = table([run | {"linear": run["knn"][-1][1] + more[run["variant"]]} for run in runs])
+    assert "| k-NN accuracy, % | gain over plain | linear accuracy, % | gain over plain | seeds |" in text
+    assert "| MoCo v2 + CoCor | 65.0 ± 10.0 | +5.0 ± 0.0 | 75.0 ± 10.0 | +7.0 ± 0.0 | 3 |" in text
+
+
+def test_equal_time_is_more_epochs() -> None:
+    longer = Variant("plain-as-long", "", like="cocor")
+
+    def epochs(runs: list[dict[str, Any]], method: str = "moco", seed: int = 0) -> int | None:
+        return evidence.epochs_as_long(method, longer, seed, runs, 20)
+
+    runs = [measured("plain", 0, 0.7, 350), measured("cocor", 0, 0.7, 100)]
+    assert (epochs(runs), epochs(runs, "simsiam"), epochs(runs, seed=1)) == (70, None, None)
+    runs += [measured("plain", 1, 0.7, 700), measured("cocor", 1, 0.7, 100)]
+    assert [epochs(runs, seed=seed) for seed in (0, 1)] == [70, 140]
+    assert epochs([runs[0], measured("cocor", 0, 0.7, math.nan)]) is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_no_training_outlives_its_study(tmp_path: Path, number: signal.Signals) -> None:
+    """As when its terminal is closed, or when its time on a cluster is nearly up."""
+    started, before = threading.Event(), signal.getsignal(number)
+    threading.Thread(target=lambda: started.wait(30) and os.kill(os.getpid(), number), daemon=True).start()
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_all([fake(tmp_path / "run", method="sleeps")], 1, 0, math.inf, lambda text: started.set())
+    assert time.monotonic() - begin < 50 and signal.getsignal(number) is before
+    running = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not any(str(tmp_path / "run").encode() in line for line in running)
+
+
+def test_runs_stop_at_the_deadline(tmp_path: Path) -> None:
+    begin, fakes = time.monotonic(), [fake(tmp_path / f"{seed}", seed, "sleeps") for seed in range(3)]
+    assert run_all(fakes, 2, 0, time.monotonic() + 1, lambda text: None) == dict.fromkeys("012", "stopped")
+    assert time.monotonic() - begin < 20
+
+
+def test_a_study_refuses_unmarked_evaluations(tmp_path: Path) -> None:
+    one = fake(tmp_path / "run", linear=tmp_path)
+    one.mark()
+    assert not one.is_done() and one.record()["linear"] is None
+    one.mark()
+    assert one.is_done() and not fake(tmp_path / "run", linear=tmp_path / "other").is_done()
+    with pytest.raises(UserError, match="other lr"):
+        Training("moco", Variant("plain", ""), 0, tmp_path / "run", {}, {"lr": 1.0}).is_done()

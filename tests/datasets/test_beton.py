@@ -1,0 +1,190 @@
+"""A .beton file is a data set like a folder: for the torch and DALI loaders too, and damage in it is named."""
+
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.prep_cases import CORNERS, corner_colours, good_cases, write_all
+from PIL import Image
+
+from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Loader
+from loaders.dali.loader import DaliLoader
+from loaders.datasets.dataset import ImageDataset, open_folder, read_label_split
+from loaders.datasets.decode import decode
+from loaders.datasets.stored import StoredDataset, open_stored
+from loaders.errors import UserError
+from loaders.open import open_images
+from loaders.prep.convert import Target, convert
+from loaders.prep.encode import Settings
+from loaders.prep.sources import open_source
+from loaders.torch_loader import TorchLoader
+from loaders.views.order import BatchOrder
+from loaders.views.plan import ViewPlan
+
+SIZE = 32
+PLAN = ViewPlan(size=SIZE, seed=3)
+LOADERS = {"torch": TorchLoader, "dali": DaliLoader}
+COLOURS = np.array(list(CORNERS.values()), np.float64)
+
+
+def images_of(loader: Loader) -> torch.Tensor:
+    """The originals of an epoch in the data set's order, as 0..255 values (N, 3, H, W)."""
+    std, mean = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_STD, IMAGENET_MEAN))
+    batches = list(loader.epoch(0))
+    loader.close()
+    order = torch.cat([batch.index for batch in batches]).argsort()
+    return (torch.cat([batch.original for batch in batches]) * std + mean)[order] * 255
+
+
+def open_loader(kind: Callable[..., Loader], images: ImageDataset, plan: ViewPlan = PLAN) -> Loader:
+    return kind(images, plan, order=BatchOrder(len(images), 8, drop_last=False), workers=0)
+
+
+def damage(path: Path, images: StoredDataset, index: int, to: Path) -> Path:
+    """A copy of the file in which a stretch in the middle of one image is overwritten."""
+    shutil.copyfile(path, to)
+    place, length = int(images.file.beton.table["data_ptr"][index]), int(images.file.beton.sizes_in_bytes[index])
+    with to.open("r+b") as file:
+        file.seek(place + length // 2)
+        file.write(b"\xff\xd9" + bytes(40))
+    return to
+
+
+def test_it_holds_what_the_folder_holds(photo_folder: Path, photo_beton: Path) -> None:
+    folder, stored = open_folder(photo_folder, quiet=True), open_images(photo_beton)
+    assert isinstance(stored, StoredDataset) and stored.plain.all()
+    assert stored.classes == folder.classes and np.array_equal(stored.labels, folder.labels)
+    assert np.array_equal(stored.sizes, folder.sizes) and stored.sizes.dtype == np.int32
+    assert stored.digest == open_stored(photo_beton).digest != folder.digest  # PNGs have become JPEGs of other names
+    for i in range(0, 24, 5):
+        assert np.array_equal(np.asarray(stored.image(i).decode()), np.asarray(decode(folder.paths[i]))) or i % 6 == 5
+
+
+@pytest.mark.parametrize("kind", LOADERS.values())
+def test_loaders_show_it_as_they_show_the_folder(
+    photo_folder: Path, photo_beton: Path, kind: Callable[..., Loader]
+) -> None:
+    plan = ViewPlan(size=SIZE, seed=3, contrastive=(), lengths=())
+    folder, stored = (
+        open_loader(kind, images, plan) for images in (open_folder(photo_folder), open_stored(photo_beton))
+    )
+    left, right = images_of(folder), images_of(stored)
+    kept = [i for i in range(24) if i % 6 != 5]
+    assert torch.equal(left[kept], right[kept])  # the same bytes
+    assert (left - right).abs().mean() < 1
+
+
+FORMS = {
+    "folder": None,
+    "prepared folder": ("x", Settings()),
+    "resized folder": ("x", Settings(40)),
+    "file": ("x.beton", Settings()),
+    "resized file": ("x.beton", Settings(40)),
+    "raw file": ("x.beton", Settings(raw=True)),
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS.values())
+@pytest.mark.parametrize("form", FORMS)
+def test_oddities_keep_their_colours_and_their_orientation(
+    tmp_path: Path, kind: Callable[..., Loader], form: str
+) -> None:
+    """CMYK, PNG named JPEG, all eight EXIF orientations and more, through every loader from every form."""
+    source, made = tmp_path / "source", FORMS[form]
+    write_all(source / "odd", good_cases())
+    if made is not None:
+        name, settings = made
+        target: Target = "beton" if name.endswith(".beton") else "folder"
+        convert(open_source(source), tmp_path / name, target, settings, workers=1)
+    images = open_images(source if made is None else tmp_path / made[0])
+    plan = ViewPlan(size=40, contrastive=(), original="center", lengths=())
+    assert len(images) == len(good_cases())
+    for name, image in zip(images.names, images_of(open_loader(kind, images, plan)), strict=True):
+        picture = Image.fromarray(image.permute(1, 2, 0).round().clip(0, 255).byte().numpy())
+        assert np.abs(corner_colours(picture) - COLOURS).max() < 12, name
+
+
+def test_worker_processes_open_it_themselves(photo_beton: Path) -> None:
+    stored = open_stored(photo_beton)
+    assert len(pickle.dumps(stored.image(3))) < 500
+    alone, helped = (
+        TorchLoader(stored, PLAN, order=BatchOrder(24, 8), workers=workers) for workers in (0, 2)
+    )  # fmt: skip
+    for left, right in zip(alone.epoch(0), helped.epoch(0), strict=True):
+        assert torch.equal(left.views, right.views)
+
+
+def test_subsets_and_label_splits_keep_their_images(photo_beton: Path, tmp_path: Path) -> None:
+    stored = open_stored(photo_beton)
+    (tmp_path / "split.txt").write_text("\n".join(stored.names[i] for i in (20, 3, 7)))
+    chosen = stored.subset(read_label_split(tmp_path / "split.txt", stored))
+    assert chosen.rows.tolist() == [20, 3, 7] and chosen.subset([2]).rows.tolist() == [7]
+    for i, row in enumerate(chosen.rows):
+        assert chosen.image(i) == stored.image(row) and chosen.names[i] == stored.names[row]
+        assert np.array_equal(chosen.encoded(i), stored.encoded(row))
+
+
+def test_classes_and_labels_can_come_from_elsewhere(photo_beton: Path, tmp_path: Path) -> None:
+    stored = open_stored(photo_beton)
+    more = open_stored(photo_beton, classes=["aardvark", *stored.classes])
+    assert (more.labels == stored.labels + 1).all() and more.classes[0] == "aardvark"
+    with pytest.raises(UserError, match=r"photos.beton: class rocket is not among the 3 known classes"):
+        open_stored(photo_beton, classes=stored.classes[:3])
+    (tmp_path / "labels.csv").write_text("\n".join(f"{name},{i % 2}" for i, name in enumerate(stored.names)))
+    assert open_images(photo_beton, tmp_path / "labels.csv").labels.tolist() == [0, 1] * 12
+    (tmp_path / "labels.csv").write_text(f"{stored.names[0]},0\n")
+    with pytest.raises(UserError, match=r"photos.beton: .*: no label in .*labels.csv"):
+        open_images(photo_beton, tmp_path / "labels.csv")
+
+
+@pytest.mark.parametrize("kind", LOADERS.values())
+def test_a_damaged_image_is_named_and_the_loader_goes_on(
+    photo_beton: Path, tmp_path: Path, kind: Callable[..., Loader]
+) -> None:
+    stored = open_stored(damage(photo_beton, open_stored(photo_beton), 8, tmp_path / "x.beton"))
+    loader = open_loader(kind, stored)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"x.beton: chelsea/2.jpg \(image 8\) is damaged") as error:
+            list(loader.epoch(0))
+        assert "\n" not in str(error.value)
+    assert len(list(open_loader(kind, stored.subset([*range(8), *range(9, 24)])).epoch(0))) == 3
+    loader.close()
+
+
+def test_a_table_that_does_not_fit_the_bytes_is_refused(photo_beton: Path, tmp_path: Path) -> None:
+    """Compiled code would read and write beyond an image's memory."""
+    from loaders.datasets.beton import FIELD, HEADER, RAW, SAMPLE
+
+    for field, value in (("mode", RAW), ("mode", 7), ("width", 0), ("height", 60000)):
+        data = bytearray(photo_beton.read_bytes())
+        row = np.frombuffer(data, SAMPLE, 1, HEADER.itemsize + 2 * FIELD.itemsize + 4 * SAMPLE.itemsize)
+        row[field] = value
+        (tmp_path / "x.beton").write_bytes(data)
+        with pytest.raises(UserError, match=r"x.beton: "):
+            open_stored(tmp_path / "x.beton")
+
+
+@pytest.mark.parametrize("content", [b"", b"rubbish", bytes(10_000)])
+def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.beton").write_bytes(content)
+    with pytest.raises(UserError, match=r"x.beton: ") as error:
+        open_images(tmp_path / "x.beton")
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match=r"gone.beton: No such file"):
+        open_images(tmp_path / "gone.beton")
+    (tmp_path / "folder.beton").mkdir()
+    with pytest.raises(UserError, match=r"folder.beton: "):
+        open_images(tmp_path / "folder.beton")
+
+
+def test_a_file_that_was_replaced_is_opened_anew(photo_folder: Path, photo_beton: Path, tmp_path: Path) -> None:
+    shutil.copyfile(photo_beton, tmp_path / "x.beton")
+    first = open_stored(tmp_path / "x.beton")
+    convert(open_source(photo_folder), tmp_path / "new.beton", "beton", Settings(64), workers=1)
+    (tmp_path / "new.beton").replace(tmp_path / "x.beton")
+    second = open_stored(tmp_path / "x.beton")
+    assert first.digest != second.digest and second.sizes.min() <= 64

@@ -1,0 +1,450 @@
+"""Opening image folders: what counts as a sample, in which order, with which size, and what the errors name."""
+
+import os
+import pickle
+import time
+import zlib
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.hostile import few_more_files
+from PIL import Image
+
+from loaders.datasets import size_index
+from loaders.datasets.dataset import ImageDataset, open_folder, read_label_split
+from loaders.datasets.decode import decode
+from loaders.datasets.layout import folder_above
+from loaders.datasets.size_index import CACHE_NAME
+from loaders.datasets.stored import StoredDataset
+from loaders.errors import UserError
+from loaders.open import open_images
+from loaders.prep.byte_ranges import FileBytes
+from loaders.prep.encode import Settings, encode
+from loaders.prep.scan import examine
+from loaders.text import printable
+
+
+def write(path: Path, image: Image.Image, **options: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path, **options)
+    return path
+
+
+@pytest.fixture
+def small(photos: dict[str, Image.Image]) -> Image.Image:
+    return photos["chelsea"].resize((60, 40))
+
+
+def open_quietly(root: Path, *arguments: object, **options: object) -> ImageDataset:
+    return open_folder(root, *arguments, quiet=True, **options)
+
+
+class TestColumns:
+    @pytest.mark.parametrize("form", ["photo_folder", "photo_beton"])
+    def test_parts_of_a_set_join_to_the_whole(self, request: pytest.FixtureRequest, form: str) -> None:
+        whole = open_images(request.getfixturevalue(form))
+        part = whole.subset([3, 1]).joined(whole.subset([20]))
+        assert type(part) is type(whole)
+        for column in fields(whole):
+            expected, found = getattr(whole, column.name), getattr(part, column.name)
+            if column.metadata.get("shared"):
+                assert found is expected, column.name
+            elif expected is not None:
+                assert list(map(str, found)) == [str(expected[i]) for i in (3, 1, 20)], column.name
+
+    def test_every_array_is_a_column(self) -> None:
+        shared = {column.name for column in fields(StoredDataset) if column.metadata.get("shared")}
+        assert shared == {"root", "classes", "skipped", "bad_samples", "file"}
+
+    def test_a_folder_of_images_can_be_sent_to_a_process(self, photo_folder: Path) -> None:
+        images = open_quietly(photo_folder)
+        received = pickle.loads(pickle.dumps(images))
+        assert received.digest == images.digest and received.bad_samples.unusable == frozenset()
+
+
+class TestFolders:
+    def test_classes_are_sorted_as_text_and_number_the_labels(self, tmp_path: Path, small: Image.Image) -> None:
+        for name in ("10", "2", "1"):
+            write(tmp_path / name / "a.jpg", small)
+        dataset = open_quietly(tmp_path)
+        assert dataset.classes == ["1", "10", "2"]
+        assert dataset.names == ["1/a.jpg", "10/a.jpg", "2/a.jpg"]
+        assert dataset.labels.tolist() == [0, 1, 2] and dataset.labels.dtype == np.int64
+
+    def test_nested_files_belong_to_the_class_folder(self, tmp_path: Path, small: Image.Image) -> None:
+        write(tmp_path / "cat" / "deep" / "er" / "a.jpg", small)
+        write(tmp_path / "cat" / "b.jpg", small)
+        write(tmp_path / "cat-2" / "c.jpg", small)
+        dataset = open_quietly(tmp_path)
+        assert dataset.names == ["cat/b.jpg", "cat/deep/er/a.jpg", "cat-2/c.jpg"]
+        assert dataset.labels.tolist() == [0, 0, 1]
+
+    def test_hidden_files_and_folders_do_not_exist(self, photo_copy: Path, small: Image.Image) -> None:
+        before = open_quietly(photo_copy)
+        write(photo_copy / ".hidden" / "a.jpg", small)
+        write(photo_copy / "__MACOSX" / "a.jpg", small)
+        write(photo_copy / "astronaut" / "._0.jpg", small, format="JPEG")
+        (photo_copy / "astronaut" / ".DS_Store").write_bytes(b"x")
+        (photo_copy / "Thumbs.db").write_bytes(b"x")
+        after = open_quietly(photo_copy)
+        assert after.names == before.names and after.classes == before.classes and after.digest == before.digest
+
+    def test_an_empty_class_folder_is_named(self, photo_copy: Path) -> None:
+        (photo_copy / "aardvark").mkdir()
+        with pytest.raises(UserError, match="aardvark: a class folder without images"):
+            open_quietly(photo_copy)
+        dataset = open_quietly(photo_copy, allow_empty=True)
+        assert dataset.classes[0] == "aardvark" and dataset.labels.min() == 1
+
+    def test_flat_folder_has_no_labels(self, tmp_path: Path, small: Image.Image) -> None:
+        for i in range(3):
+            write(tmp_path / f"{i}.png", small)
+        dataset = open_quietly(tmp_path)
+        assert dataset.labels.tolist() == [-1, -1, -1] and dataset.classes == []
+
+    @pytest.mark.parametrize("make", [lambda p: None, lambda p: p.mkdir(), lambda p: p.write_bytes(b"x")])
+    def test_missing_empty_and_no_folder_are_one_line_each(self, tmp_path: Path, make: object) -> None:
+        make(tmp_path / "data")  # type: ignore[operator]
+        with pytest.raises(UserError, match=r"data: (no such folder|an empty folder|not a folder)") as error:
+            open_quietly(tmp_path / "data")
+        assert "\n" not in str(error.value)
+
+    def test_the_folder_above_the_splits_is_refused(self, tmp_path: Path, small: Image.Image) -> None:
+        write(tmp_path / "train" / "cat" / "a.jpg", small)
+        write(tmp_path / "val" / "cat" / "a.jpg", small)
+        with pytest.raises(UserError, match="holds the splits train, val"):
+            open_quietly(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("folders", "complaint"),
+        [
+            (["train", "val"], "holds the splits train, val, not classes; give one of them, such as .*/train"),
+            (["train/cat", "train/dog"], "holds the splits train, not classes"),
+            (["Train/cat", "Test/cat"], "holds the splits Test, Train, not classes"),
+            (["cifar/train/cat", "cifar/val/cat", "photos/a"], "cifar: holds the splits train, val and is no class"),
+            (
+                ["imagenet/cat", "imagenet/dog"],
+                "its only class would be imagenet, which holds 2 folders .* give .*/imagenet",
+            ),
+            (["a/b/train/cat", "a/c/val/cat"], "its only class would be a,"),
+        ],
+    )
+    def test_a_folder_too_high_is_refused_with_the_one_to_give(
+        self, tmp_path: Path, small: Image.Image, folders: list[str], complaint: str
+    ) -> None:
+        for folder in folders:
+            write(tmp_path / folder / "x.jpg", small)
+        with pytest.raises(UserError, match=complaint) as error:
+            open_quietly(tmp_path)
+        assert "\n" not in str(error.value)
+
+    @pytest.mark.parametrize(
+        "folders",
+        [["train", "plane"], ["a/images", "b/images"], ["a/images"], ["a", "a/x", "a/y"], ["a/val", "a", "b"]],
+    )
+    def test_folders_within_classes_are_no_reason(self, tmp_path: Path, small: Image.Image, folders: list[str]) -> None:
+        for folder in folders:
+            write(tmp_path / folder / "x.jpg", small)
+        assert open_quietly(tmp_path).classes == sorted({folder.partition("/")[0] for folder in folders})
+
+    @pytest.mark.parametrize("suffix", ["tar", "parquet"])
+    def test_tars_and_parquet_shards_are_to_be_converted(self, tmp_path: Path, suffix: str) -> None:
+        (tmp_path / "set").mkdir()
+        for number in range(2):
+            (tmp_path / "set" / f"{number}.{suffix}").write_bytes(b"x")
+        for path in (tmp_path / "set", tmp_path / "set" / f"0.{suffix}"):
+            with pytest.raises(UserError, match=f"convert it first: cocor-prep convert {path} NAME.beton"):
+                open_quietly(path)
+
+    def test_a_class_folder_given_alone_stays_usable_and_its_parent_is_guessed(
+        self, tmp_path: Path, small: Image.Image
+    ) -> None:
+        for name in ("data/cat", "data/dog", "flat"):
+            write(tmp_path / name / "x.jpg", small)
+        alone = open_quietly(tmp_path / "data" / "cat")
+        assert len(alone) == 1 and folder_above(alone.root) == tmp_path / "data"
+        assert folder_above(tmp_path / "flat") is None  # beside it are folders, but not of images
+
+    def test_names_that_are_not_utf8_survive(self, tmp_path: Path, small: Image.Image) -> None:
+        raw = os.fsencode(tmp_path) + b"/caf\xe9"
+        os.mkdir(raw)  # noqa: PTH102
+        plain = write(tmp_path / "a.jpg", small)
+        os.rename(plain, raw + b"/\xff\n.jpg")  # noqa: PTH104
+        dataset = open_quietly(tmp_path)
+        assert decode(dataset.paths[0]).size == (60, 40)
+        assert printable(dataset.names[0]) == r"caf\xe9/\xff\n.jpg"
+        assert len(dataset.digest) == 64
+
+
+class TestLinks:
+    def test_loops_and_doubles_add_nothing(self, photo_copy: Path) -> None:
+        before = open_quietly(photo_copy)
+        (photo_copy / "astronaut" / "loop").symlink_to(photo_copy)
+        (photo_copy / "astronaut" / "up").symlink_to(photo_copy.parent)
+        (photo_copy / "astronaut" / "again.jpg").symlink_to(photo_copy / "astronaut" / "0.jpg")
+        assert open_quietly(photo_copy).names == before.names
+
+    def test_links_to_the_outside_are_followed(self, photo_folder: Path, tmp_path: Path) -> None:
+        (tmp_path / "subset" / "b").mkdir(parents=True)
+        (tmp_path / "subset" / "a").symlink_to(photo_folder / "chelsea")
+        (tmp_path / "subset" / "b" / "x.jpg").symlink_to(photo_folder / "coffee" / "0.jpg")
+        dataset = open_quietly(tmp_path / "subset")
+        assert dataset.classes == ["a", "b"] and len(dataset) == 7
+
+    def test_dangling_links_and_pipes_are_named_and_never_opened(self, photo_copy: Path) -> None:
+        (photo_copy / "coffee" / "gone.jpg").symlink_to(photo_copy / "nowhere.jpg")
+        os.mkfifo(photo_copy / "coffee" / "pipe.jpg")
+        with pytest.raises(UserError, match=r"coffee/gone.jpg: a link to nothing \(and 1 more"):
+            open_quietly(photo_copy)
+        dataset = open_quietly(photo_copy, on_error="skip")
+        assert len(dataset) == 24
+        assert dataset.skipped == (("coffee/gone.jpg", "a link to nothing"), ("coffee/pipe.jpg", "not a regular file"))
+
+
+class TestUnusableFiles:
+    def spoil(self, root: Path) -> list[str]:
+        (root / "coffee" / "notes.txt").write_text("no image")
+        (root / "coffee" / "empty.jpg").write_bytes(b"")
+        whole = (root / "coffee" / "0.jpg").read_bytes()
+        (root / "coffee" / "half.jpg").write_bytes(whole[: len(whole) // 2])
+        (root / "stray.txt").write_text("no image")
+        return ["coffee/empty.jpg", "coffee/half.jpg", "coffee/notes.txt", "stray.txt"]
+
+    def test_stop_names_the_first_and_counts_the_others(self, photo_copy: Path) -> None:
+        self.spoil(photo_copy)
+        with pytest.raises(UserError, match=r"coffee/empty.jpg: an empty file .and 3 more"):
+            open_quietly(photo_copy)
+
+    def test_skip_lists_all_of_them(self, photo_copy: Path) -> None:
+        bad = self.spoil(photo_copy)
+        dataset = open_quietly(photo_copy, on_error="skip")
+        assert len(dataset) == 24 and dict(dataset.skipped).keys() >= set(bad)
+        assert not set(bad) & set(dataset.names)
+        assert "truncated" in dict(dataset.skipped)["coffee/half.jpg"]
+
+    def test_a_pixel_bomb_is_refused_by_its_header(self, tmp_path: Path, small: Image.Image) -> None:
+        path = write(tmp_path / "a" / "bomb.png", small)
+        data = bytearray(path.read_bytes())
+        data[16:24] = (60_000).to_bytes(4, "big") * 2
+        data[29:33] = zlib.crc32(data[12:29]).to_bytes(4, "big")
+        path.write_bytes(data)
+        limit = Image.MAX_IMAGE_PIXELS
+        with pytest.raises(UserError, match=r"bomb.png.*pixels"):
+            open_quietly(tmp_path)
+        with pytest.raises(UserError, match=r"bomb.png.*pixels"):
+            decode(path)
+        assert limit == Image.MAX_IMAGE_PIXELS
+
+
+class TestLabelFiles:
+    @pytest.fixture
+    def flat(self, tmp_path: Path, small: Image.Image) -> Path:
+        for name in ("a b,c.jpg", "b.jpg", "c.jpg"):
+            write(tmp_path / "flat" / name, small)
+        return tmp_path / "flat"
+
+    @pytest.mark.parametrize(
+        "text", ["a b,c.jpg,dog\nb.jpg,cat\nc.jpg,dog\n", "filename,label\r\nc.jpg\tdog\r\nb.jpg cat\r\na b,c.jpg dog"]
+    )
+    def test_csv_tab_and_blank_separated(self, flat: Path, text: str) -> None:
+        (flat / "labels.csv").write_text(text, newline="")
+        dataset = open_quietly(flat, flat / "labels.csv")
+        assert dataset.names == ["a b,c.jpg", "b.jpg", "c.jpg"]
+        assert dataset.classes == ["cat", "dog"] and dataset.labels.tolist() == [1, 0, 1]
+
+    def test_missing_and_unknown_names_are_errors_or_skipped(self, flat: Path) -> None:
+        (flat.parent / "labels.txt").write_text("b.jpg 1\nc.jpg 1\nz.jpg 0\n")
+        with pytest.raises(UserError, match=r"a b,c.jpg: no label in .*labels.txt \(and 1 more"):
+            open_quietly(flat, flat.parent / "labels.txt")
+        dataset = open_quietly(flat, flat.parent / "labels.txt", on_error="skip")
+        assert dataset.names == ["b.jpg", "c.jpg"] and dict(dataset.skipped)["z.jpg"].endswith(
+            "labels.txt:3, but not there"
+        )
+
+    @pytest.mark.parametrize(
+        "text", ["", "# later\n", "photos/b.jpg,1\n", "/data/c.jpg 0\n", "b.jpg,1,0.5\n", "cat,b.jpg\n",
+                 "b.jpg 1\rc.jpg 0\r", "ImageId,PredictionString\nB,n01440764 1 1 2 2\n"]
+    )  # fmt: skip
+    @pytest.mark.parametrize("on_error", ["stop", "skip"])
+    def test_a_file_that_labels_no_image_is_to_blame_itself(self, flat: Path, text: str, on_error: str) -> None:
+        (flat / "labels.txt").write_text(text, newline="")
+        with pytest.raises(UserError, match=r"labels.txt: labels no image .* names such as a b,c.jpg"):
+            open_quietly(flat, flat / "labels.txt", on_error=on_error)
+
+    def test_utf_16_is_called_so(self, flat: Path) -> None:
+        (flat / "labels.txt").write_text("b.jpg,1\n", encoding="utf-16")
+        with pytest.raises(UserError, match=r"labels.txt: is UTF-16 text; save it as UTF-8"):
+            open_quietly(flat, flat / "labels.txt")
+
+    def test_a_second_label_is_named_by_line(self, flat: Path) -> None:
+        (flat / "labels.txt").write_text("# made by hand\nb.jpg 1\nb.jpg 2\n")
+        with pytest.raises(UserError, match=r"labels.txt:3: b.jpg has a label already"):
+            open_quietly(flat, flat / "labels.txt")
+
+    def test_numbers_are_places_among_given_classes(self, flat: Path) -> None:
+        (flat / "labels.txt").write_text("a b,c.jpg 10\nb.jpg 2\nc.jpg 0\n")
+        classes = [f"n{i}" for i in range(12)]
+        dataset = open_quietly(flat, flat / "labels.txt", classes=classes)
+        assert dataset.labels.tolist() == [10, 2, 0] and dataset.classes == classes
+        with pytest.raises(UserError, match="class 10 is not among the 3 known"):
+            open_quietly(flat, flat / "labels.txt", classes=classes[:3])
+        (flat / "labels.txt").write_text(f"a b,c.jpg {'9' * 5000}\nb.jpg 2\nc.jpg 0\n")
+        with pytest.raises(UserError, match="is not among the 3 known"):
+            open_quietly(flat, flat / "labels.txt", classes=classes[:3])
+
+    def test_a_list_of_numbers_matches_numbers_by_name(self, flat: Path) -> None:
+        (flat / "labels.txt").write_text("a b,c.jpg 0\nb.jpg 2\nc.jpg 1\n")
+        with pytest.raises(UserError, match="class 0 is not among the 3 known classes"):
+            open_quietly(flat, flat / "labels.txt", classes=["1", "2", "3"])
+
+
+class TestTwoSetsOfClasses:
+    """Classes match by name; a number is a place only where a list without other names says so."""
+
+    def folder(self, root: Path, *classes: str) -> Path:
+        for number, name in enumerate(classes):
+            (root / name).mkdir(parents=True)
+            Image.new("RGB", (40, 30), (50 * number, 0, 0)).save(root / name / "0.png")
+        return root
+
+    def test_folders_match_by_name(self, tmp_path: Path) -> None:
+        folder = self.folder(tmp_path, "1", "2")
+        assert open_quietly(folder, classes=["1", "2", "3"]).labels.tolist() == [0, 1]
+        assert open_quietly(folder, classes=["01", "02", "10"]).labels.tolist() == [0, 1]  # as cocor-prep pads them
+        with pytest.raises(UserError, match="class 1 is not among the 2 known classes"):
+            open_quietly(folder, classes=["cat", "dog"])
+
+    def test_an_unknown_number_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match="class 0 is not among the 3 known classes"):
+            open_quietly(self.folder(tmp_path, "0", "1", "2"), classes=["1", "2", "3"])
+        with pytest.raises(UserError, match="class 01 is not among the 2 known classes"):
+            open_quietly(self.folder(tmp_path / "both", "1", "01"), classes=["1", "2"])
+
+
+class TestLabelSplit:
+    def test_names_in_order_with_comments(self, photo_folder: Path, tmp_path: Path) -> None:
+        dataset = open_quietly(photo_folder)
+        (tmp_path / "split.txt").write_text("# 1 %\nrocket/3.jpg\n\n./chelsea/5.png\n")
+        places = read_label_split(tmp_path / "split.txt", dataset)
+        assert [dataset.names[i] for i in places] == ["rocket/3.jpg", "chelsea/5.png"]
+        subset = dataset.subset(places)
+        assert subset.labels.tolist() == [3, 1] and subset.classes == dataset.classes
+        assert subset.digest != dataset.digest and subset.sizes.tolist() == dataset.sizes[places].tolist()
+
+    @pytest.mark.parametrize(
+        ("text", "line"), [("rocket/0.jpg\nrocket/99.jpg\n", 2), ("rocket/0.jpg\nrocket/0.jpg\n", 2), ("0.jpg\n", 1)]
+    )
+    def test_faults_are_named_by_line(self, photo_folder: Path, tmp_path: Path, text: str, line: int) -> None:
+        (tmp_path / "split.txt").write_text(text)
+        with pytest.raises(UserError, match=f"split.txt:{line}: "):
+            read_label_split(tmp_path / "split.txt", open_quietly(photo_folder))
+
+
+class TestSizeIndex:
+    def test_sizes_are_those_of_the_decoded_images(self, photo_folder: Path) -> None:
+        dataset = open_quietly(photo_folder)
+        assert dataset.sizes.dtype == np.int32
+        assert [list(np.asarray(decode(path)).shape[:2]) for path in dataset.paths] == dataset.sizes.tolist()
+        assert dataset.plain.all()
+
+    def test_a_second_opening_reads_no_headers(self, photo_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        first = open_quietly(photo_copy)
+        assert (photo_copy / CACHE_NAME).exists()
+        monkeypatch.setattr(size_index, "inspect", lambda path: pytest.fail("read again"))
+        assert open_quietly(photo_copy).digest == first.digest
+
+    def test_a_changed_file_is_read_again(self, photo_copy: Path, small: Image.Image) -> None:
+        open_quietly(photo_copy)
+        path = write(photo_copy / "rocket" / "0.jpg", small)
+        os.utime(path, ns=(time.time_ns(), time.time_ns() + 1))
+        dataset = open_quietly(photo_copy)
+        assert dataset.sizes[dataset.names.index("rocket/0.jpg")].tolist() == [40, 60]
+
+    @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 cut", b"rubbish"])
+    def test_a_corrupt_cache_is_ignored(self, photo_copy: Path, content: bytes) -> None:
+        first = open_quietly(photo_copy)
+        (photo_copy / CACHE_NAME).write_bytes(content)
+        assert open_quietly(photo_copy).digest == first.digest
+
+    def test_faults_are_remembered(self, photo_copy: Path) -> None:
+        (photo_copy / "rocket" / "bad.jpg").write_bytes(b"rubbish")
+        first = open_quietly(photo_copy, on_error="skip")
+        assert open_quietly(photo_copy, on_error="skip").skipped == first.skipped != ()
+
+    def test_read_only_data_use_the_users_cache(
+        self, photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setattr(size_index, "CACHE_NAME", "missing/index.npz")  # as root, no folder is read-only
+        first = open_quietly(photo_folder)
+        assert len(list((tmp_path / "cocor").iterdir())) == 1
+        monkeypatch.setattr(size_index, "inspect", lambda path: pytest.fail("read again"))
+        assert open_quietly(photo_folder).digest == first.digest
+
+    def test_a_machine_out_of_file_handles_makes_no_image_unusable(self, photo_folder: Path) -> None:
+        """``--on-error skip`` would leave it out."""
+        image = photo_folder / "chelsea" / "0.jpg"
+        with few_more_files(0):
+            with pytest.raises(OSError, match="Too many open files"):
+                size_index.inspect(str(image))
+            with pytest.raises(OSError, match="Too many open files"):
+                examine("0.jpg", FileBytes(str(image)), 10**6)
+            with pytest.raises(OSError, match="Too many open files"):
+                encode(FileBytes(str(image)), Settings(None, 95, False, 10**6))
+
+
+class TestDecode:
+    @pytest.mark.parametrize("orientation", range(1, 9))
+    @pytest.mark.parametrize("suffix", ["jpg", "png", "tif"])
+    def test_upright_by_exif(self, tmp_path: Path, small: Image.Image, orientation: int, suffix: str) -> None:
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        path = write(tmp_path / "a" / f"x.{suffix}", small, exif=exif)
+        stored = np.asarray(Image.open(write(tmp_path / f"plain.{suffix}", small)).convert("RGB"))
+        turned = {
+            1: stored, 2: stored[:, ::-1], 3: stored[::-1, ::-1], 4: stored[::-1], 5: stored.transpose(1, 0, 2),
+            6: stored[::-1].transpose(1, 0, 2), 7: stored[::-1, ::-1].transpose(1, 0, 2),
+            8: stored[:, ::-1].transpose(1, 0, 2),
+        }[orientation]  # fmt: skip
+        np.testing.assert_array_equal(np.asarray(decode(path)), turned)
+        assert open_quietly(tmp_path / "a").sizes.tolist() == [list(turned.shape[:2])]
+
+    def test_16_bit_grey_is_scaled(self, tmp_path: Path) -> None:
+        ramp = np.linspace(0, 65535, 256 * 4).astype(np.uint16).reshape(4, 256)
+        Image.fromarray(ramp).save(tmp_path / "ramp.png")
+        pixels = np.asarray(decode(tmp_path / "ramp.png"))[..., 0].ravel()
+        assert len(np.unique(pixels)) == 256 and (np.diff(pixels.astype(int)) >= 0).all()
+
+    def test_alpha_is_composited_on_white(self, tmp_path: Path, small: Image.Image) -> None:
+        alpha = Image.linear_gradient("L").resize(small.size)
+        for name, image in {"rgba": small.convert("RGBA"), "la": small.convert("LA")}.items():
+            image.putalpha(alpha)
+            image.save(tmp_path / f"{name}.png")
+            white = Image.new("RGB", small.size, "white")
+            white.paste(image.convert("RGB"), mask=alpha)
+            difference = np.asarray(decode(tmp_path / f"{name}.png")).astype(int) - np.asarray(white)
+            assert np.abs(difference).max() <= 1
+        palette = small.quantize(16)
+        palette.save(tmp_path / "p.png", transparency=palette.getpixel((5, 5)))
+        assert decode(tmp_path / "p.png").getpixel((5, 5)) == (255, 255, 255)
+
+    def test_cmyk_becomes_rgb(self, tmp_path: Path, small: Image.Image) -> None:
+        small.convert("CMYK").save(tmp_path / "x.jpg", quality=95)
+        assert np.abs(np.asarray(decode(tmp_path / "x.jpg")).astype(int) - np.asarray(small)).mean() < 4
+
+    @pytest.mark.parametrize("progressive", [False, True])
+    def test_truncated_files_are_errors(
+        self, tmp_path: Path, photos: dict[str, Image.Image], progressive: bool
+    ) -> None:
+        photos["coffee"].save(tmp_path / "x.jpg", progressive=progressive)
+        whole = (tmp_path / "x.jpg").read_bytes()
+        (tmp_path / "x.jpg").write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(UserError, match=r"x.jpg: truncated or damaged") as error:
+            decode(tmp_path / "x.jpg")
+        assert "\n" not in str(error.value)
+
+    def test_a_missing_file_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match=r"gone.jpg: No such file"):
+            decode(tmp_path / "gone.jpg")

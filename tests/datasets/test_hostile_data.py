@@ -1,0 +1,492 @@
+"""Data sets from strangers: .beton files, tars, parquet shards and images that lie, lead astray or fill the memory."""
+
+import io
+import json
+import random
+import resource
+import shutil
+import struct
+import subprocess
+import sys
+import tarfile
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.hostile import Refused, damaged, one_line_or_none, refusal, run_train
+from helpers.prep_cases import corner_image, jpeg_bytes, write_all
+from PIL import Image
+
+from loaders.datasets.beton import FIELD, HEADER, SAMPLE, field_descriptors
+from loaders.datasets.decode import MAX_PIXELS, ImageFault
+from loaders.datasets.manifest import FOLDER_RECORD
+from loaders.datasets.stored import StoredDataset, open_stored
+from loaders.errors import UserError
+from loaders.open import open_loader
+from loaders.prep import byte_ranges
+from loaders.prep.cli import main as prep
+from loaders.prep.info import describe_source
+from loaders.prep.sources import open_source
+from loaders.views.order import BatchOrder
+from loaders.views.plan import ViewPlan
+
+TABLE = HEADER.itemsize + 2 * FIELD.itemsize  # where a .beton's table of images begins
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
+    return partial(refusal, capsys)
+
+
+@pytest.fixture(scope="module")
+def prepared(corner_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with ``x.beton`` and the prepared folder ``tree``."""
+    folder = tmp_path_factory.mktemp("prepared")
+    assert prep(["convert", str(corner_folder), str(folder / "x.beton"), "--workers", "1"]) == 0
+    assert prep(["convert", str(corner_folder), str(folder / "tree"), "--workers", "1"]) == 0
+    return folder
+
+
+def without_record(data: bytes) -> bytearray:
+    """A .beton as FFCV's own writer makes it: no checksums, no digests."""
+    changed = bytearray(data)
+    fields = field_descriptors((0, 0))
+    fields["arguments"] = 0
+    changed[HEADER.itemsize : TABLE] = fields.tobytes()
+    return changed
+
+
+def with_record(data: bytes, change: Callable[[bytes], bytes]) -> bytes:
+    """A .beton whose record a stranger has changed, with a digest that fits."""
+    at = data.index(b"cocor-prep 1\n", TABLE)
+    end = int(np.frombuffer(data, HEADER, 1)["alloc_table_ptr"][0])
+    body = data[at:end].rstrip(b"\0")
+    length = int.from_bytes(data[TABLE - FIELD.itemsize * 2 + 17 + 24 :][:8], "little")
+    body = change(data[at : at + length - 32])
+    assert len(body) == length - 32
+    return data[:at] + body + sha256(body).digest() + data[at + length :]
+
+
+class TestBeton:
+    @pytest.mark.parametrize("trusted", [True, False])
+    @pytest.mark.parametrize(
+        ("table", "field", "value"),
+        [
+            ("header", "num_samples", 1 << 63),
+            ("header", "num_samples", (1 << 64) - 1),
+            ("header", "num_samples", 7),
+            ("header", "num_fields", 65535),
+            ("header", "alloc_table_ptr", (1 << 64) - 8),
+            ("allocation", "ptr", (1 << 64) - 8),
+            ("allocation", "size", (1 << 64) - 1),
+            ("allocation", "size", 1 << 63),
+            ("allocation", "sample_id", 3),
+            ("sample", "data_ptr", (1 << 64) - 8),
+            ("both", "ptr", (1 << 64) - 8),  # with a size that wraps around
+            ("sample", "label", 1 << 40),
+            ("sample", "label", -7),
+            ("sample", "mode", 9),
+            ("sample", "mode", 1),
+            ("sample", "width", 0),
+            ("sample", "sides", 65535),
+        ],
+    )
+    def test_tables_that_lie_are_refused(
+        self, prepared: Path, tmp_path: Path, refused: Refused, table: str, field: str, value: int, trusted: bool
+    ) -> None:
+        content = (prepared / "x.beton").read_bytes()
+        data = bytearray(content) if trusted else without_record(content)
+        header = np.frombuffer(data, HEADER, 1)
+        sample = np.frombuffer(data, SAMPLE, 1, TABLE + 2 * SAMPLE.itemsize)
+        kind = np.dtype([("sample_id", "<u8"), ("ptr", "<u8"), ("size", "<u8")])
+        allocations = np.frombuffer(data, kind, 6, int(header["alloc_table_ptr"][0]))
+        place = int(np.flatnonzero(allocations["sample_id"] == 2)[0])
+        if table == "both":
+            sample["data_ptr"] = allocations["ptr"][place] = value
+            allocations["size"][place] = 64
+        elif field == "sides":
+            sample["width"] = sample["height"] = value
+        elif table == "allocation":
+            allocations[field][place] = value
+        else:
+            {"header": header, "sample": sample}[table][field] = value
+        path = tmp_path / "x.beton"
+        path.write_bytes(data)
+        assert "x.beton: " in refused(run_train(data=path, loader="torch", output=tmp_path / "run"))
+        with pytest.raises(UserError, match=r"x\.beton: "):
+            open_stored(path)
+
+    @pytest.mark.parametrize("name", [b"a/../../e.jpg", b"/tmp/evil.jpg", b"a/\x00vil.jpg"])
+    def test_names_that_would_leave_the_output(
+        self, prepared: Path, tmp_path: Path, refused: Refused, name: bytes
+    ) -> None:
+        data = (prepared / "x.beton").read_bytes()
+        old = b"a/0.jpg\0a/1.jpg"
+        new = (name + b"\0").ljust(len(old), b"x")[: len(old)]
+        path = tmp_path / "x.beton"
+        path.write_bytes(with_record(data, lambda body: body.replace(old, new)))
+        out = tmp_path / "deep" / "out"
+        out.parent.mkdir()
+        assert "x.beton: the index of prepared data is damaged" in refused(
+            lambda: prep(["convert", str(path), str(out), "--workers", "1"])
+        )
+        assert not list(tmp_path.rglob("*vil*")) and not out.exists()
+
+    def test_facts_that_no_terminal_takes(
+        self, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        data = (prepared / "x.beton").read_bytes()
+        path = tmp_path / "x.beton"
+        path.write_bytes(with_record(data, lambda body: body.replace(b'"name": "images"', b'"name": "\\ud800"')))
+        assert path.read_bytes() != data and prep(["info", str(path)]) == 0
+        assert r"\ud800 (folder)" in capsys.readouterr().out
+
+    def test_any_damage_is_refused_or_harmless(self, prepared: Path, tmp_path: Path) -> None:
+        """Header, fields, tables, index, images: nothing but a UserError, or images that can be read or are named."""
+        content, rng, path = (prepared / "x.beton").read_bytes(), random.Random(0), tmp_path / "x.beton"
+        parts = [(0, 24), (24, TABLE), (TABLE, TABLE + 6 * SAMPLE.itemsize), (len(content) - 6 * 24, len(content))]
+        right = [bytes(open_stored(prepared / "x.beton").file.read(row)) for row in range(6)]
+        for turn in range(500):
+            data, known = (content, right) if turn % 2 == 0 else (bytes(without_record(content)), None)
+            path.write_bytes(damaged(data, rng, rng.choice([*parts, (0, len(content))])))
+            one_line_or_none(lambda: describe_source(open_source(path)))
+            one_line_or_none(lambda known=known: self.read_all(open_stored(path), known))  # type: ignore[misc]
+
+    def read_all(self, images: StoredDataset, right: list[bytes] | None) -> None:
+        """Read every image; those that are read must be ``right``, if a checksum can tell."""
+        for i in range(len(images)):
+            one_line_or_none(lambda i=i: images.image(i).decode())  # type: ignore[misc]
+            with suppress(UserError):
+                data = bytes(images.file.read(i))
+                assert right is None or data == right[i]
+
+    @pytest.mark.parametrize("highest", [22_000, 1 << 20, (1 << 63) - 1])
+    def test_huge_labels_invent_no_classes(
+        self, prepared: Path, tmp_path: Path, highest: int, refused: Refused
+    ) -> None:
+        path = tmp_path / "x.beton"
+        data = without_record((prepared / "x.beton").read_bytes())
+        table = np.frombuffer(data, SAMPLE, 6, TABLE)
+        table["label"][3] = highest - 1
+        path.write_bytes(data)
+        if highest == 22_000:
+            assert len(open_stored(path).classes) == highest
+            table["label"][3] = highest
+            path.write_bytes(data)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for command in (["info", str(path)], ["convert", str(path), str(tmp_path / "out")], ["verify", str(path)]):
+            line = refused(lambda command=command: prep(command))
+            assert "x.beton: labels from 0 to" in line and "for 6 images cannot number classes" in line
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
+
+    def test_labels_without_names_are_places(self, prepared: Path, tmp_path: Path) -> None:
+        (tmp_path / "x.beton").write_bytes(without_record((prepared / "x.beton").read_bytes()))
+        plain = open_stored(tmp_path / "x.beton")
+        for classes in (["5", "6", "7"], ["cat", "dog", "eel"]):
+            known = open_stored(tmp_path / "x.beton", classes=classes)
+            assert known.classes == classes and known.labels.tolist() == plain.labels.tolist()
+        with pytest.raises(UserError, match=f"class {plain.labels.max()} is not among the 1 known classes"):
+            open_stored(tmp_path / "x.beton", classes=["5"])
+
+    @pytest.mark.parametrize("loader", ["torch", "dali", "ffcv"])
+    def test_a_jpeg_larger_than_stated(
+        self, prepared: Path, tmp_path: Path, loader: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """DALI would make room for what the JPEG says."""
+        if loader == "ffcv":
+            pytest.importorskip("ffcv", reason="needs the ffcv extra", exc_type=ImportError)
+        data = without_record((prepared / "x.beton").read_bytes())
+        start = int(np.frombuffer(data, SAMPLE, 6, TABLE)["data_ptr"][2])
+        frame = data.index(b"\xff\xc0", start)
+        data[frame + 5 : frame + 9] = struct.pack(">HH", 65500, 65500)
+        path = tmp_path / "x.beton"
+        path.write_bytes(data)
+        images = open_stored(path)
+        delivery = open_loader(loader, images, ViewPlan(16), BatchOrder(6, 6), workers=1, on_error="skip")
+        (batch,) = list(delivery.epoch(0))
+        delivery.close()
+        assert 2 not in batch.index and "00000002 (image 2): " in caplog.text
+
+    def test_a_prepared_folder_whose_record_lies(self, prepared: Path, tmp_path: Path, refused: Refused) -> None:
+        tree, rng = tmp_path / "tree", random.Random(0)
+        shutil.copytree(prepared / "tree", tree)
+        body = (tree / FOLDER_RECORD).read_bytes()[:-32]
+        for change in [(b"a/0.jpg", b"../0.jp"), (b'"images": 6', b'"images":-6'), (b'"classes"', b'"clesses"')]:
+            new = body.replace(*change)
+            assert new != body
+            (tree / FOLDER_RECORD).write_bytes(new + sha256(new).digest())
+            assert "the index of prepared data is damaged" in refused(lambda: prep(["verify", str(tree)]))
+        for _ in range(100):
+            new = damaged(body, rng, (13, len(body)))
+            (tree / FOLDER_RECORD).write_bytes(new + sha256(new).digest())
+            one_line_or_none(lambda: describe_source(open_source(tree)))
+
+
+def tar_header(name: bytes, size: bytes, kind: bytes = b"0") -> bytes:
+    header = bytearray(512)
+    fields = {0: name, 100: b"0000644", 124: size, 136: b"0" * 11, 156: kind, 257: b"ustar\0" + b"00"}
+    for at, value in fields.items():
+        header[at : at + len(value)] = value
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header)
+
+
+class TestTars:
+    @pytest.mark.parametrize("kind", [b"0", b"5", b"L", b"K", b"x", b"g", b"S"])
+    @pytest.mark.parametrize("size", [-512, -1024, -(1 << 40), 1 << 40, (1 << 63) - 1, 1 << 80])
+    def test_sizes_that_lead_nowhere(self, tmp_path: Path, kind: bytes, size: int) -> None:
+        """A negative size leads Python's tarfile back to where it has been, for ever."""
+        number = b"\xff" if size < 0 else b"\x80"
+        number += (size & ((1 << 88) - 1)).to_bytes(11, "big")
+        path = tmp_path / "x.tar"
+        path.write_bytes(tar_header(b"a/0.jpg", b"%011o" % 0) + tar_header(b"a/x.jpg", number, kind) + bytes(4096))
+        one_line_or_none(lambda: open_source(path))
+
+    @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE])
+    @pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+    def test_links_and_devices_are_refused(self, tmp_path: Path, kind: bytes, form: int, refused: Refused) -> None:
+        path = tmp_path / "x.tar"
+        with tarfile.open(path, "w", format=form) as tar:
+            for name, type_ in (("a/0.jpg", tarfile.REGTYPE), ("a/1.jpg", kind)):
+                info = tarfile.TarInfo(name)
+                info.type, info.linkname = type_, "/etc/passwd"
+                data = jpeg_bytes(corner_image()) if type_ == tarfile.REGTYPE else b""
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+        line = refused(lambda: prep(["convert", str(path), str(tmp_path / "out"), "--workers", "1"]))
+        assert "a/1.jpg: a link or device, not a file" in line and not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize(
+        "name", ["../evil.jpg", "/tmp/evil.jpg", "a/../../evil.jpg", f"a/{'../' * 40}tmp/evil.jpg"]
+    )
+    def test_a_long_way_out(self, tmp_path: Path, name: str, refused: Refused) -> None:
+        (tmp_path / "deep").mkdir()
+        path, data = tmp_path / "deep" / "x.tar", jpeg_bytes(corner_image())
+        with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
+            for place in ("a/0.jpg", name):
+                info = tarfile.TarInfo("short")
+                info.size, info.pax_headers = len(data), {"path": place}
+                tar.addfile(info, io.BytesIO(data))
+        command = ["convert", str(path), str(tmp_path / "deep" / "out"), "--workers", "1"]
+        assert f"{name}: would leave the target folder" in refused(lambda: prep(command))
+        assert prep([*command, "--on-error", "skip"]) == 0
+        assert not list(tmp_path.rglob("evil*")) and not Path("/tmp/evil.jpg").exists()
+
+
+class TestWebDataset:
+    @pytest.mark.parametrize(
+        ("name", "content", "complaint"),
+        [
+            ("1.cls", b"", "x.tar:1: no class"),
+            ("1.cls", b" ", "x.tar:1: no class"),
+            ("1.cls", b"a\0b", "cannot name a class folder"),
+            ("1.cls", b"..", "cannot name a class folder"),
+            ("1.cls", b"9" * 100_000, "cannot name a class folder"),
+            ("1.json", b"", "x.tar:1: no class"),
+            ("1.json", b"{", "1.json is not JSON"),
+            ("1.json", b"[" * 100_000, "1.json is not JSON"),
+            ("1.json", b'{"label": ' + b"9" * 5000 + b"}", "1.json is not JSON"),
+            ("1.json", b'{"label": 1e400}', "x.tar:1: no class"),
+            ("1.json", b'{"label": [1]}', "x.tar:1: no class"),
+            ("1.json", b'{"label": "a\\ud800"}', "cannot name a class folder"),
+            ("1.json", b'["label"]', "x.tar:1: no class"),
+        ],
+    )
+    def test_classes_that_are_none(
+        self, name: str, content: bytes, complaint: str, tmp_path: Path, refused: Refused
+    ) -> None:
+        path, image = tmp_path / "x.tar", jpeg_bytes(corner_image())
+        with tarfile.open(path, "w") as tar:
+            for member, data in (("0.jpg", image), ("0.cls", b"5"), ("1.jpg", image), (name, content)):
+                info = tarfile.TarInfo(member)
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+        assert complaint in refused(lambda: prep(["convert", str(path), str(tmp_path / "out"), "--workers", "1"]))
+        assert not (tmp_path / "out").exists()
+
+
+class TestParquet:
+    def write(self, path: Path, names: object, inner: str = "x.jpg", notes: bytes | None = None) -> Path:
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        rows = [{"bytes": jpeg_bytes(corner_image((40 + i, 30))), "path": inner} for i in range(4)]
+        table = arrow.table({"image": rows, "label": [0, 1, 0, 1]})
+        features = {"info": {"features": {"label": {"names": names}}}}
+        table = table.replace_schema_metadata({"huggingface": notes or json.dumps(features).encode()})
+        parquet.write_table(table, path)
+        return path
+
+    def test_the_path_in_a_row_is_not_the_output(self, tmp_path: Path) -> None:
+        path = self.write(tmp_path / "x.parquet", ["a", "b"], inner="../../../evil.jpg")
+        assert prep(["convert", str(path), str(tmp_path / "out"), "--workers", "1"]) == 0
+        found = sorted(str(file.relative_to(tmp_path / "out")) for file in (tmp_path / "out").rglob("*.jpg"))
+        assert found == ["a/x_00000000.jpg", "a/x_00000002.jpg", "b/x_00000001.jpg", "b/x_00000003.jpg"]
+
+    @pytest.mark.parametrize(
+        "names", [["..", "b"], ["../../evil", "b"], ["\ud800", "b"], {"a": 1}, [1, 2], "ab", ["", "b"], [["a"]]]
+    )
+    def test_class_names_that_lead_astray(self, names: object, tmp_path: Path, refused: Refused) -> None:
+        path = self.write(tmp_path / "x.parquet", names)
+        assert "x.parquet: " in refused(lambda: prep(["convert", str(path), str(tmp_path / "out"), "--workers", "1"]))
+        assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize("notes", [b"{", b"\xff\xfe", b"[" * 100_000, b"[1]", b'{"info": []}'])
+    def test_notes_that_are_something_else(self, notes: bytes, tmp_path: Path) -> None:
+        path = self.write(tmp_path / "x.parquet", None, notes=notes)
+        one_line_or_none(lambda: open_source(path))
+
+    @pytest.mark.parametrize("notes", [b"{", b"\xff\xfe", b"[" * 100_000])
+    def test_unreadable_class_names_are_refused(self, notes: bytes, tmp_path: Path, refused: Refused) -> None:
+        path = self.write(tmp_path / "x.parquet", None, notes=notes)
+        line = refused(lambda: prep(["info", str(path)]))
+        assert "x.parquet: its 'huggingface' metadata, which names the classes, is not JSON" in line
+
+    def test_shards_with_other_names_are_refused(self, tmp_path: Path) -> None:
+        """Their numbers mean other classes: the first shard's names would turn labels round."""
+        for shard, names in (("a", ["cat", "dog"]), ("b", ["dog", "cat"])):
+            self.write(tmp_path / f"{shard}.parquet", names)
+        with pytest.raises(UserError, match=r"b.parquet: other classes than in .*a.parquet"):
+            open_source(tmp_path)
+
+    def test_without_notes_classes_are_numbers(self, tmp_path: Path) -> None:
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        rows = [jpeg_bytes(corner_image((40 + i, 30))) for i in range(3)]
+        parquet.write_table(arrow.table({"image": rows, "label": [0, 10, 2]}), tmp_path / "x.parquet")
+        assert open_source(tmp_path / "x.parquet").classes == ["00", "02", "10"]
+
+    def test_a_missing_image_column_is_named(self, tmp_path: Path, refused: Refused) -> None:
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        tables = {"label": [1, 2]}, {"image": ["a.jpg", "b.jpg"], "label": [0, 1]}, {"a": [b"x"], "b": [b"x"]}, {}
+        for columns in tables:
+            parquet.write_table(arrow.table(columns), tmp_path / "x.parquet")
+            line = refused(lambda: prep(["scan", str(tmp_path / "x.parquet")]))
+            assert (
+                f"x.parquet: no column of image bytes named image, img, jpg, jpeg, png; it has {', '.join(columns)}"
+                in line
+            )
+
+    @pytest.mark.parametrize("plaintext_footer", [True, False])
+    def test_an_encrypted_file_is_called_so(self, tmp_path: Path, plaintext_footer: bool, refused: Refused) -> None:
+        encryption = pytest.importorskip("pyarrow.parquet.encryption")
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+        class Keys(encryption.KmsClient):  # type: ignore[misc, name-defined]
+            def wrap_key(self, key: bytes, name: str) -> bytes:
+                return key
+
+            def unwrap_key(self, key: bytes, name: str) -> bytes:
+                return key
+
+        settings = encryption.EncryptionConfiguration(
+            footer_key="f", column_keys={"k": ["image", "label"]}, plaintext_footer=plaintext_footer
+        )
+        factory = encryption.CryptoFactory(lambda _: Keys())
+        secret = factory.file_encryption_properties(encryption.KmsConnectionConfig(), settings)
+        table = arrow.table({"image": [jpeg_bytes(corner_image())] * 2, "label": [0, 1]})
+        with parquet.ParquetWriter(tmp_path / "x.parquet", table.schema, encryption_properties=secret) as writer:
+            writer.write_table(table)
+        assert "x.parquet: an encrypted parquet file" in refused(lambda: prep(["info", str(tmp_path / "x.parquet")]))
+
+    def test_damage_anywhere_is_named(self, tmp_path: Path) -> None:
+        path = self.write(tmp_path / "x.parquet", ["a", "b"])
+        data, rng = path.read_bytes(), random.Random(1)
+        for turn in range(150):
+            path.write_bytes(damaged(data, rng, (len(data) * 2 // 3, len(data)) if turn % 2 else (0, len(data))))
+            one_line_or_none(lambda: [read(open_source(path).locate(i)) for i in range(4)])
+            path.write_bytes(data[: rng.randrange(len(data))])
+            with pytest.raises(UserError, match=r"x\.parquet: "):
+                open_source(path)
+
+    def test_damaged_pages_are_named(self, tmp_path: Path, refused: Refused) -> None:
+        path = self.write(tmp_path / "x.parquet", ["a", "b"])
+        data, rng = path.read_bytes(), random.Random(0)
+        for _ in range(40):
+            path.write_bytes(damaged(data, rng, (4, len(data) // 2)))
+            one_line_or_none(lambda: [read(open_source(path).locate(i)) for i in range(4)])
+
+
+def read(place: Any) -> None:
+    byte_ranges._row_group.cache_clear()
+    try:
+        place.read()
+    except (ImageFault, OSError) as fault:
+        assert str(fault)
+
+
+def bomb(kind: str) -> bytes:
+    """Images that are small as files, or that carry something large along."""
+    buffer = io.BytesIO()
+    if kind == "text":
+        chunk = b"zTXt" + b"Comment\0\0" + zlib.compress(bytes(300_000_000), 9)
+        Image.new("RGB", (40, 30)).save(buffer, "PNG")
+        data = buffer.getvalue()
+        return data[:33] + struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) + data[33:]
+    size = (3000, 3000)
+    grey = Image.linear_gradient("L").resize(size)
+    if kind == "16 bits":
+        Image.fromarray(np.asarray(grey).astype(np.uint16) * 257).save(buffer, "PNG")
+    elif kind == "alpha":
+        grey.convert("RGBA").save(buffer, "PNG")
+    elif kind == "progressive":
+        grey.convert("RGB").save(buffer, "JPEG", progressive=True, subsampling=0)
+    elif kind == "CMYK":
+        grey.convert("CMYK").save(buffer, "JPEG", progressive=True, subsampling=0)
+    else:
+        image = grey.convert("RGBA")
+        image.putalpha(grey)
+        image.save(buffer, "WEBP", lossless=True, quality=0, method=0)
+    return buffer.getvalue()
+
+
+class TestImages:
+    @pytest.mark.parametrize("kind", ["16 bits", "alpha", "progressive", "CMYK", "WebP", "text"])
+    def test_the_largest_image_fits_two_gigabytes(self, tmp_path: Path, kind: str) -> None:
+        """Measured on a smaller one in a process of its own, and scaled up to the limit."""
+        (tmp_path / "x").write_bytes(bomb(kind))
+        code = f"""
+import resource
+from loaders.datasets.decode import decode
+from loaders.errors import UserError
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    decode({str(tmp_path / "x")!r})
+except UserError as mistake:
+    assert "\\n" not in str(mistake)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+        grown = int(done.stdout) * 1024
+        if kind == "text":
+            assert grown < 100e6
+        else:
+            limit = MAX_PIXELS // 2 if kind in ("WebP", "CMYK") else MAX_PIXELS
+            assert grown / 3000**2 * limit < 2e9
+
+    def test_too_large_images_are_refused_everywhere(
+        self, tmp_path: Path, corner_folder: Path, refused: Refused
+    ) -> None:
+        root = Path(shutil.copytree(corner_folder, tmp_path / "images"))
+        data = bytearray((root / "a" / "0.jpg").read_bytes())
+        frame = data.index(b"\xff\xc0")
+        data[frame + 5 : frame + 9] = struct.pack(">HH", 65500, 65500)
+        (root / "a" / "0.jpg").write_bytes(data)
+        for command in (
+            run_train(data=root, loader="torch", output=tmp_path / "run"),
+            lambda: prep(["convert", str(root), str(tmp_path / "x.beton"), "--workers", "1"]),
+            lambda: prep(["scan", str(root), "--on-error", "stop", "--workers", "1"]),
+        ):
+            assert "a/0.jpg: Image size (4290250000 pixels) exceeds limit" in refused(command)
+
+    def test_a_program_is_no_image(self, tmp_path: Path, refused: Refused) -> None:
+        """Pillow would give EPS to Ghostscript, if that is installed."""
+        marker = tmp_path / "harm"
+        program = f"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n(%pipe%mkdir {marker}) (w) file\n"
+        write_all(tmp_path / "images" / "a", {"x.jpg": program.encode(), "y.jpg": jpeg_bytes(corner_image())})
+        line = refused(lambda: prep(["convert", str(tmp_path / "images"), str(tmp_path / "out"), "--workers", "1"]))
+        assert "a/x.jpg: not an image of any known kind" in line and not marker.exists()

@@ -1,0 +1,134 @@
+"""The same command on several machines, here two "nodes" of one: under torchrun, and as Slurm's srun starts tasks."""
+
+import os
+import resource
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+from helpers.runs import STEPS, environment, flags, metrics
+
+from cocor.distributed import collectives
+from cocor.train import main as train
+from loaders.errors import UserError
+
+
+def test_a_taken_master_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        here = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+        for key, value in here.items():
+            monkeypatch.setenv(key, str(value))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        with pytest.raises(UserError, match=f"MASTER_PORT {port}: another program has taken it"):
+            collectives.init(use_gpu=False)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def torchrun(node: int, port: int, arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1"),
+        *("--master-addr=127.0.0.1", f"--master-port={port}", "-m", "cocor.train"),
+    ]
+    return [*command, *arguments], environment()
+
+
+def srun(node: int, port: int, arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+    job = {
+        "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": str(node), "SLURM_LOCALID": "0", "SLURM_NODEID": str(node),
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "localhost,other",
+        "SLURM_JOB_ID": str(port),
+    }  # fmt: skip
+    return [sys.executable, "-m", "cocor.train", *arguments], environment() | job
+
+
+@pytest.mark.parametrize("mistake", ["data", "output"])
+def test_a_mistake_is_one_line_of_each_task_of_srun(photo_folder: Path, tmp_path: Path, mistake: str) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    data = tmp_path / "nowhere" if mistake == "data" else photo_folder
+    output = tmp_path / ("new" if mistake == "data" else "run")
+    arguments, port = flags(data=data, loader="torch", backbone="test_nfnet", output=output), free_port()
+    nodes = []
+    for node in range(2):
+        command, variables = srun(node, port, arguments)
+        nodes.append(subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True))
+    errors = [process.communicate(timeout=300)[1] for process in nodes]
+    assert [process.returncode for process in nodes] == [2, 2]
+    assert all(error.startswith("cocor-train: error: ") and error.count("\n") == 1 for error in errors)
+
+
+def ends(arguments: list[str], main_file_bytes: int = resource.RLIM_INFINITY) -> list[tuple[int, float, str]]:
+    """Exit codes, moments of the end, and errors of two tasks of srun, the first of which may write so large files."""
+    limit = main_file_bytes, resource.RLIM_INFINITY
+    port, nodes = free_port(), []
+    for node in range(2):
+        command, variables = srun(node, port, arguments)
+        before = partial(resource.setrlimit, resource.RLIMIT_FSIZE, limit) if node == 0 else None
+        nodes.append(
+            subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True, preexec_fn=before)
+        )  # fmt: skip
+
+    def end(process: subprocess.Popen[str]) -> tuple[int, float, str]:
+        errors = process.communicate(timeout=300)[1]
+        return process.returncode, time.monotonic(), errors
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(end, nodes))
+
+
+def test_an_unwritable_last_checkpoint_ends_all_ranks(photo_folder: Path, tmp_path: Path) -> None:
+    options = {"data": photo_folder, "loader": "torch", "backbone": "test_nfnet", "knn_every": 0}
+    arguments = flags(**options, output=tmp_path / "run")
+    (code, ended, errors), (other, other_ended, other_errors) = ends(arguments, main_file_bytes=300_000)
+    assert code == 2 and other and abs(ended - other_ended) < 10
+    assert sum("error: " in line for line in errors.splitlines()) == 1 and "Traceback" not in errors
+    assert errors.splitlines()[-1].startswith("cocor-train: error: cannot write step_")
+    assert other_errors == "cocor-train: rank 1 has lost another rank, which says why\n"
+
+
+def test_an_unreadable_image_on_one_rank_ends_all(photo_copy: Path, tmp_path: Path) -> None:
+    options = {"loader": "torch", "backbone": "test_nfnet", "knn_every": 0, "mmnn": "constants", "on_error": "stop"}
+    assert train(flags(data=photo_copy, output=tmp_path / "one", **options, epochs=1)) == 0  # sizes are known by now
+    file = sorted(photo_copy.glob("*/*.jpg"))[7]
+    status = file.stat()
+    file.write_bytes(file.read_bytes()[:300].ljust(status.st_size, b"0"))
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    (code, ended, errors), (other, other_ended, other_errors) = ends(
+        flags(data=photo_copy, output=tmp_path / "two", **options)
+    )
+    assert 2 in (code, other) and code and other and abs(ended - other_ended) < 10
+    said = [line for line in (errors + other_errors).splitlines() if "error: " in line]
+    assert len(said) == 1 and file.name in said[0] and "Traceback" not in errors + other_errors
+
+
+@pytest.mark.parametrize("start", [torchrun, srun])
+def test_two_nodes_make_one_run(photo_folder: Path, tmp_path: Path, start: type[object]) -> None:
+    options = {"data": photo_folder, "loader": "torch", "backbone": "test_nfnet", "knn_every": 0, "log_samples": True}
+    options["max_restarts"] = 1  # which these launchers do not know of
+    arguments, port = flags(**options, output=tmp_path / "run"), free_port()
+    nodes, said = [], ""
+    for node in range(2):
+        command, variables = start(node, port, arguments)  # type: ignore[call-arg, misc]
+        nodes.append(
+            subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    for process in nodes:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+        said += errors
+    assert said.count("warning: --max-restarts has no effect") == 1
+    rows = metrics(tmp_path / "run", "train")
+    assert [row["step"] for row in rows] == list(range(1, 2 * STEPS + 1))
+    seen = [index for row in metrics(tmp_path / "run", "samples")[:STEPS] for index in row["index"]]
+    assert sorted(seen) == list(range(8 * STEPS))  # each image once an epoch, over both nodes

@@ -1,0 +1,301 @@
+"""Signals: a run that is asked to stop saves where it is and says so with its exit code; asked twice, it leaves."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from helpers.runs import ROOT, assert_same_bits, environment, flags, metrics
+
+from cocor import checkpoint
+from cocor.distributed import signals
+from cocor.train import main
+from loaders.datasets.dataset import open_folder
+from loaders.errors import UserError
+from loaders.torch_loader import TorchLoader
+from loaders.views.order import BatchOrder
+from loaders.views.plan import ViewPlan
+
+EPOCHS = 6
+OPTIONS = {"loader": "torch", "consistency": "none", "epochs": EPOCHS, "checkpoint_every_epochs": 100, "log_samples": 1}
+
+
+def when(condition: Callable[[], bool], act: Callable[[], None]) -> threading.Thread:
+    """Do ``act`` in a thread as soon as ``condition`` holds."""
+
+    def wait() -> None:
+        deadline = time.monotonic() + 300
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.002)
+        act()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def lines(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return path.read_text().count('"samples"') if path.exists() else 0
+
+
+def final(folder: Path) -> dict:
+    found = checkpoint.newest(folder / "checkpoints")
+    assert found is not None and found[1]["step"] == 3 * EPOCHS
+    return found[1]["training"]
+
+
+def test_a_stopped_run_resumes_bit_for_bit(photo_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    arguments = flags(data=photo_folder, val_data=photo_folder, output=folder, **OPTIONS)
+    for number, code in ((signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)):
+        done = lines(folder)
+        when(lambda done=done: lines(folder) > done + 1, lambda number=number: os.kill(os.getpid(), number))  # type: ignore[misc]
+        assert main([*arguments, "--resume"]) == code
+        found = checkpoint.newest(folder / "checkpoints")
+        assert found is not None and found[1]["step"] == lines(folder) < 3 * EPOCHS
+        assert number.name in (folder / "log.txt").read_text()
+    assert main([*arguments, "--resume"]) == 0
+    assert main(flags(data=photo_folder, val_data=photo_folder, output=tmp_path / "whole", **OPTIONS)) == 0
+    assert_same_bits(final(folder), final(tmp_path / "whole"))
+    for kind in ("samples", "knn"):
+        rows, expected = metrics(folder, kind), metrics(tmp_path / "whole", kind)
+        for row in (*rows, *expected):
+            del row["time_s"]
+        assert rows == expected
+
+
+_BEGIN = "import sys; print('begun', flush=True); from cocor.cli import train; sys.exit(train())"
+
+
+class TestTheFirstSeconds:
+    """While Python and PyTorch load, and what comes before training."""
+
+    def start(self, *arguments: str) -> "subprocess.Popen[str]":
+        process = subprocess.Popen(
+            [sys.executable, "-c", _BEGIN, *arguments],
+            env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert process.stdout is not None and process.stdout.readline() == "begun\n"
+        return process
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    @pytest.mark.parametrize("ranks", [1, 2])
+    def test_a_signal_ends_them_without_a_traceback(
+        self, photo_folder: Path, tmp_path: Path, number: signal.Signals, ranks: int
+    ) -> None:
+        options = OPTIONS | {"epochs": 2000, "cpu_ranks": ranks}
+        code = 130 if number == signal.SIGINT else 75
+        for delay in (0.05, 0.4, 1.2):
+            arguments = flags(data=photo_folder, output=tmp_path / f"{delay}", **options)
+            with self.start(*arguments) as process:
+                time.sleep(delay)
+                os.kill(process.pid, number)
+                error = process.communicate(timeout=300)[1]
+            # A fast machine trains already.
+            said = error.splitlines()
+            assert "Traceback" not in error and (len(said) <= 1 or "stopped by" in said[-1]), (delay, error)
+            assert process.returncode in (code, -number, 128 + number), (delay, process.returncode, error)
+
+    def test_the_whole_group_as_ctrl_c_reaches_it(self, photo_folder: Path, tmp_path: Path) -> None:
+        command = [sys.executable, "-m", "cocor.train", *flags(data=photo_folder, output=tmp_path / "x", cpu_ranks=2)]
+        with subprocess.Popen(
+            command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
+        ) as process:
+            wait_for(lambda: ranks_of(process.pid, tmp_path / "x"), process)
+            time.sleep(0.5)  # its ranks load PyTorch
+            os.killpg(process.pid, signal.SIGINT)
+            error = process.communicate(timeout=300)[1]
+        assert "Traceback" not in error and process.returncode in (130, -signal.SIGINT), error
+
+
+class TestSignals:
+    def test_the_first_is_noted_and_its_echo_ignored(self) -> None:
+        before = signal.getsignal(signal.SIGTERM)
+        with signals.handled(lambda message, code: None):
+            signals.defer()
+            for number in (signal.SIGUSR1, signal.SIGTERM):  # a scheduler's to the launcher and to its ranks
+                os.kill(os.getpid(), number)
+            assert signals.requested() == signal.SIGUSR1
+        assert signals.requested() == 0 and signal.getsignal(signal.SIGTERM) is before
+
+    def test_ignored_ones_stay_ignored(self) -> None:
+        """As under nohup, whose processes outlive their terminal."""
+        before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        try:
+            with signals.handled(lambda message, code: None):
+                os.kill(os.getpid(), signal.SIGHUP)
+                assert signals.requested() == 0
+        finally:
+            signal.signal(signal.SIGHUP, before)
+
+    def test_a_second_one_ends_the_process_at_once(self) -> None:
+        program = (
+            "import os, signal, time\nfrom cocor.distributed import signals\n"
+            "with signals.handled(print):\n"
+            "    signals.defer()\n"
+            "    os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.7)\n"
+            "    os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)\n"
+        )
+        begin = time.monotonic()
+        process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+        assert process.returncode == 128 + signal.SIGTERM and process.stderr == "left at once, as asked twice\n"
+        assert time.monotonic() - begin < 20
+
+
+def test_a_signal_before_the_first_step_ends_at_once() -> None:
+    program = (
+        "import os, signal, sys, time\nfrom cocor.distributed import signals\n"
+        "with signals.handled(lambda text, code: print(text)):\n"
+        "    try: os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)\n"
+        "    except BaseException: sys.exit('it was caught')\n"
+    )
+    process = subprocess.run([sys.executable, "-uc", program], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert process.returncode == signals.STOPPED and process.stderr == ""
+    assert process.stdout.startswith("stopped by SIGTERM before a step was made; the same command with --resume")
+
+
+def ranks_of(launcher: int, folder: Path) -> list[int]:
+    """The ranks that the process ``launcher`` has started."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == launcher and f"--output={folder}\0".encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return sorted(found)
+
+
+def wait_for(condition: Callable[[], object], process: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def wait_for_the_end_of(processes: list[int]) -> None:
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{process}").exists() for process in processes):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_ranks_restart_after_a_death_and_stop_together(photo_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    options = OPTIONS | {"epochs": 2000, "checkpoint_every_minutes": 1e-9, "cpu_ranks": 2, "max_restarts": 1}
+    command = [sys.executable, "-m", "cocor.train", *flags(data=photo_folder, output=folder, **options)]
+    with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as process:
+        wait_for(lambda: lines(folder) > 2, process)
+        first, second = ranks_of(process.pid, folder)
+        os.kill(second, signal.SIGKILL)
+        wait_for(lambda: len(new := ranks_of(process.pid, folder)) == 2 and not {first, second} & {*new}, process)
+        wait_for(lambda: "going on from" in (folder / "log.txt").read_text(), process)
+        before = lines(folder)
+        wait_for(lambda: lines(folder) > before, process)
+        os.kill(ranks_of(process.pid, folder)[1], signal.SIGUSR1)  # one rank only
+        error = process.stderr.read() if process.stderr else ""
+    assert process.returncode == 75
+    assert "rank 1 was ended by SIGKILL" in error and "starting all ranks again (1 of 1)" in error
+    assert "stopped by SIGUSR1 after step" in error.splitlines()[-1]
+    steps = [line["step"] for line in metrics(folder, "samples")]
+    assert steps == list(range(1, len(steps) + 1))
+    found = checkpoint.newest(folder / "checkpoints")
+    assert found is not None and found[1]["step"] == steps[-1]
+
+
+def test_no_rank_outlives_its_launcher(photo_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    options = OPTIONS | {"epochs": 2000, "cpu_ranks": 2}
+    command = [sys.executable, "-m", "cocor.train", *flags(data=photo_folder, output=folder, **options)]
+    with subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL, text=True) as process:
+        wait_for(lambda: len(ranks_of(process.pid, folder)) == 2, process)
+        ranks = ranks_of(process.pid, folder)
+        process.kill()
+    wait_for_the_end_of(ranks)
+
+
+def test_torchrun_restarts_a_killed_rank(photo_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    options = OPTIONS | {"epochs": 4, "checkpoint_every_minutes": 1e-9}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    command = [*launcher, "-m", "cocor.train", *flags(data=photo_folder, output=folder, **options)]
+    with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as process:
+        wait_for(lambda: lines(folder) > 1, process)
+        os.kill(ranks_of(process.pid, folder)[1], signal.SIGKILL)
+        error = process.communicate(timeout=300)[1]
+    assert process.returncode == 0, error
+    assert "going on from" in (folder / "log.txt").read_text()
+    rows = metrics(folder, "samples")
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    for epoch in range(4):
+        assert sorted(i for row in rows if row["epoch"] == epoch for i in row["index"]) == list(range(24))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+def test_a_group_signal_leaves_data_workers_alive(photo_folder: Path, number: signal.Signals) -> None:
+    """As scancel and Ctrl-C send it: data workers get it as well, and what the parent still does may need them."""
+    dataset = open_folder(photo_folder)
+    plan, order = ViewPlan(16, 0, (), "shared", lengths=()), BatchOrder(len(dataset), 2)
+    with closing(TorchLoader(dataset, plan, order=order, workers=1)) as loader, closing(loader.epoch(0)) as batches:  # type: ignore[type-var]
+        next(batches)
+        workers = [str(worker.pid) for worker in multiprocessing.active_children()]
+        subprocess.run(["kill", f"-{number}", *workers], check=True)  # not from the parent, which may end them
+        assert len(list(batches)) == 11
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_nor_does_one_while_data_workers_start(photo_folder: Path, number: signal.Signals) -> None:
+    dataset = open_folder(photo_folder)
+    plan, order = ViewPlan(16, 0, (), "shared", lengths=()), BatchOrder(len(dataset), 2)
+    received = [number]
+    os.register_at_fork(after_in_child=lambda: [os.kill(os.getpid(), number) for number in received])
+    try:
+        with closing(TorchLoader(dataset, plan, order=order, workers=1)) as loader:
+            assert len(list(loader.epoch(0))) == 12
+    finally:
+        received.clear()
+    assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_a_data_worker_that_dies_is_named(photo_folder: Path) -> None:
+    dataset = open_folder(photo_folder)
+    plan, order = ViewPlan(16, 0, (), "shared", lengths=()), BatchOrder(len(dataset), 2)
+    with closing(TorchLoader(dataset, plan, order=order, workers=1)) as loader, closing(loader.epoch(0)) as batches:  # type: ignore[type-var]
+        next(batches)
+        for worker in multiprocessing.active_children():
+            assert worker.pid is not None
+            os.kill(worker.pid, signal.SIGKILL)
+        with pytest.raises(UserError, match=r"a data worker was killed.*lower --workers or --batch-size"):
+            list(batches)
+
+
+def test_a_small_limit_of_open_files_is_named(photo_folder: Path, tmp_path: Path) -> None:
+    options = OPTIONS | {"workers": 8}
+    command = [sys.executable, "-m", "cocor.train", *flags(data=photo_folder, output=tmp_path / "run", **options)]
+    shell = ["bash", "-c", 'ulimit -n 24; exec "$@"', "bash", *command]
+    done = subprocess.run(shell, env=environment(), capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("cocor-train: error: ") and "open files" in last and "ulimit -n 4096" in last
+
+
+def test_a_small_shared_memory_is_done_without(photo_folder: Path, tmp_path: Path) -> None:
+    """As in a container: batches take the slower way through a pipe."""
+    options = OPTIONS | {"workers": 2, "epochs": 1, "batch_size": 24, "queue_size": 24}
+    command = [sys.executable, "-m", "cocor.train", *flags(data=photo_folder, output=tmp_path / "run", **options)]
+    inside = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"'
+    possible = subprocess.run(["unshare", "-m", "bash", "-c", inside, "bash", "true"], capture_output=True, check=False)
+    if possible.returncode:
+        pytest.skip("needs the right to mount")
+    shell = ["unshare", "-m", "bash", "-c", inside, "bash", *command]
+    done = subprocess.run(shell, env=environment(), capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,408 @@
+"""The commands from end to end on a few photographs; every mistake is one line and exit code 2."""
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from cocor.eval.cli import main
+from cocor.eval.datasets.protocols import TRANSFER
+from cocor.eval.options import chosen_datasets, data_name
+from loaders.datasets.stored import open_stored
+from loaders.errors import UserError
+from loaders.prep.convert import convert
+from loaders.prep.encode import Settings
+from loaders.prep.sources import open_source
+
+Capsys = pytest.CaptureFixture[str]
+
+WEIGHTS = "random:resnet18"
+
+
+@pytest.fixture(scope="module")
+def data(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """root/pets/{train,test}/CLASS/...: 16 and 8 images of 4 classes."""
+    root = tmp_path_factory.mktemp("sets")
+    for folder in sorted(path for path in photo_folder.iterdir() if path.is_dir()):
+        for number, file in enumerate(sorted(folder.iterdir())):
+            target = root / "pets" / ("train" if number < 4 else "test") / folder.name
+            target.mkdir(parents=True, exist_ok=True)
+            (target / file.name).write_bytes(file.read_bytes())
+    return root
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def call(command: str, cache: Path, output: Path, *flags: str, weights: tuple[str, ...] = (WEIGHTS,)) -> int:
+    usual = ["--gpu", "no", "--workers", "0", "--image-size", "32", "--cache", str(cache), "--output", str(output)]
+    return main([command, *weights, *usual, *flags])
+
+
+def kept(folder: Path, name: str) -> dict:
+    """The numbers of a command, once its picture is seen to be one."""
+    assert Image.open(folder / f"{name}.png").width > 400
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def test_linear_knn_fewshot_and_retrieval(data: Path, cache: Path, tmp_path: Path, capsys: Capsys) -> None:
+    here = ("--data", str(data / "pets"))
+    assert call("linear", cache, tmp_path, *here) == 0
+    found = kept(tmp_path, "linear")
+    assert found["result"]["classes"] == 4 and len(found["result"]["trials"]) == 45
+    assert call("linear", cache, tmp_path, *here, "--probe", "moco", "--learn-from", "features", "--crop", "ten") == 0
+    assert json.loads((tmp_path / "linear_moco.json").read_text())["result"]["train"] == 12 * 10 + 4
+    assert call("knn", cache, tmp_path, *here, "--k", "1", "3") == 0
+    assert [row["k"] for row in kept(tmp_path, "knn")["result"]] == [1, 3]
+    assert call("knn", cache, tmp_path, "--data", str(data / "pets" / "test"), "--leave-one-out") == 0
+    assert call("fewshot", cache, tmp_path, *here, "--shots", "2", "--tasks", "0", "--seeds", "2") == 0
+    assert len(kept(tmp_path, "fewshot")["shots"][0]["top1"]) == 2
+    assert call("retrieval", cache, tmp_path, *here, "--queries", "2", "--neighbours", "3") == 0
+    assert len(kept(tmp_path, "retrieval")["result"]["rows"][0]["neighbours"]) == 3
+    text = capsys.readouterr().out
+    assert "mean per class" in text and "scikit-learn" in text
+
+
+def test_several_encoders_side_by_side(data: Path, cache: Path, tmp_path: Path) -> None:
+    here, two = ("--data", str(data / "pets")), (WEIGHTS, WEIGHTS)
+    assert call("spectrum", cache, tmp_path, *here, weights=two) == 0
+    assert [row["name"] for row in kept(tmp_path, "spectrum")["result"]] == [WEIGHTS, f"{WEIGHTS} (2)"]
+    assert call("consistency", cache, tmp_path, *here, "--images", "4", weights=two) == 0
+    first, second = kept(tmp_path, "consistency")["result"]
+    assert first["similarity"] == second["similarity"] and first["images"] == 4
+
+
+def test_transfer_makes_the_table(data: Path, cache: Path, tmp_path: Path, capsys: Capsys) -> None:
+    assert call("transfer", cache, tmp_path, "--datasets", "all", "--root", str(data)) == 0
+    rows = (tmp_path / "transfer.csv").read_text().splitlines()
+    assert len(rows) == 2 and rows[1].startswith(f"pets,{WEIGHTS},class-mean,")
+    table = (tmp_path / "transfer.md").read_text()
+    assert "| Oxford-IIIT Pets | class-mean |" in table and "- Not found: CIFAR-10, CIFAR-100, " in table
+    assert "Food-101: not found" in capsys.readouterr().out
+    assert Image.open(tmp_path / "transfer.png").width > 400
+    assert call("transfer", cache, tmp_path, "--datasets", "food101", "--root", str(data)) == 2
+
+
+def test_datasets_are_chosen_by_name() -> None:
+    assert chosen_datasets(["all"]) == list(TRANSFER) and chosen_datasets(["pets,cars", "pets"]) == ["pets", "cars"]
+    with pytest.raises(UserError, match="did you mean food101"):
+        chosen_datasets(["food11"])
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """root/pets/{train,test}/only: a single class."""
+    folder = tmp_path_factory.mktemp("root") / "pets"
+    for split in ("train", "test"):
+        (folder / split / "only").mkdir(parents=True)
+        for number in range(4):
+            Image.new("RGB", (40, 40), (60 * number, 0, 0)).save(folder / split / "only" / f"{number}.png")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "message"),
+    [
+        ("linear", "--data nowhere", "nowhere: no such folder"),
+        ("linear", "--data DATA", "no train folder"),
+        ("linear", "", "--data DIR"),
+        ("linear", "--dataset petz --root DATA", "did you mean pets"),
+        ("linear", "--dataset cars --root DATA", "not found; looked for"),
+        ("linear", "--dataset pets", "--root"),
+        ("knn", "--data DATA/pets --k 0", "--k: 0 must be at least 1"),
+        ("retrieval", "--data DATA/pets/test/coffee/4.jpg", "one file is one split"),
+        ("transfer", "--root nowhere", "--root nowhere"),
+        ("linear", "--data DATA/pets --probe moco --crop ten", "--learn-from features"),
+        ("retrieval", "--data DATA/pets --crop ten", "--crop ten: for training images"),
+        ("spectrum", "--data DATA/pets --crop ten", "--crop ten: for training images"),
+        ("knn", "--data DATA/pets --leave-one-out --crop ten", "--crop ten: for training images"),
+        ("fewshot", "--data DATA/pets --shots 2 --ways 9 --tasks 1", "--tasks 0 leaves tasks out"),
+        ("fewshot", "--data DATA/pets --ways 1", "--ways: 1 must be at least 2"),
+        ("consistency", "--data DATA/pets --filter bicubic", "as training does"),
+        ("linear", "--data DATA/pets --epochs 3", "--epochs: not for --probe lbfgs"),
+        ("linear", "--data DATA/pets --probe moco --against-sklearn", "--against-sklearn: not for"),
+        ("knn", "--data DATA/pets --workers -1", "--workers: -1 must be 0 to 1,024"),
+        ("linear", "--data DATA/pets --gpu maybe", "--gpu: maybe is not one of"),
+        ("retrieval", f"--data DATA/pets --seed {2**63}", "--seed: 9223372036854775808 must be 0 to"),
+        ("consistency", "--data DATA/pets --seed -1", "--seed: -1 must be 0 to 9,223,372,036,854,775,807"),
+        ("knn", "--data DATA/pets --image-size 100000", "--image-size: 100000 must be 1 to 4,096"),
+        ("knn", "--data DATA/pets --workers 100000", "--workers: 100000 must be 0 to 1,024"),
+        ("fewshot", f"--data DATA/pets --seeds {'9' * 5000}", "9 must be at most 2,147,483,647"),
+        # What labels and counts tell is told before features are made.
+        ("linear", "--data ONE", "all training images are of 1 class"),
+        ("linear", "--data ONE --probe moco", "all training images are of 1 class"),
+        ("linear", "--data ONE --probe simsiam --learn-from features", "all training images are of 1 class"),
+        ("transfer", "--root ROOT --datasets pets", "none of the 1 data sets is usable there: pets"),
+        ("knn", "--data ONE", "all images of the bank are of 1 class"),
+        ("knn", "--data ONE/test --leave-one-out", "all images of the bank are of 1 class"),
+        ("knn", "--data DATA/pets --k 17", "--k 17: the bank holds 16 images; use 16 or fewer"),
+        ("knn", "--data DATA/pets --k 125 --crop ten", "--k 125: the bank holds 124 images"),
+        ("knn", "--data DATA/pets/test --leave-one-out --k 8", "--k 8: the bank holds 7 images"),
+        ("fewshot", "--data ONE", "all training images are of 1 class"),
+        ("fewshot", "--data DATA/pets --shots 2 9 --tasks 0", "--shots 9: class astronaut has only 4 images"),
+        ("fewshot", "--data DATA/pets --shots 2 --ways 9", "--ways 9: only 4 classes of the test images"),
+        ("retrieval", "--data DATA/pets --neighbours 99", "--neighbours 99: the bank holds 12 images"),
+    ],
+)
+def test_mistakes_are_one_line_before_work(
+    command: str, flags: str, message: str, data: Path, one: Path, tmp_path: Path, capsys: Capsys
+) -> None:
+    words = flags.replace("DATA", str(data)).replace("ONE", str(one)).replace("ROOT", str(one.parent)).split()
+    assert call(command, tmp_path / "cache", tmp_path, *words, weights=("random:test_resnet",)) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("cocor-eval: error: ") and message in last
+    assert not any((tmp_path / "cache").glob("*.safetensors"))  # where features are kept
+
+
+def test_demo_names_the_demos_images(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # no folder is called demo here
+    assert call("knn", cache, tmp_path, "--data", "demo", "--k", "1", weights=("random:test_resnet",)) == 0
+    assert kept(tmp_path, "knn")["features"]["images"] == 3000
+
+
+def test_each_data_set_has_its_results(
+    data: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for images in ("pets", "pets/test"):
+        usual = ["--gpu", "no", "--workers", "0", "--image-size", "32", "--cache", str(cache)]
+        assert main(["spectrum", "random:test_resnet", *usual, "--data", str(data / images)]) == 0
+    for images in ("pets", "pets-test"):
+        assert (tmp_path / "eval" / "random-test_resnet" / images / "spectrum.json").is_file()
+
+
+def test_data_goes_by_the_users_name(tmp_path: Path) -> None:
+    """Also that of a link, which often leads to a disk's folder of some other name."""
+    (tmp_path / "disk7").mkdir()
+    (tmp_path / "tiny").mkdir()
+    for link in ("pets", "tiny/val"):
+        (tmp_path / link).symlink_to(tmp_path / "disk7")
+    given = {"pets": "pets", "tiny/val": "tiny-val", "tiny/..": tmp_path.name, "tiny/val.beton": "tiny-val"}
+    for data, name in given.items():
+        assert data_name(argparse.Namespace(data=tmp_path / data)) == name
+
+
+def test_unusable_files_stop_or_are_noted(data: Path, cache: Path, tmp_path: Path, capsys: Capsys) -> None:
+    folder = Path(shutil.copytree(data / "pets", tmp_path / "pets"))
+    (folder / "test" / "coffee" / "4.jpg").write_bytes(b"rubbish")
+    assert call("knn", cache, tmp_path, "--data", str(folder)) == 2
+    assert "4.jpg: not an image" in capsys.readouterr().err
+    assert call("knn", cache, tmp_path, "--data", str(folder), "--on-error", "skip") == 0
+    assert "note: 1 unusable files are left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", ["beton", "folder"])
+def test_damage_seen_late_is_skipped(
+    form: str, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: Capsys
+) -> None:
+    """Its header is whole, so that only a decoder or a checksum notices."""
+    folder = Path(shutil.copytree(data / "pets", tmp_path / "pets"))
+    file = folder / "test" / "coffee" / "4.jpg"
+    if form == "beton":
+        for split in ("train", "test"):
+            beton = tmp_path / "prepared" / f"{split}.beton"
+            beton.parent.mkdir(exist_ok=True)
+            convert(open_source(folder / split), beton, "beton", Settings(), workers=1)
+        file, folder = beton, beton.parent
+        images = open_stored(beton)
+        at = int(images.file.beton.table["data_ptr"][images.names.index("coffee/4.jpg")]) + 700
+    else:
+        at = 300
+    cache, here = tmp_path / "cache", ("--data", str(folder))
+    if form == "folder":
+        assert call("knn", cache, tmp_path, *here) == 0  # sizes are known by now
+        shutil.rmtree(cache)
+    status = file.stat()
+    with file.open("r+b") as stream:
+        stream.seek(at)
+        stream.write(bytes(100 if form == "beton" else status.st_size - at))
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert call("knn", cache, tmp_path, *here) == 2
+    assert "4.jpg" in capsys.readouterr().err
+    assert call("knn", cache, tmp_path, *here, "--on-error", "skip", "--k", "1") == 0
+    assert kept(tmp_path, "knn")["result"][0]["queries"] == 7
+    assert "test images: 1 images that cannot be read are left out" in capsys.readouterr().err
+    for command, flags in (("retrieval", ["--neighbours", "3"]), ("spectrum", []), ("linear", ["--iterations", "3"])):
+        assert call(command, cache, tmp_path, *here, "--on-error", "skip", *flags) == 0
+    assert kept(tmp_path, "spectrum")["result"][0]["images"] == 7
+    assert call("knn", cache, tmp_path, *here) == 2  # though the features of the others are kept
+
+
+def test_leave_one_out_notes_lone_images(data: Path, cache: Path, tmp_path: Path, capsys: Capsys) -> None:
+    folder = Path(shutil.copytree(data / "pets" / "test", tmp_path / "images"))
+    for file in sorted((folder / "coffee").iterdir())[1:]:
+        file.unlink()
+    assert call("knn", cache, tmp_path, "--data", str(folder), "--leave-one-out") == 0
+    assert "note: 1 images are the only one of their class" in capsys.readouterr().out
+
+
+def test_an_encoder_of_one_image_size_says_so(data: Path, cache: Path, tmp_path: Path, capsys: Capsys) -> None:
+    vit = ("random:vit_tiny_patch16_224",)
+    assert call("knn", cache, tmp_path, "--data", str(data / "pets"), weights=vit) == 2
+    assert "--image-size 32: the encoder refuses it: " in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_weights_without_an_encoder_are_one_line(data: Path, cache: Path, tmp_path: Path) -> None:
+    assert call("linear", cache, tmp_path, "--data", str(data / "pets"), weights=(str(tmp_path / "none.pth"),)) == 2
+
+
+def test_sgd_learns_from_new_crops(data: Path, cache: Path, tmp_path: Path) -> None:
+    here = ("--data", str(data / "pets"), "--probe", "moco", "--epochs", "3", "--batch-size", "6")
+    assert call("linear", cache, tmp_path, *here) == 0
+    found = json.loads((tmp_path / "linear_moco.json").read_text())
+    assert found["result"]["train"] == 16 and found["result"]["views"].startswith("random resized crops")
+    assert found["settings"]["steps_at"] == [2, 2] and found["settings"]["epochs"] == 3
+
+
+def test_prepared_files_equal_their_folders(data: Path, tmp_path: Path) -> None:
+    prepared, cache = tmp_path / "prepared", tmp_path / "cache"
+    prepared.mkdir()
+    for split in ("train", "test"):
+        convert(open_source(data / "pets" / split), prepared / f"{split}.beton", "beton", Settings(), workers=1)
+    for folder, output in ((data / "pets", tmp_path / "a"), (prepared, tmp_path / "b")):
+        assert call("knn", cache, output, "--data", str(folder), "--k", "3") == 0
+        assert call("retrieval", cache, output, "--data", str(folder), "--neighbours", "3") == 0
+    assert kept(tmp_path / "a", "knn")["result"] == kept(tmp_path / "b", "knn")["result"]
+    first, second = (kept(tmp_path / folder, "retrieval")["result"] for folder in ("a", "b"))
+    assert first["rows"][0]["neighbours"] == second["rows"][0]["neighbours"]
+    one = ("--data", str(prepared / "test.beton"))
+    assert call("spectrum", cache, tmp_path / "b", *one) == 0
+    assert call("knn", cache, tmp_path / "b", *one, "--leave-one-out") == 0
+    assert call("linear", cache, tmp_path / "b", *one) == 2  # one file is one split
+
+
+def test_classes_called_by_numbers_match_by_name(data: Path, cache: Path, tmp_path: Path, capsys: Capsys) -> None:
+    classes = sorted(path for path in (data / "pets" / "train").iterdir() if path.is_dir())
+    for number, folder in enumerate(classes[:3], start=1):
+        shutil.copytree(folder, tmp_path / "set" / "train" / str(number))
+        if number < 3:
+            shutil.copytree(folder, tmp_path / "set" / "test" / str(number))
+    here = ("--data", str(tmp_path / "set"), "--k", "1")
+    assert call("knn", cache, tmp_path, *here) == 0
+    assert "k = 1: top-1 100.00%" in capsys.readouterr().out
+    shutil.copytree(classes[3], tmp_path / "set" / "test" / "0")
+    assert call("knn", cache, tmp_path, *here) == 2
+    assert "class 0 is not among the 3 known classes" in capsys.readouterr().err
+
+
+def test_unwritable_outputs_are_refused_first(data: Path, cache: Path, tmp_path: Path, capsys: Capsys) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    here = ("--data", str(data / "pets"))
+    assert call("knn", cache, file / "below", *here) == 2
+    assert capsys.readouterr().err.startswith(f"cocor-eval: error: --output {file / 'below'}: ")
+    assert call("knn", file, tmp_path, *here) == 2
+    assert capsys.readouterr().err.startswith(f"cocor-eval: error: --cache {file}: ")
+
+
+def test_too_little_memory_is_one_line(data: Path, tmp_path: Path) -> None:
+    """A batch of 16 images of 4,096 x 4,096 pixels needs more; the limit is set for a process of its own."""
+    code = "import resource; resource.setrlimit(resource.RLIMIT_AS, (6 * 10**9, 6 * 10**9))\n"
+    code += f"import sys; from cocor.eval.cli import main; sys.exit(main({['knn', WEIGHTS]} + sys.argv[1:]))"
+    flags = ["--data", str(data / "pets"), "--gpu", "no", "--workers", "0", "--image-size", "4096"]
+    flags += ["--cache", str(tmp_path / "c"), "--output", str(tmp_path)]
+    place = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    found = subprocess.run([sys.executable, "-c", code, *flags], env=place, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 2
+    assert found.stderr.splitlines()[-1].startswith("cocor-eval: error: too little memory: lower --batch-size (256)")
+
+
+@pytest.mark.gpu
+def test_a_full_gpu_is_one_line(data: Path, tmp_path: Path, capsys: Capsys) -> None:
+    flags = ["--loader", "torch", "--workers", "0", "--cache", str(tmp_path / "c"), "--output", str(tmp_path)]
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(0.0005)
+    try:
+        assert main(["knn", WEIGHTS, "--data", str(data / "pets"), "--gpu", "yes", *flags]) == 2
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert "the GPU's memory is full: lower --batch-size (256)" in capsys.readouterr().err.splitlines()[-1]
+
+
+def ranks(arguments: list[str], cache: Path | tuple[Path, Path], output: Path) -> list[tuple[int, str]]:
+    """Exit codes and errors of two ranks of one call, with one cache or one each."""
+    caches = cache if isinstance(cache, tuple) else (cache, cache)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "cocor.eval.cli", *arguments, "--output", str(output), "--cache"]
+    started = []
+    for rank, own in zip(("0", "1"), caches, strict=True):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(Path(__file__).parents[2])}
+        started.append(
+            subprocess.Popen([*command, str(own)], env=os.environ | place, stderr=subprocess.PIPE, text=True)
+        )
+    errors = [process.communicate(timeout=300)[1] for process in started]
+    return [(process.returncode, error) for process, error in zip(started, errors, strict=True)]
+
+
+def test_one_ranks_bad_image_ends_all_ranks(data: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(data / "pets", tmp_path / "pets"))
+    usual = ["--gpu", "no", "--loader", "torch", "--workers", "0", "--image-size", "32", "--batch-size", "5"]
+    here = ["knn", WEIGHTS, "--data", str(folder), *usual]
+    assert main([*here, "--cache", str(tmp_path / "c"), "--output", str(tmp_path)]) == 0  # sizes are known by now
+    file = sorted((folder / "train").glob("*/*.jpg"))[7]  # of the second batch
+    status = file.stat()
+    file.write_bytes(file.read_bytes()[:300].ljust(status.st_size, b"0"))
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    found = ranks(here, tmp_path / "c2", tmp_path)
+    assert [code for code, _ in found] == [2, 2], found
+    assert all(error.count("error: ") == 1 for _, error in found)
+    assert not any("Traceback" in error for _, error in found)
+
+
+def test_ranks_with_their_own_caches(data: Path, tmp_path: Path) -> None:
+    here = ["knn", WEIGHTS, "--data", str(data / "pets"), "--gpu", "no", "--workers", "0", "--image-size", "32"]
+    (tmp_path / "c0").mkdir()
+    assert main([*here, "--cache", str(tmp_path / "c0"), "--output", str(tmp_path)]) == 0
+    found = ranks(here, (tmp_path / "c0", tmp_path / "c1"), tmp_path)
+    assert [code for code, _ in found] == [0, 0], found
+
+
+def test_two_ranks_give_the_result_of_one(data: Path, tmp_path: Path) -> None:
+    usual = ["--data", str(data / "pets"), "--gpu", "no", "--workers", "0", "--image-size", "32"]
+    here = ["knn", WEIGHTS, *usual, "--batch-size", "5", "--k", "1", "3"]
+    assert main([*here, "--cache", str(tmp_path / "c1"), "--output", str(tmp_path / "one")]) == 0
+    assert [code for code, _ in ranks(here, tmp_path / "c2", tmp_path / "two")] == [0, 0]
+    assert (tmp_path / "two" / "knn.json").read_text() == (tmp_path / "one" / "knn.json").read_text()
+    first, second = (
+        {path.name: path.read_bytes() for path in (tmp_path / folder).glob("*.safetensors")} for folder in ("c1", "c2")
+    )
+    assert len(first) == 3 and first == second
+
+
+def test_two_ranks_encode_the_crops_of_one(data: Path, tmp_path: Path) -> None:
+    usual = ["--data", str(data / "pets"), "--gpu", "no", "--workers", "0", "--image-size", "32"]
+    here = ["linear", WEIGHTS, *usual, "--probe", "simsiam", "--epochs", "2", "--batch-size", "8"]
+    assert main([*here, "--cache", str(tmp_path / "c"), "--output", str(tmp_path / "one")]) == 0
+    assert [code for code, _ in ranks(here, tmp_path / "c", tmp_path / "two")] == [0, 0]
+    one, two = (json.loads((tmp_path / name / "linear_simsiam.json").read_text()) for name in ("one", "two"))
+    assert two["result"]["train_loss"] == pytest.approx(one["result"]["train_loss"], rel=1e-5)
+    assert two["result"]["top1"] == one["result"]["top1"]
+
+
+def test_a_mistake_is_one_line_of_each_rank(data: Path, tmp_path: Path) -> None:
+    here = ["knn", WEIGHTS, "--data", str(data / "pets"), "--gpu", "no", "--workers", "0", "--image-size", "32"]
+    found = ranks([*here, "--k", "99"], tmp_path / "c", tmp_path / "two")
+    assert [code for code, _ in found] == [2, 2], found
+    assert all(error.splitlines()[-1].count("--k 99: the bank holds 16") == 1 for _, error in found)
+
+
+def test_a_wrong_flag_is_named_under_torchrun() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "cocor.eval.cli", "knn", WEIGHTS, "--kk", "3"]
+    place = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    found = subprocess.run(command, env=place, capture_output=True, text=True, timeout=300)
+    assert found.returncode != 0
+    assert "cocor-eval: error: unknown flag --kk; did you mean --k?" in found.stderr

@@ -1,0 +1,236 @@
+"""Features come out right, whole and the same again; making them changes nothing in the encoder."""
+
+import os
+import subprocess
+import sys
+from contextlib import closing
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import v2
+
+from cocor.distributed.collectives import World
+from cocor.eval.crops import CropPlan
+from cocor.eval.datasets.protocols import VIEWS, SgdSettings
+from cocor.eval.features import Extraction, _rows_of_rank, features_of, features_of_two, summary
+from cocor.eval.probes.sgd import RandomCrops
+from cocor.eval.weights.load import Encoder, digest, load_encoder
+from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
+from loaders.datasets.dataset import open_folder
+from loaders.errors import UserError
+from loaders.open import open_loader
+from loaders.views.order import BatchOrder
+
+HOW = Extraction(size=64, batch_size=7, workers=0)
+
+
+@pytest.fixture(scope="module")
+def encoder() -> Encoder:
+    return load_encoder("random:resnet18")
+
+
+def test_features_equal_a_transcription(encoder: Encoder, photo_folder: Path) -> None:
+    dataset = open_folder(photo_folder)
+    encoder.backbone.train()  # a careless caller
+    before = digest(encoder.backbone)
+    found = features_of(encoder, dataset, HOW)
+    assert digest(encoder.backbone) == before and encoder.backbone.training
+    encoder.backbone.eval()
+    for at in (0, 8, 23):
+        image = Image.open(dataset.paths[at]).convert("RGB")
+        side = min(image.size)
+        left, top = (image.width - side) // 2, (image.height - side) // 2
+        square = image.resize((64, 64), Image.Resampling.BICUBIC, box=(left, top, left + side, top + side))
+        pixels = v2.functional.to_dtype(v2.functional.to_image(square), torch.float32, scale=True)
+        tensor = v2.functional.normalize(pixels, list(IMAGENET_MEAN), list(IMAGENET_STD))
+        torch.testing.assert_close(found.values[at], encoder.backbone(tensor[None])[0], rtol=1e-3, atol=1e-4)
+    assert found.labels.tolist() == dataset.labels.tolist()
+    assert summary(found)["classes"] == 4
+
+
+def test_two_sets_share_a_loader(encoder: Encoder, photo_folder: Path, tmp_path: Path) -> None:
+    dataset = open_folder(photo_folder)
+    train, val, both = (dataset.subset(places) for places in ([0, 9, 17, 4], [5, 20], [0, 9, 17, 4, 5, 20]))
+    how = replace(HOW, cache=tmp_path)
+    found = features_of_two(encoder, train, val, both, how)
+    assert len(list(tmp_path.iterdir())) == 2
+    for features, part in zip(found, (train, val), strict=True):
+        assert features.labels.tolist() == part.labels.tolist()
+        assert torch.equal(features_of(encoder, part, how).values, features.values)  # from the cache
+        torch.testing.assert_close(features_of(encoder, part, HOW).values, features.values, rtol=1e-4, atol=1e-5)
+    again = features_of_two(encoder, train, val, both, how)
+    apart = features_of_two(encoder, train, val, train, HOW)  # as where they lie in different folders
+    for one, other, third in zip(found, again, apart, strict=True):
+        assert torch.equal(one.values, other.values)
+        torch.testing.assert_close(one.values, third.values, rtol=1e-4, atol=1e-5)
+
+
+def test_the_cache_and_its_key(encoder: Encoder, photo_folder: Path, tmp_path: Path) -> None:
+    dataset = open_folder(photo_folder).subset([0, 9, 17])
+    how = replace(HOW, cache=tmp_path)
+    first = features_of(encoder, dataset, how)
+    (file,) = tmp_path.iterdir()
+    stamp = file.stat().st_mtime_ns
+    assert torch.equal(features_of(encoder, dataset, how).values, first.values) and file.stat().st_mtime_ns == stamp
+    other = load_encoder("random:resnet34")
+    keys = {how.key(encoder, dataset), how.key(encoder, dataset.subset([0, 1])), how.key(other, dataset)}
+    for other_how in (replace(how, crop="ten"), replace(how, size=32), replace(how, filter="bilinear")):
+        keys.add(other_how.key(encoder, dataset))
+    assert len(keys) == 6
+    file.write_bytes(b"half")
+    assert torch.equal(features_of(encoder, dataset, how).values, first.values)
+
+
+def test_the_cache_notices_exchanged_images(encoder: Encoder, tmp_path: Path) -> None:
+    how = replace(HOW, cache=tmp_path / "cache")
+    file = tmp_path / "images" / "a" / "0.bmp"
+    file.parent.mkdir(parents=True)
+    seen = []
+    for colour in ("red", "blue"):
+        Image.new("RGB", (40, 30), colour).save(file)
+        os.utime(file, ns=(1, 1 if colour == "red" else 2))
+        seen.append(features_of(encoder, open_folder(tmp_path / "images"), how).values)
+    assert not torch.equal(*seen) and len(list(how.cache.iterdir())) == 2  # type: ignore[union-attr]
+
+
+def test_an_unwritable_cache_is_a_warning(
+    encoder: Encoder, photo_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    dataset = open_folder(photo_folder).subset([0, 9])
+    found = features_of(encoder, dataset, replace(HOW, cache=tmp_path / "file"))
+    assert (
+        len(found) == 2
+        and f"features are not kept, and will be made again next time; --cache {tmp_path}" in caplog.text
+    )
+
+
+def test_two_processes_share_a_cache(photo_folder: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys, torch; from pathlib import Path; from loaders.datasets.dataset import open_folder\n"
+        "from cocor.eval.features import Extraction, features_of; from cocor.eval.weights.load import load_encoder\n"
+        "how = Extraction(size=32, workers=0, cache=Path(sys.argv[2]))\n"
+        "print(features_of(load_encoder('random:resnet18'), open_folder(sys.argv[1]), how).values.sum().item())"
+    )
+    command = [sys.executable, "-c", code, str(photo_folder), str(tmp_path)]
+    place = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    started = [subprocess.Popen(command, env=place, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    sums = [process.communicate(timeout=300)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0] and sums[0] == sums[1]
+    assert [path.suffix for path in tmp_path.iterdir()] == [".safetensors"]
+
+
+def test_infinite_features_are_named_not_cached(encoder: Encoder, photo_folder: Path, tmp_path: Path) -> None:
+    broken = replace(encoder, backbone=torch.nn.Sequential(Poisoned(), encoder.backbone))
+    with pytest.raises(UserError, match=r"photos: features of 1 of 24 images \(first: number 20\) are not finite"):
+        features_of(broken, open_folder(photo_folder), replace(HOW, cache=tmp_path), "photos")
+    assert not list(tmp_path.iterdir())
+
+
+class Poisoned(torch.nn.Module):
+    """Makes the last image of every third batch of 7 no number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            images = images.clone()
+            images[-1] = torch.nan
+        return images
+
+
+def test_probes_see_images_as_their_sources_do() -> None:
+    seen = {probe: (view.crop, view.filter) for probe, view in VIEWS.items()}
+    assert {seen[probe] for probe in ("lbfgs", "fewshot", "transfer")} == {("full", "bicubic")}
+    assert {seen[probe] for probe in ("moco", "simsiam", "knn")} == {("central", "bilinear")}
+
+
+@pytest.mark.parametrize(("recipe", "encoded", "step"), [(10, 5, 10), (8, 8, 8), (8, 100, 8), (100, 7, 21)])
+def test_sgd_step_ignores_the_encoding_batch(
+    encoder: Encoder, photo_folder: Path, recipe: int, encoded: int, step: int
+) -> None:
+    settings, how = SgdSettings(lr=1.0, batch_size=recipe, epochs=1), replace(HOW, size=32, batch_size=encoded)
+    with closing(RandomCrops(encoder, open_folder(photo_folder), settings, how)) as views:
+        assert views.batch == step
+        assert [len(labels) for _, labels in views.epoch(0)] == [step] * (24 // step)
+
+
+def test_ten_crops_are_torchvisions(encoder: Encoder) -> None:
+    """Boxes in the source image are TenCrop(224)'s in the resized one, to the rounding of one pixel."""
+    plan = CropPlan(size=224, crop="ten")
+    ramp = torch.arange(256 * 341).view(1, 256, 341)
+    crops = v2.TenCrop(224)(ramp)
+    planned = plan.draw(0, np.array([0]), np.array([[256, 341]], np.int32))
+    for box, flip, crop in zip(planned.boxes[0], planned.flips[0], crops, strict=True):
+        top, left, height, width = (int(v) for v in box)
+        mine = ramp[:, top : top + height, left : left + width]
+        mine = mine.flip(2) if flip else mine
+        assert mine.shape == crop.shape and (mine - crop).abs().max() <= 1
+
+
+def test_ten_crop_features_have_ten_rows(encoder: Encoder, photo_folder: Path) -> None:
+    dataset = open_folder(photo_folder).subset([3, 4])
+    found = features_of(encoder, dataset, replace(HOW, crop="ten"))
+    assert found.values.shape == (2, 10, 512)
+    assert found.flat().values.shape == (20, 512) and found.flat().labels.tolist() == [0] * 20
+    assert not torch.equal(found.values[0, 0], found.values[0, 5])
+
+
+def test_ranks_share_one_processes_batches() -> None:
+    device = torch.device("cpu")
+    shares = [_rows_of_rank(23, 4, World(rank, rank, 2, device)) for rank in range(2)]
+    assert shares[0].tolist() == [0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19]
+    assert sorted(np.concatenate(shares).tolist()) == list(range(23))
+
+
+def test_constant_features_are_said(encoder: Encoder, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for i in range(3):
+        (tmp_path / "a").mkdir(exist_ok=True)
+        Image.new("RGB", (40, 40), "grey").save(tmp_path / "a" / f"{i}.png")
+    features_of(encoder, open_folder(tmp_path), HOW)
+    assert "collapsed" in caplog.text
+
+
+def test_both_loaders_use_the_filter(photo_folder: Path) -> None:
+    """DALI's antialiased cubic is Pillow's; the two filters differ by more than the two decoders."""
+    dataset = open_folder(photo_folder).subset([0, 7, 20])
+    seen = {}
+    for name, filter in product(("torch", "dali"), ("bilinear", "bicubic")):
+        order = BatchOrder(3, 3, shuffle=False, drop_last=False)
+        with closing(open_loader(name, dataset, CropPlan(size=64, filter=filter), order, workers=0)) as loader:
+            seen[name, filter] = next(loader.epoch(0)).original.clone()
+    image = Image.open(dataset.paths[0]).convert("RGB")
+    side = min(image.size)
+    left, top = (image.width - side) // 2, (image.height - side) // 2
+    square = image.resize((64, 64), Image.Resampling.BICUBIC, box=(left, top, left + side, top + side))
+    pixels = v2.functional.to_dtype(v2.functional.to_image(square), torch.float32, scale=True)
+    torch.testing.assert_close(
+        seen["torch", "bicubic"][0], v2.functional.normalize(pixels, list(IMAGENET_MEAN), list(IMAGENET_STD))
+    )
+
+    def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+        return (one - other).abs().mean().item()
+
+    apart = distance(seen["torch", "bilinear"], seen["torch", "bicubic"])
+    for filter in ("bilinear", "bicubic"):
+        assert distance(seen["torch", filter], seen["dali", filter]) < 0.3 * apart
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_same_features(encoder: Encoder, photo_folder: Path) -> None:
+    dataset = open_folder(photo_folder)
+    here = features_of(encoder, dataset, HOW)
+    device = torch.device("cuda", 0)
+    for loader in ("torch", "dali"):
+        there = features_of(encoder, dataset, replace(HOW, world=World(0, 0, 1, device), loader=loader, workers=2))
+        similarity = torch.nn.functional.cosine_similarity(here.values, there.values)
+        assert similarity.min() > 0.99 and there.values.device.type == "cpu"
+    encoder.backbone.cpu()

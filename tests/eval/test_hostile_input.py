@@ -1,0 +1,289 @@
+"""Files from strangers: whatever they hold, no code of theirs runs, nothing is written outside the output, no memory is
+filled, nothing hangs, and the mistake is one line with exit code 2. Data sets are in test_hostile_data.py.
+"""
+
+import ast
+import io
+import os
+import pickle
+import random
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from helpers.hostile import Harm, Refused, damaged, one_line_or_none, refusal, run_train
+from helpers.prep_cases import corner_image, jpeg_bytes, write_all
+from helpers.runs import environment
+
+import cocor.eval.weights.export
+import loaders.jit
+from cocor.eval.weights.load import load_encoder
+from cocor.models import build_backbone
+from cocor.train import main as train
+from loaders.datasets.dataset import open_folder
+from loaders.datasets.size_index import CACHE_NAME
+from loaders.prep.cli import main as prep
+from loaders.views import philox
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Iterator[Path]:
+    """What harmful files would make. It must not be there at the end."""
+    path = tmp_path / "harm"
+    yield path
+    assert not path.exists()
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
+    return partial(refusal, capsys)
+
+
+class TestWeights:
+    @pytest.mark.parametrize("form", ["torch", "old torch", "pickle", "compressed"])
+    def test_a_checkpoint_runs_no_code(
+        self, form: str, marker: Path, tmp_path: Path, photo_folder: Path, refused: Refused
+    ) -> None:
+        weights = {f"backbone.{k}": v for k, v in build_backbone("test_resnet").state_dict().items()}
+        state = {"step": 1, "epoch": 0, "training": {"method": weights}, "config": Harm(marker)}
+        path = tmp_path / "x.pt"
+        if form == "pickle":
+            path.write_bytes(pickle.dumps(Harm(marker)))
+        else:
+            torch.save(state, path, _use_new_zipfile_serialization=form != "old torch")
+        if form == "compressed":
+            packed = io.BytesIO()
+            with zipfile.ZipFile(path) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
+                for part in source.infolist():
+                    target.writestr(part.filename, source.read(part))
+            path.write_bytes(packed.getvalue())
+        options = {"data": photo_folder, "loader": "torch", "output": tmp_path / "run"}
+        assert "x.pt" in refused(run_train(**options, resume=path))
+        assert "x.pt" in refused(run_train(**options, init=path))
+        line = refused(lambda: cocor.eval.weights.export.main([str(path), "--output", str(tmp_path / "exported")]))
+        assert "x.pt: " in line and ("compressed" if form == "compressed" else "run code") in line
+        assert not (tmp_path / "run").exists() and not (tmp_path / "exported").exists()
+
+    @pytest.mark.parametrize(
+        "header",
+        [
+            b"\xff" * 8 + b"{}",
+            struct.pack("<Q", 1 << 40) + b"{}",
+            struct.pack("<Q", 2) + b"[]",
+            struct.pack("<Q", 7) + b"\xff\xfe{}   ",
+            b'{"conv1.weight":{"dtype":"F32","shape":[4],"data_offsets":[0,1099511627776]}}',
+            b'{"conv1.weight":{"dtype":"F32","shape":[-4],"data_offsets":[0,16]}}',
+            b'{"conv1.weight":{"dtype":"F32","shape":[4294967296,4294967296,4],"data_offsets":[0,16]}}',
+            b'{"conv1.weight":{"dtype":"F32","shape":[4],"data_offsets":[16,0]}}',
+            b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},"b":{"dtype":"F32","shape":[4],"data_offsets":[8,24]}}',
+            b'{"__metadata__":{"architecture":{"a":1}},"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}',
+            b'{"a":{"dtype":"OBJ","shape":[4],"data_offsets":[0,16]}}',
+            b"[" * 100_000,
+            b"",
+        ],
+    )
+    def test_headers_of_safetensors_that_lie(
+        self, header: bytes, tmp_path: Path, photo_folder: Path, refused: Refused
+    ) -> None:
+        path = tmp_path / "x.safetensors"
+        length = struct.pack("<Q", len(header)) if header[:1] in (b"{", b"[") else b""
+        path.write_bytes(length + header + bytes(32))
+        assert "x.safetensors: " in refused(
+            lambda: cocor.eval.weights.export.main([str(path), "--output", str(tmp_path)])
+        )
+        options = {"data": photo_folder, "loader": "torch", "output": tmp_path / "run"}
+        assert "x.safetensors: " in refused(run_train(**options, init=path))
+
+    def test_damaged_exports_are_refused_or_harmless(self, tmp_path: Path) -> None:
+        weights = {name: value.contiguous() for name, value in build_backbone("test_resnet").state_dict().items()}
+        content = safetensors.torch.save(weights, {"architecture": "test_resnet", "stem": "imagenet"})
+        rng, path = random.Random(0), tmp_path / "x.safetensors"
+        for _ in range(60):
+            path.write_bytes(damaged(content, rng, (0, 8 + int.from_bytes(content[:8], "little"))))
+            one_line_or_none(lambda: load_encoder(path))
+
+
+class TestYaml:
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "lr: !!python/object/apply:os.mkdir ['MARKER']",
+            "lr: !!python/object/new:os.mkdir ['MARKER']",
+            "!!python/object/apply:os.mkdir ['MARKER']",
+            "lr: !!python/name:os.mkdir",
+            "method: !!python/object/apply:subprocess.check_call [[mkdir, 'MARKER']]",
+            "? !!python/object/apply:os.mkdir ['MARKER']\n: 1",
+            "defaults: !!python/object/apply:os.mkdir ['MARKER']",
+        ],
+    )
+    def test_tags_are_refused(self, text: str, marker: Path, tmp_path: Path, refused: Refused) -> None:
+        path = tmp_path / "x.yaml"
+        path.write_text(text.replace("MARKER", str(marker)))
+        line = refused(lambda: train(["--config", str(path)]))
+        assert "x.yaml is not YAML: could not determine a constructor" in line
+
+    @pytest.mark.parametrize("key", ["lr", "method", "overwrite", "lengths", "data", "defaults", "seed", "gpus"])
+    def test_a_billion_laughs_are_not_written_out(self, key: str, tmp_path: Path, refused: Refused) -> None:
+        lines = ["x0: &a0 [ha, ha]"] + [f"x{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 30)]
+        path = tmp_path / "x.yaml"
+        path.write_text("\n".join([f"{key}:", *(f"  - {line}" for line in lines)]))
+        assert "x.yaml: " in refused(lambda: train(["--config", str(path)]))
+
+    def test_depth_is_no_crash(self, tmp_path: Path, refused: Refused) -> None:
+        (tmp_path / "x.yaml").write_text("lr: " + "[" * 20_000)
+        assert "x.yaml is not YAML" in refused(lambda: train(["--config", str(tmp_path / "x.yaml")]))
+
+
+class TestLists:
+    @pytest.mark.parametrize(
+        "content", [bytes(1000), bytes(range(256)) * 40, b"0.jpg,../../evil\n", b"0.jpg,/etc\n", b"0.jpg\n"]
+    )
+    def test_label_files(self, content: bytes, tmp_path: Path, refused: Refused) -> None:
+        write_all(tmp_path / "images", {"0.jpg": jpeg_bytes(corner_image())})
+        (tmp_path / "labels.txt").write_bytes(content)
+        arguments = [str(tmp_path / "images"), str(tmp_path / "out"), "--labels", str(tmp_path / "labels.txt")]
+        refused(lambda: prep(["convert", *arguments, "--workers", "1"]))
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "labels.txt"]
+
+    def test_a_foreign_size_index_runs_no_code(self, corner_folder: Path, tmp_path: Path, marker: Path) -> None:
+        root = tmp_path / "images"
+        shutil.copytree(corner_folder, root, ignore=shutil.ignore_patterns(".*"))
+        true = open_folder(root, quiet=True)
+        with np.load(root / CACHE_NAME) as stored:
+            good = dict(stored)
+        harmful = np.array([Harm(marker)] * 6, object)
+        for change in (
+            {"sizes": harmful},
+            {"key": np.array(Harm(marker), object)},
+            {"faults": harmful, "fault_at": np.arange(6)},
+            {"sizes": -good["sizes"]},
+            {"sizes": good["sizes"] * 100_000},
+            {"sizes": good["sizes"].astype(np.float64) / 0.7},
+            {"plain": np.full(6, 7)},
+            {"fault_at": np.array([99]), "faults": np.array(["none"])},
+        ):
+            np.savez(root / CACHE_NAME, **{**good, **change})
+            found = open_folder(root, quiet=True)
+            assert np.array_equal(found.sizes, true.sizes) and found.plain.dtype == np.bool_
+        np.savez_compressed(root / CACHE_NAME, **{**good, "more": np.zeros(10_000_000)})
+        assert np.array_equal(open_folder(root, quiet=True).sizes, true.sizes)
+
+
+class TestCompiledCode:
+    @pytest.fixture
+    def shared(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """The folder for compiled code in a temporary folder that all share, as for a read-only installation."""
+        monkeypatch.setattr(loaders.jit, "__file__", "/proc/nowhere/jit.py")
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+        return tmp_path / f"cocor-{os.getuid()}"
+
+    def test_it_is_kept_where_nobody_else_can_write(self, shared: Path) -> None:
+        assert Path(loaders.jit._cache_folder.__wrapped__()).parent == shared
+        assert shared.stat().st_mode & 0o777 == 0o700
+
+    def test_caches_unused_for_a_month_go(self, shared: Path) -> None:
+        current = Path(loaders.jit._cache_folder.__wrapped__())
+        days = {"numba-0123456789ab": 31, "numba-ba9876543210": 29, "numba-of-mine": 31, current.name: 31}
+        for name, age in days.items():
+            (shared / name / "inside").mkdir(parents=True)
+            os.utime(shared / name, (time.time() - 24 * 3600 * age,) * 2)
+        assert loaders.jit._cache_folder.__wrapped__() == str(current)
+        assert {path.name for path in shared.iterdir()} == days.keys() - {"numba-0123456789ab"}
+        assert time.time() - current.stat().st_mtime < 3600
+
+    @pytest.mark.parametrize("trap", ["link", "open to all", "another's"])
+    def test_a_planted_folder_is_not_used(self, shared: Path, tmp_path: Path, trap: str) -> None:
+        if trap == "link":
+            (tmp_path / "theirs").mkdir()
+            shared.symlink_to(tmp_path / "theirs")
+        else:
+            shared.mkdir()
+            if trap == "open to all":
+                shared.chmod(0o777)
+            elif os.getuid() != 0:
+                pytest.skip("only root can give a folder away")
+            else:
+                os.chown(shared, 12345, 12345)
+        assert loaders.jit._cache_folder.__wrapped__() == ""
+
+    def run(self, folder: Path, limit: int | None = None) -> "subprocess.CompletedProcess[str]":
+        """Compiles something, with files of at most ``limit`` bytes."""
+        program = (
+            "import resource, signal, sys\n"
+            "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+            "if len(sys.argv) > 1: resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)\n"
+            "from loaders.views import philox\n"
+            "print(philox.sort_keys(0, 0, 3, 7).tolist())\n"
+        )
+        call = [sys.executable, "-c", program, *([] if limit is None else [str(limit)])]
+        env = environment() | {"NUMBA_CACHE_DIR": str(folder)}
+        return subprocess.run(call, env=env, capture_output=True, text=True, check=False, timeout=300)
+
+    def test_full_disk_and_damage_cost_time_only(self, tmp_path: Path) -> None:
+        expected = f"{philox.sort_keys(0, 0, 3, 7).tolist()}\n"
+        for limit in (100, None):
+            done = self.run(tmp_path, limit)
+            assert (done.stdout, done.stderr) == (expected, "")
+        files = list(tmp_path.rglob("*.nb*"))
+        assert {path.suffix for path in files} == {".nbi", ".nbc"}
+        for path in files:
+            os.truncate(path, path.stat().st_size // 2)
+        assert self.run(tmp_path).stdout == expected
+        assert all(path.stat().st_size for path in files)
+        assert self.run(Path("/dev/null/nowhere")).stdout == expected
+
+    def test_it_depends_on_all_that_it_is_made_of(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        package = Path(loaders.jit.__file__).parent
+        copy = Path(shutil.copytree(package, tmp_path / "loaders", ignore=shutil.ignore_patterns("__pycache__")))
+        monkeypatch.setattr(loaders.jit, "_PACKAGE", copy)
+        before = loaders.jit._digest()
+        needed = ("views/ops.py", "views/draw.py", "views/philox.py", "kernels/lower.py", "kernels/resize.py")
+        for name, changes in [*((name, True) for name in needed), ("torch_loader.py", False), ("text.py", True)]:
+            with (copy / name).open("a") as file:
+                file.write("\n# changed\n")
+            after = loaders.jit._digest()
+            assert (after != before) == changes, name
+            before = after
+
+    def test_its_sources_are_those_that_python_imports(self) -> None:
+        package = Path(loaders.jit.__file__).parent
+
+        def imported(path: Path) -> set[Path]:
+            nodes = list(ast.walk(ast.parse(path.read_bytes())))
+            froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+            assert not any(node.level for node in froms), f"{path}: a relative import is not seen by loaders.jit"
+            modules = [f"{node.module}.{name.name}" for node in froms for name in node.names]
+            modules += [node.module or "" for node in froms]
+            modules += [name.name for node in nodes if isinstance(node, ast.Import) for name in node.names]
+            files = (package.parent.joinpath(*name.split(".")).with_suffix(".py") for name in modules)
+            return {file for file in files if file.is_file() and file.is_relative_to(package)}
+
+        expected, wanted = set(), [path for path in package.rglob("*.py") if "@jit" in path.read_text()]
+        while wanted:
+            path = wanted.pop()
+            if path not in expected:
+                expected.add(path)
+                wanted += imported(path)
+        assert loaders.jit.sources() == sorted(expected)
+        assert {"views", "kernels"} <= {path.parent.name for path in expected} and len(expected) > 12
+
+    def test_no_import_escapes_it(self) -> None:
+        """It sees absolute imports of one line only."""
+        hidden = re.compile(
+            r"^\s*(from loaders[\w.]* import (\(|.*\\\\$)|from \.|.*import_module\(.loaders)", re.MULTILINE
+        )
+        for path in Path(loaders.jit.__file__).parent.rglob("*.py"):
+            assert not hidden.search(path.read_text()), path

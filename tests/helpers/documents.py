@@ -1,0 +1,3 @@
+"""The READMEs."""
+
+READMES = [f"{folder}README.md" for folder in ("", "benchmarks/", "cocor/", "cocor/eval/", "loaders/")]

@@ -1,0 +1,90 @@
+"""Small runs of cocor-train as processes: flags, metrics, final states."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cocor import checkpoint
+from cocor.train import main
+
+ROOT = Path(__file__).parents[2]
+
+
+STEPS = 3  # an epoch: 24 photographs in batches of 8
+
+
+SMALL = Path(__file__).parent / "small.yaml"
+
+
+def flags(config: Any = SMALL, **options: Any) -> list[str]:
+    return [f"--{key.replace('_', '-')}={value}" for key, value in {"config": config, **options}.items()]
+
+
+def environment() -> dict[str, str]:
+    """One thread a rank, and no trace of a launcher."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "RANK", "WORLD_SIZE"))}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # an empty one is the folder here
+    return clean | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "cocor.train", *arguments]
+
+
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The command as a user starts it, with ``variables`` in its environment."""
+    return subprocess.run(
+        command(*arguments), env=environment() | variables, capture_output=True, text=True, check=False, timeout=300
+    )
+
+
+def metrics(folder: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def final_state(folder: Path) -> dict[str, Any]:
+    return checkpoint.load(folder / "checkpoints" / f"step_{2 * STEPS:07d}.pt")["training"]
+
+
+def flat(state: Any, place: str = "") -> dict[str, Any]:
+    """The leaves of nested containers by their path."""
+    if isinstance(state, dict | list):
+        items = state.items() if isinstance(state, dict) else enumerate(state)
+        return {name: leaf for key, value in items for name, leaf in flat(value, f"{place}/{key}").items()}
+    return {place: state}
+
+
+def assert_same_bits(left: Any, right: Any) -> None:
+    left, right = flat(left), flat(right)
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        same = torch.equal(value, right[name]) if isinstance(value, Tensor) else value == right[name]
+        assert same, name
+
+
+@pytest.fixture(scope="module")
+def unbroken(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """MoCo + CoCor, two epochs through DALI, with a checkpoint after every step. Read only, do not change."""
+    folder = tmp_path_factory.mktemp("runs") / "unbroken"
+    every_step = {"checkpoint_every_minutes": 1e-9}
+    assert main(flags(data=photo_folder, val_data=photo_folder, output=folder, loader="dali", **every_step)) == 0
+    return folder
+
+
+def interrupted(unbroken: Path, folder: Path, step: int) -> None:
+    """``unbroken`` as it would be had the process been killed in the middle of a log line, after saving ``step``."""
+    shutil.copytree(unbroken, folder)
+    for path in (folder / "checkpoints").iterdir():
+        if int(path.stem.removeprefix("step_")) > step:
+            path.unlink()
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 7, "lo')

@@ -1,0 +1,230 @@
+"""Literal transcription of the training step, and small steps to compare with it."""
+
+import copy
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cocor.config.options import Config
+from cocor.config.resolve import resolve
+from cocor.data import labelled_loader, open_data, training_loader
+from cocor.distributed.collectives import World
+from cocor.methods.base import Method, batch_statistics_only
+from cocor.models import build_method, build_target
+from cocor.step.step import TrainingStep
+from loaders.batch import Batch
+
+WORLD = World(0, 0, 1, torch.device("cpu"))
+
+
+EPOCH, STEPS = 3, 2  # steps of an epoch and steps that are compared
+
+
+EPSILON = 0.05  # of the smoothed modulus
+
+
+def config_for(folder: Path, **options: object) -> Config:
+    """A run of one epoch of three steps, in which the MMNN and its classifier learn visibly from the start."""
+    small: dict = {
+        "data": folder, "loader": "torch", "backbone": "test_resnet", "image_size": 32, "batch_size": 8,
+        "labelled_batch_size": 6, "label_fraction": 0.5, "epochs": 1, "lr": 0.2, "final_lr": 0.0, "optimiser": "sgd",
+        "weight_decay": 1e-2, "queue_size": 20, "key_bn_splits": 2, "embedding_dim": 12, "projector_dim": 16,
+        "predictor_dim": 8, "released_originals": 2, "consistency_weight": 0.7, "consistency_beta": 2.0,
+        "mmnn_lr": 5.0, "mmnn_wait_epochs": 0, "mmnn_warmup_epochs": 0,
+    }  # fmt: skip
+    return resolve(small | options)
+
+
+Pairs = list[tuple[Batch, Batch | None]]
+
+
+def build(config: Config, steps: int = STEPS) -> tuple[TrainingStep, Pairs]:
+    """A step in float64 and the first ``steps`` batches of its epoch, each with a labelled one, from real files."""
+    data = open_data(config)
+    unlabelled = training_loader(config, data, WORLD, torch.float64)
+    every_step = replace(config, mmnn_every=1)
+    labelled = labelled_loader(every_step, data, WORLD, torch.float64, unlabelled.steps_per_epoch)
+    method, target = build_method(config, WORLD), build_target(config, WORLD)
+    with torch.no_grad():
+        for name, parameter in method.named_parameters():  # timm starts some at 0, behind which nothing would learn
+            if parameter.ndim == 1 and not parameter.any() and "weight" in name:
+                parameter.fill_(0.5)
+    classes = len(data.train.classes) if labelled is not None else None
+    step = TrainingStep(config, method, target, classes, steps_per_epoch=unlabelled.steps_per_epoch)
+    for module in (step.method, step.target, step.outer and step.outer.classifier):
+        if module is not None:
+            module.double()
+    with closing(unlabelled):  # type: ignore[type-var]
+        batches = list(unlabelled.epoch(0))
+    others: list = [None] * len(batches) if labelled is None else list(labelled.epoch(0))
+    assert len(batches) == EPOCH
+    return step, list(zip(batches, others, strict=True))[:steps]
+
+
+class Sgd:
+    """``buffer = momentum buffer + gradient + decay weight; weight -= lr buffer``, without writing in place.
+
+    LARS scales what joins the buffer by a factor of each weight, which does not depend on the MMNN.
+    """
+
+    def __init__(self, momentum: float, decay: float, biases: bool = True, lars: bool = False) -> None:
+        self.momentum, self.decay, self.biases, self.lars, self.buffers = momentum, decay, biases, lars, {}
+
+    def step(self, weights: dict[str, Tensor], gradients: dict[str, Tensor], lr: Callable[[str], float]) -> dict:
+        new = {}
+        for name, weight in weights.items():
+            decay = self.decay if self.biases or weight.ndim > 1 else 0.0
+            change = gradients[name] + decay * weight
+            if self.lars and (self.biases or weight.ndim > 1):
+                norms = weight.norm().item(), gradients[name].norm().item()
+                change = change * (0.001 * norms[0] / (norms[1] + decay * norms[0] + 1e-8) if all(norms) else 1.0)
+            buffer = self.momentum * self.buffers[name] + change if name in self.buffers else change
+            new[name] = weight - lr(name) * buffer
+            self.buffers[name] = buffer.detach()
+        return new
+
+
+def trained(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def assign(module: nn.Module, weights: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in trained(module).items():
+            parameter.copy_(weights[name])
+
+
+class Literal:
+    """The paper's algorithm 1 on copies of a step's networks."""
+
+    def __init__(self, step: TrainingStep) -> None:
+        self.config = step.config
+        self.method: Method = copy.deepcopy(step.method)
+        self.mmnn = copy.deepcopy(step.target)
+        self.classifier = copy.deepcopy(step.outer and step.outer.classifier)
+        config = self.config
+        lars = config.optimiser == "lars"
+        self.encoder_sgd = Sgd(config.momentum, config.weight_decay, config.decay_biases, lars)
+        self.mmnn_sgd = Sgd(config.mmnn_momentum, 0.0)
+        self.classifier_sgd = Sgd(0.9, config.classifier_weight_decay)
+
+    def cosine(self, number: int) -> float:
+        return 0.5 * (1 + torch.cos(torch.tensor(torch.pi * number / EPOCH, dtype=torch.float64)).item())
+
+    def similarity(self, batch: Batch) -> Tensor:
+        """(L, B)"""
+        views = self.method.embed_original(batch.original).chunk(len(batch.original) // len(batch.index))
+        original = F.normalize(torch.stack(views).mean(0), dim=1)
+        return torch.stack([(self.method.embed_composite(images) * original).sum(1) for images in batch.composites])
+
+    def consistency(self, similarity: Tensor, target: Tensor) -> Tensor:
+        if self.config.consistency == "abs":
+            return (((similarity - target) ** 2 + EPSILON**2).sqrt() - EPSILON).mean()
+        beta, gap = self.config.consistency_beta, target.mean(1) - similarity.mean(1)
+        return ((1 + (beta * gap).exp()).log() / beta).mean()
+
+    def cross_entropy(self, labelled: Batch, weights: dict[str, Tensor]) -> Tensor:
+        inside = {n.removeprefix("backbone."): w for n, w in weights.items() if n.startswith("backbone.")}
+        with batch_statistics_only(self.method.backbone):
+            features = torch.func.functional_call(self.method.backbone, inside, (labelled.original,))
+        return F.cross_entropy(self.classifier(features), labelled.label)
+
+    def __call__(self, batch: Batch, labelled: Batch | None, number: int) -> dict[str, Tensor]:
+        config, theta = self.config, trained(self.method)
+        loss = contrastive = self.method.contrastive(batch.views, batch.label)
+        target = similarity = None
+        if self.mmnn is not None:
+            target, similarity = self.mmnn(batch.composition), self.similarity(batch)
+            loss = contrastive + config.consistency_weight * self.consistency(similarity, target)
+        gradient = torch.autograd.grad(loss, list(theta.values()), create_graph=True)
+
+        def rate(name: str) -> float:
+            fixed = config.method == "simsiam" and name.startswith("predictor.") and config.fix_predictor_lr
+            return config.lr * (1.0 if fixed else self.cosine(number))
+
+        new = self.encoder_sgd.step(theta, dict(zip(theta, gradient, strict=True)), rate)
+        known = {"loss": loss.detach()}
+        if self.classifier is not None:
+            known |= self.bilevel(batch, labelled, loss, target, similarity, new, number)
+        assign(self.method, new)
+        self.method.after_step()
+        return known
+
+    def bilevel(self, batch, labelled, loss, target, similarity, new, number) -> dict[str, Tensor]:
+        config = self.config
+        phi, psi = trained(self.mmnn), trained(self.classifier)
+        cross_entropy = self.cross_entropy(labelled, new)
+        psi_gradient = torch.autograd.grad(cross_entropy, list(psi.values()), retain_graph=True)
+        if config.hypergradient == "exact":
+            phi_gradient = torch.autograd.grad(cross_entropy, list(phi.values()))
+        else:
+            phi_gradient = self.taylor(batch, labelled, loss, target, similarity, new, cross_entropy)
+        named = dict(zip(phi, phi_gradient, strict=True))
+        updated = self.mmnn_sgd.step(phi, named, lambda _: config.mmnn_lr * self.cosine(number))
+        named = dict(zip(psi, psi_gradient, strict=True))
+        heads = self.classifier_sgd.step(psi, named, lambda _: config.classifier_lr * self.cosine(number))
+        assign(self.mmnn, updated)
+        assign(self.classifier, heads)
+        norm = torch.stack([g.norm() for g in phi_gradient]).norm()
+        return {"labelled_loss": cross_entropy.detach(), "hypergradient_norm": norm}
+
+    def taylor(self, batch, labelled, loss, target, similarity, new, cross_entropy) -> list[Tensor]:
+        """Paper, eq. 12, sign mended: ``-dCE sum_l w c_l (d sim_l / dL) d mean g_l``, c by the loss before the step.
+
+        The released code has the other sign, and c by the loss behind the step.
+        """
+        old = {name: p.detach().clone() for name, p in trained(self.method).items()}
+        before = self.cross_entropy(labelled, old).detach()
+        assign(self.method, new)
+        with torch.no_grad():
+            moved = self.similarity(batch)
+            after = self.method.reevaluate(batch.views, batch.label)
+            after = after + self.config.consistency_weight * self.consistency(moved, target)
+        assign(self.method, old)
+        assert abs(after - loss) > 1e-3
+        factor = self.config.consistency_weight * (cross_entropy - before) / (after - loss)
+        similarity = similarity.detach()
+        there = similarity
+        if self.config.hypergradient == "released":
+            factor, there = -factor, moved
+        if self.config.consistency == "abs":
+            curvature = EPSILON**2 / ((there - target) ** 2 + EPSILON**2) ** 1.5 / target.numel()
+            surrogate = -(factor * curvature * (moved - similarity)).detach() * target
+        else:
+            beta, gap = self.config.consistency_beta, target.mean(1) - there.mean(1)
+            curvature = beta * torch.sigmoid(beta * gap) * torch.sigmoid(-beta * gap) / len(target)
+            surrogate = -(factor * curvature * (moved - similarity).mean(1)).detach() * target.mean(1)
+        return list(torch.autograd.grad(surrogate.sum(), list(trained(self.mmnn).values())))
+
+
+def assert_equal_steps(config: Config, steps: int = STEPS, written: type[Literal] = Literal) -> TrainingStep:
+    """Make steps of an epoch both ways; compare every weight and buffer after each."""
+    step, pairs = build(config, steps)
+    literal = written(step)
+    for number, (batch, labelled) in enumerate(pairs):
+        metrics, expected = step(batch, labelled, number), literal(batch, labelled, number)
+        for name, value in expected.items():
+            torch.testing.assert_close(metrics[name], value, rtol=1e-8, atol=1e-10)
+        modules = [(step.method, literal.method), (step.target, literal.mmnn)]
+        modules.append((step.outer and step.outer.classifier, literal.classifier))
+        for fused, plain in modules:
+            if fused is not None:
+                assert fused.state_dict().keys() == plain.state_dict().keys()
+                for name, value in fused.state_dict().items():
+                    torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-7, atol=1e-9, msg=name)
+    assert step.learning_rate == pytest.approx(config.lr * literal.cosine(steps - 1))
+    return step
+
+
+def assert_the_mmnn_has_moved(config: Config, step: TrainingStep) -> None:
+    """The comparison was not of zeros."""
+    fresh = build_target(config, WORLD)
+    assert fresh is not None and step.target is not None
+    pairs = zip(fresh.double().parameters(), step.target.parameters(), strict=True)
+    assert max((a - b).abs().max().item() for a, b in pairs) > 1e-4

@@ -1,0 +1,436 @@
+"""The FFCV loader shows what the others show, names damage, leaves nothing behind and its process as it was."""
+
+import gc
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.loading import FIELDS, grey_levels, opening, same, threads
+from helpers.prep_cases import CORNERS, corner_colours, good_cases, write_all
+from PIL import Image
+from tqdm import tqdm
+
+from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Loader
+from loaders.dali.decoder import DaliDecoder
+from loaders.dali.loader import DaliLoader
+from loaders.datasets.dataset import open_folder
+from loaders.datasets.stored import StoredDataset, open_stored
+from loaders.errors import UserError
+from loaders.ffcv.loader import FfcvLoader
+from loaders.ffcv.patches import load_ffcv
+from loaders.open import open_loader
+from loaders.prep.convert import convert
+from loaders.prep.encode import Settings
+from loaders.prep.sources import open_source
+from loaders.torch_loader import TorchLoader, resized_crop
+from loaders.views.order import BatchOrder, CyclicOrder
+from loaders.views.plan import ViewPlan
+
+pytest.importorskip("ffcv", reason="needs the ffcv extra", exc_type=ImportError)
+pytestmark = pytest.mark.ffcv
+
+SIZE = 32
+PLAN = ViewPlan(size=SIZE, seed=3)
+LOADERS = {"torch": TorchLoader, "dali": DaliLoader, "ffcv": FfcvLoader}
+
+
+@pytest.fixture(scope="module")
+def images(photo_beton: Path) -> StoredDataset:
+    return open_stored(photo_beton)
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory, photos: dict[str, Image.Image]) -> Path:
+    """A file by FFCV's own writer, so without names and checksums: JPEGs and raw pixels in turn."""
+    from ffcv.fields import IntField, RGBImageField
+    from ffcv.writer import DatasetWriter
+
+    crops = [
+        (photo.crop((0, 0, 120 + 40 * i, 150)), label) for label, photo in enumerate(photos.values()) for i in range(4)
+    ]
+    path = tmp_path_factory.mktemp("own") / "own.beton"
+    np.random.seed(0)  # from which FFCV draws which images stay raw
+    writer = DatasetWriter(
+        str(path), {"image": RGBImageField("proportion", compress_probability=0.7), "label": IntField()}, num_workers=1
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tqdm, "monitor_interval", 0)  # the progress bar's thread would stay
+        writer.from_indexed_dataset(crops)
+    return path
+
+
+@pytest.fixture
+def make(images: StoredDataset) -> Iterator[Callable[..., Loader]]:
+    yield from opening(LOADERS, images, PLAN)
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "3", **environment},
+        cwd=Path(__file__).parents[2],
+    )
+
+
+class TestOnePlan:
+    @pytest.mark.parametrize("world", [1, 2, 4])
+    def test_all_loaders_agree_on_one_file(self, make: Callable[..., Loader], world: int) -> None:
+        seen = []
+        for rank in range(world):
+            options = {"rank": rank, "world_size": world, "drop_last": False}
+            epochs = [make(name, **options).epoch(2) for name in LOADERS]
+            for reference, dali, ffcv in zip(*epochs, strict=True):
+                for other in (dali, ffcv):
+                    for name in ("composition", "label", "index"):
+                        assert torch.equal(getattr(reference, name), getattr(other, name))
+                    assert grey_levels(reference.original, other.original) < 2
+                    assert grey_levels(reference.views, other.views) < 3  # the same boxes, flips and programs
+                assert grey_levels(reference.original, ffcv.original) < 0.3
+                seen.append(ffcv.index)
+        assert sorted(torch.cat(seen).tolist()) == list(range(24))
+
+    @pytest.mark.parametrize("size", [32, 224])
+    def test_crops_are_pillows(self, images: StoredDataset, size: int) -> None:
+        loader = FfcvLoader(images, ViewPlan(size), order=BatchOrder(24, 6), workers=2)
+        for job, crops in loader.crops(0, 0):
+            for i, index in enumerate(job.planned.index):
+                image = images.image(index).decode()
+                for crop, box in zip(crops[i].numpy().astype(int), job.planned.boxes[i], strict=True):
+                    difference = np.abs(crop - resized_crop(image, box, size))
+                    assert difference.max() <= 3 and difference.mean() < 0.3
+        loader.close()
+
+    def test_the_released_recipe_has_more_crops(self, make: Callable[..., Loader]) -> None:
+        plan = ViewPlan(size=SIZE, original="weak", originals=2)
+        left, right = (next(make(name, plan=plan).epoch(0)) for name in ("torch", "ffcv"))
+        assert right.original.shape == (16, 3, SIZE, SIZE) and grey_levels(left.original, right.original) < 1
+
+    def test_resuming_in_mid_epoch_gives_the_same_batches(self, make: Callable[..., Loader]) -> None:
+        loader = make("ffcv")
+        whole, rest = list(loader.epoch(5)), list(loader.epoch(5, start_step=1))
+        assert len(whole) == 3 and len(rest) == 2
+        assert all(same(a, b) for a, b in zip(whole[1:], rest, strict=True))
+        assert list(loader.epoch(5, start_step=3)) == []
+        assert not same(whole[0], next(loader.epoch(6)))
+
+    def test_a_batch_may_hold_a_sample_twice_with_different_views(self, images: StoredDataset) -> None:
+        few = images.subset([3, 8, 20])
+        loaders = [
+            kind(few, PLAN, order=CyclicOrder(3, 8, steps=4, seed=1), workers=0) for kind in (TorchLoader, FfcvLoader)
+        ]
+        for left, right in zip(*(loader.epoch(1) for loader in loaders), strict=True):
+            assert torch.equal(left.index, right.index) and torch.equal(left.label, right.label)
+            assert grey_levels(left.original, right.original) < 0.3
+        first, again = (right.index == right.index[0]).nonzero().flatten().tolist()[:2]
+        assert grey_levels(right.original[first], right.original[again]) > 3
+        for loader in loaders:
+            loader.close()
+
+    def test_two_loaders_at_once(self, make: Callable[..., Loader], images: StoredDataset) -> None:
+        few = images.subset(range(12))
+        alone = list(make("ffcv").epoch(0)), list(make("ffcv", few, batch_size=4).epoch(0))
+        pairs = zip(make("ffcv").epoch(0), make("ffcv", few, batch_size=4).epoch(0), strict=True)
+        for step, (left, right) in enumerate(pairs):
+            assert same(left, alone[0][step]) and same(right, alone[1][step])
+
+    def test_kept_batches_are_not_overwritten(self, make: Callable[..., Loader]) -> None:
+        kept, copies = [], []
+        for epoch in range(3):
+            for batch in make("ffcv", batch_size=4).epoch(epoch):
+                kept.append(batch.views)
+                copies.append(batch.views.clone())
+        assert all(torch.equal(batch, copy) for batch, copy in zip(kept, copies, strict=True))
+
+
+class TestOneDecode:
+    """Decoding is what costs: an image is decoded once for all the views of a sample."""
+
+    @pytest.mark.parametrize("recipe", ["paper", "released"])
+    def test_ffcv_decodes_an_image_once_a_sample(
+        self, images: StoredDataset, recipe: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        load_ffcv()
+        from loaders.ffcv import decoder
+
+        plan = ViewPlan(SIZE) if recipe == "paper" else ViewPlan(SIZE, original="weak", originals=5)
+        decoded: list[int] = []
+        decode_crops = decoder.decode_crops
+
+        def counting(places: np.ndarray, stored: np.ndarray, *rest: object) -> None:
+            decoded.extend(stored[places, decoder.ROW].tolist())
+            decode_crops(places, stored, *rest)
+
+        monkeypatch.setattr(decoder, "decode_crops", counting)
+        monkeypatch.setattr(type(images.file), "decode", lambda *_: pytest.fail("decoded again, by Pillow"))
+        loader = FfcvLoader(images, plan, order=BatchOrder(24, 8), workers=2)
+        for epoch in range(2):
+            decoded.clear()
+            batches = list(loader.epoch(epoch))
+            assert sorted(decoded) == list(range(24)) == sorted(torch.cat([b.index for b in batches]).tolist())
+            assert batches[0].views.shape[:2] == (2, 8) and len(batches[0].composites) == 3
+        assert plan.layout.crops == (3 if recipe == "paper" else 2 + 5 + 3)
+        loader.close()
+
+    def test_dalis_graph_has_one_decoder_for_all_crops(
+        self, make: Callable[..., Loader], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        loader, fed, feed = make("dali"), [], DaliDecoder._next_inputs
+        monkeypatch.setattr(
+            DaliDecoder, "_next_inputs", lambda decoder: fed.append(len((given := feed(decoder))[0])) or given
+        )
+        assert isinstance(loader, DaliLoader)
+        assert len(list(loader.epoch(0))) == 3 and fed == [8, 8, 8]
+        assert loader._decoder is not None
+        kinds = [op.name.strip("_").rpartition("_")[0] for op in loader._decoder._pipeline._ops]
+        assert kinds.count("Image") == 1 and "Resize" not in kinds  # on the CPU, crops are cut by our own resize
+
+
+class TestPixels:
+    @pytest.mark.parametrize("settings", [Settings(), Settings(raw=True), Settings(50)])
+    def test_oddities_keep_their_colours_and_their_orientation(self, tmp_path: Path, settings: Settings) -> None:
+        """All eight EXIF orientations, CMYK, YCCK, PNG named JPEG and the rest."""
+        write_all(tmp_path / "source" / "odd", good_cases())
+        convert(open_source(tmp_path / "source"), tmp_path / "x.beton", "beton", settings, workers=1)
+        stored = open_stored(tmp_path / "x.beton")
+        plan = ViewPlan(size=50, contrastive=(), original="center", lengths=())
+        order = BatchOrder(len(stored), 8, shuffle=False, drop_last=False)
+        loader = FfcvLoader(stored, plan, order=order, workers=1)
+        std, mean = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_STD, IMAGENET_MEAN))
+        shown = torch.cat([batch.original for batch in loader.epoch(0)])
+        loader.close()
+        for name, image in zip(stored.names, (shown * std + mean) * 255, strict=True):
+            picture = Image.fromarray(image.permute(1, 2, 0).round().clip(0, 255).byte().numpy())
+            assert np.abs(corner_colours(picture) - np.array(list(CORNERS.values()))).max() < 12, name
+
+    def test_files_of_ffcvs_own_writer(self, make: Callable[..., Loader], own: Path) -> None:
+        stored = open_stored(own)
+        assert stored.file.beton.record is None
+        assert {stored.file.is_raw(row) for row in range(16)} == {False, True}
+        assert stored.labels.tolist() == sorted([0, 1, 2, 3] * 4) and stored.classes == ["0", "1", "2", "3"]
+        for reference, dali, ffcv in zip(*(make(name, stored).epoch(0) for name in LOADERS), strict=True):
+            assert torch.equal(reference.label, ffcv.label)
+            assert grey_levels(reference.original, ffcv.original) < 0.3
+            assert grey_levels(reference.original, dali.original) < 2
+
+    def test_harmless_warnings_are_no_damage(
+        self, make: Callable[..., Loader], photo_folder: Path, tmp_path: Path
+    ) -> None:
+        """Pillow and others accept extraneous bytes before a marker; ImageNet has such files."""
+        (tmp_path / "source" / "a").mkdir(parents=True)
+        data = (photo_folder / "coffee" / "2.jpg").read_bytes()
+        (tmp_path / "source" / "a" / "x.jpg").write_bytes(data[:-2] + bytes(8) + data[-2:])
+        convert(open_source(tmp_path / "source"), tmp_path / "x.beton", "beton", Settings(), workers=1)
+        stored = open_stored(tmp_path / "x.beton")
+        assert stored.file.read(0)[-10:] == bytes(8) + data[-2:]
+        left, right = (next(make(name, stored, batch_size=1).epoch(0)) for name in ("torch", "ffcv"))
+        assert grey_levels(left.original, right.original) < 0.3
+
+
+class TestFaults:
+    @pytest.mark.parametrize("kind", ["half", "end", "zeros", "rubbish", "neighbour", "bit"])
+    @pytest.mark.parametrize("checksums", [True, False])
+    def test_a_damaged_image_is_named(
+        self, make: Callable[..., Loader], photo_beton: Path, own: Path, tmp_path: Path, kind: str, checksums: bool
+    ) -> None:
+        path = photo_beton if checksums else own
+        table = open_stored(path).file.beton
+        row = next(i for i in range(3, 16) if table.table["mode"][i] == 0 and i % 6 != 5)
+        whole = bytes(table.read(row))
+        other = bytes(table.read(row - 1 if table.table["mode"][row - 1] == 0 else row + 1))
+        broken = {
+            "half": whole[: len(whole) // 2] + bytes(len(whole) - len(whole) // 2),
+            "end": whole[:-40] + bytes(40),
+            "zeros": bytes(len(whole)),
+            "rubbish": np.random.default_rng(0).bytes(len(whole)),
+            "neighbour": other[: len(whole)].ljust(len(whole), b"\0"),
+            "bit": whole[: len(whole) // 2] + b"\xff\xda" + whole[len(whole) // 2 + 2 :],
+        }[kind]
+        shutil.copyfile(path, tmp_path / "x.beton")
+        with (tmp_path / "x.beton").open("r+b") as file:
+            file.seek(int(table.table["data_ptr"][row]))
+            file.write(broken)
+        damaged = open_stored(tmp_path / "x.beton")
+        loader = make("ffcv", damaged)
+        for _ in range(2):
+            with pytest.raises(UserError, match=rf"x.beton: .*\(image {row}\)") as error:
+                list(loader.epoch(0))
+            assert "\n" not in str(error.value) and threads() == []
+        rest = damaged.subset([i for i in range(len(damaged)) if i != row])
+        assert len(list(make("ffcv", rest, batch_size=5).epoch(0))) == len(rest) // 5
+
+    def test_an_error_in_ffcvs_thread_arrives(self, images: StoredDataset) -> None:
+        load_ffcv()
+        from loaders.ffcv.pipeline import PlannedLoader
+
+        def submit(stored: np.ndarray) -> object:
+            raise MemoryError("no room")
+
+        loader = PlannedLoader(images, BatchOrder(24, 4))
+        for _ in range(2):
+            with pytest.raises(MemoryError, match="no room"):
+                next(loader.batches(0, 0, submit))
+            assert threads() == []
+
+    def test_a_folder_is_refused_with_the_command_that_helps(self, photo_folder: Path) -> None:
+        folder = open_folder(photo_folder, quiet=True)
+        with pytest.raises(UserError, match=r"reads .beton files; make one with: cocor-prep convert .* NAME.beton"):
+            open_loader("ffcv", folder, PLAN, BatchOrder(24, 8))
+
+    def test_missing_ffcv_is_one_line_with_the_remedy(
+        self, images: StoredDataset, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import loaders.ffcv.patches
+
+        loaders.ffcv.patches._load.cache_clear()
+        monkeypatch.setitem(sys.modules, "ffcv", None)
+        remedy = r"missing: the Python package ffcv.*apt-get install .* pip install ffcv=="
+        with pytest.raises(UserError, match=remedy) as error:
+            FfcvLoader(images, PLAN, order=BatchOrder(24, 8))
+        assert "\n" not in str(error.value)
+
+    def test_a_missing_library_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "ffcv").mkdir()
+        (tmp_path / "ffcv" / "__init__.py").write_text("import ctypes; ctypes.CDLL('libturbojpeg.so.77')")
+        result = run_python("from loaders.ffcv.patches import load_ffcv; load_ffcv()", PYTHONPATH=str(tmp_path))
+        assert "UserError: --loader ffcv needs FFCV" in result.stderr.splitlines()[-1]
+        assert "missing: libturbojpeg.so.77: cannot open shared object file" in result.stderr.splitlines()[-1]
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+    def test_a_missing_gpu_is_one_line(self, images: StoredDataset) -> None:
+        with pytest.raises(UserError, match="a GPU was asked for"):
+            FfcvLoader(images, PLAN, order=BatchOrder(24, 8), device="cuda")
+
+
+class TestNothingIsLeftBehind:
+    def test_leaving_early_many_times_keeps_threads_files_and_memory_flat(self, make: Callable[..., Loader]) -> None:
+        loader = make("ffcv", batch_size=4)
+        expected = list(loader.epoch(1))
+
+        def held() -> tuple[int, int]:
+            gc.collect()
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            return pages * os.sysconf("SC_PAGE_SIZE") >> 20, len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+        before = (0, 0)
+        for turn in range(240):
+            for _batch in loader.epoch(turn):
+                break
+            assert threads() == []
+            if turn == 39:
+                before = held()
+        memory, files = held()
+        assert memory - before[0] < 16 and files == before[1]
+        assert all(same(a, b) for a, b in zip(loader.epoch(1), expected, strict=True))
+
+    def test_close_ends_an_open_epoch_and_may_be_repeated(self, make: Callable[..., Loader]) -> None:
+        loader = make("ffcv", batch_size=2)
+        batches = loader.epoch(0)
+        next(batches)
+        loader.close()
+        loader.close()
+        assert threads() == [] and list(batches) == []
+        assert len(list(loader.epoch(0))) == 12
+
+    def test_a_new_epoch_ends_the_one_that_is_open(self, make: Callable[..., Loader]) -> None:
+        loader = make("ffcv", batch_size=2)
+        old = loader.epoch(0)
+        next(old)
+        expected = next(make("torch", batch_size=2).epoch(1))
+        assert torch.equal(next(loader.epoch(1)).index, expected.index)
+        assert list(old) == []
+
+    def test_a_forgotten_iterator_ends_its_threads(self, make: Callable[..., Loader]) -> None:
+        batches = make("ffcv", batch_size=2).epoch(0)
+        next(batches)
+        del batches
+        gc.collect()
+        assert threads() == []
+
+
+class TestTheProcessStaysAsItWas:
+    def test_threads_start_method_and_random_state(self, photo_beton: Path) -> None:
+        code = f"""
+import multiprocessing, numba, numpy, torch
+torch.set_num_threads(3)
+bytes_type = numba.types.uint8[::1]
+state = numpy.random.get_state()[1].tolist()
+from loaders.datasets.stored import open_stored
+from loaders.ffcv.loader import FfcvLoader
+from loaders.views.order import BatchOrder
+from loaders.views.plan import ViewPlan
+loader = FfcvLoader(open_stored({str(photo_beton)!r}), ViewPlan(32), order=BatchOrder(24, 8), workers=2)
+for epoch in range(2):
+    seen = [torch.get_num_threads() for batch in loader.epoch(epoch)]
+loader.close()
+del loader
+assert seen == [3] * 3 and torch.get_num_threads() == 3, seen
+assert bytes_type.mutable
+assert numpy.random.get_state()[1].tolist() == state
+assert multiprocessing.get_start_method(allow_none=True) is None
+multiprocessing.set_start_method("spawn")
+"""
+        result = run_python(code)
+        assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+    def test_only_asking_for_it_imports_it(self) -> None:
+        code = "import sys, loaders.ffcv.loader, loaders.open\n"
+        code += "print([m for m in sys.modules if m.split('.')[0] == 'ffcv'])"
+        assert run_python(code).stdout == "[]\n"
+
+    def test_ffcv_still_needs_taming(self) -> None:
+        """Where this fails, loaders/ffcv/patches.py can lose what a newer FFCV no longer needs."""
+        code = """
+import multiprocessing, torch
+torch.set_num_threads(3)
+import ffcv
+print(torch.get_num_threads(), multiprocessing.get_start_method(allow_none=True) is not None)
+import numba
+from ffcv.memory_managers import OSCacheManager
+bytes_type = numba.types.uint8[::1]
+OSCacheManager.state_type.fget(None)
+print(bytes_type.mutable)
+"""
+        assert run_python(code).stdout == "1 True\nFalse\n"
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_the_gpu_sees_what_the_cpu_sees(
+        self, make: Callable[..., Loader], images: StoredDataset, dtype: torch.dtype
+    ) -> None:
+        loader = FfcvLoader(
+            images, PLAN, order=BatchOrder(24, 8, seed=PLAN.seed), device="cuda", dtype=dtype, workers=2
+        )
+        for epoch in range(2):
+            for left, right in zip(make("ffcv").epoch(epoch), loader.epoch(epoch), strict=True):
+                assert right.views.is_cuda and right.views.dtype == dtype
+                for name in FIELDS if dtype == torch.float32 else ("composition", "label", "index"):
+                    assert torch.equal(getattr(left, name), getattr(right, name).cpu())
+                assert grey_levels(left.original, right.original.float().cpu()) < 2
+        loader.close()
+
+    def test_leaving_early_and_resuming(self, images: StoredDataset) -> None:
+        loader = FfcvLoader(images, PLAN, order=BatchOrder(24, 4), device="cuda", workers=2)
+        whole = list(loader.epoch(1))
+        for _ in range(5):
+            for _batch in loader.epoch(0):
+                break
+            assert threads() == []
+        assert all(same(a, b) for a, b in zip(whole[2:], loader.epoch(1, start_step=2), strict=True))
+        loader.close()
+
+
+def test_the_jpeg_of_an_image_is_what_the_data_set_gives(images: StoredDataset) -> None:
+    with Image.open(BytesIO(images.encoded(0).tobytes())) as image:
+        assert image.size == tuple(images.sizes[0, ::-1])

@@ -1,0 +1,162 @@
+"""Every ablation of the paper is a flag, and the flag does what it says."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.steps import WORLD, build, config_for
+
+from cocor.config.options import Config
+from cocor.config.resolve import load, resolve
+from cocor.data import open_data, training_loader, training_plan
+from cocor.models import build_target
+from cocor.objective.mmnn import MMNN, Constants
+from loaders.errors import UserError
+from loaders.views import ops
+from loaders.views.plan import PlannedBatch
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def drawn(*flags: str, count: int = 400) -> PlannedBatch:
+    sizes = np.tile(np.array([[60, 80]], np.int32), (count, 1))
+    return training_plan(load([*flags])).draw(0, np.arange(count), sizes)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (4,), (2, 5), (1, 2, 3, 10), (10,)])
+def test_lengths(lengths: tuple[int, ...]) -> None:
+    composition = drawn("--lengths", ",".join(map(str, lengths))).composition
+    assert tuple(composition.sum(2)[:, 0]) == lengths and (composition.sum(2) == np.array(lengths)[:, None]).all()
+
+
+@pytest.mark.parametrize("pool", ["all", "color", "affine"])
+def test_pools(pool: str) -> None:
+    used = drawn("--pool", pool).composition.sum((0, 1)) > 0
+    assert [op for op in ops.BASIC if used[op]] == list(ops.POOLS[pool])
+
+
+def test_magnitudes() -> None:
+    released = drawn("--magnitudes", "released")
+    angles = released.magnitudes[released.codes == ops.Op.ROTATE]
+    assert set(np.abs(angles)) == {30.0} and len({*angles}) == 2
+    uniform = drawn().magnitudes[drawn().codes == ops.Op.ROTATE]
+    assert len({*uniform}) > 100 and np.abs(uniform).max() <= 30
+
+
+def test_recipes() -> None:
+    assert [training_plan(load(["--composite-order", order])).order for order in ops.ORDERS] == list(ops.ORDERS)
+    paper, released = (training_plan(load(["--recipe", name])).layout for name in ("paper", "released"))
+    assert (paper.originals, paper.crop_of_view) == (1, (0, 1, 2, 2, 2, 2))
+    assert (released.originals, released.crop_of_view) == (5, tuple(range(10)))
+
+
+@pytest.mark.parametrize(("fraction", "images"), [(1.0, 24), (0.5, 12), (0.2, 4)])
+def test_label_fractions(photo_folder: Path, fraction: float, images: int) -> None:
+    data = open_data(config_for(photo_folder, label_fraction=fraction))
+    assert data.labelled is not None
+    assert abs(len(data.labelled) - images) <= 4 and set(data.labelled.labels) == {0, 1, 2, 3}
+
+
+def test_one_long_length(photo_folder: Path) -> None:
+    step, pairs = build(config_for(photo_folder, lengths=(10,)))
+    metrics = step(*pairs[0], 0)
+    assert {"similarity_10", "target_10"} <= metrics.keys() and "similarity_1" not in metrics
+
+
+def test_targets() -> None:
+    composition = torch.tensor([[3] + [0] * 13, [1, 1, 1] + [0] * 11])
+    learned, constants = (build_target(load(["--mmnn", mode]), WORLD) for mode in ("learned", "constants"))
+    assert isinstance(learned, MMNN) and isinstance(constants, Constants)
+    assert constants(composition).tolist() == pytest.approx([0.65, 0.65])
+    assert build_target(load(["--consistency", "none"]), WORLD) is None
+    chosen = build_target(load(["--mmnn", "constants", "--constants", "0.9,0.5"]), WORLD)
+    assert chosen is not None and chosen(composition).tolist() == pytest.approx([0.1, 0.1])
+
+
+def test_views_may_differ_from_each_other() -> None:
+    plan = training_plan(load(["--method", "byol"]))
+    assert [view.blur_prob for view in plan.contrastive] == [1.0, 0.1]
+    assert [view.solarize_prob for view in plan.contrastive] == [0.0, 0.2]
+    assert [view.crop_scale for view in plan.contrastive] == [(0.08, 1.0)] * 2
+    with pytest.raises(UserError, match=r"blur_prob: .* one for each of the 2 views"):
+        load(["--blur-prob", "0,1,0"])
+
+
+class TestAuthorsSettings:
+    @pytest.mark.parametrize(
+        ("method", "settings"),
+        [
+            ("moco", {"lr": 0.03, "temperature": 0.2, "key_momentum": 0.999, "optimiser": "sgd", "final_lr": 0.0}),
+            (
+                "simsiam",
+                {
+                    "lr": 0.05,
+                    "constants": (0.75, 0.7, 0.6),
+                    "projector_dim": 2048,
+                    "fix_predictor_lr": True,
+                    "sync_bn": True,
+                },
+            ),
+            ("supcon", {"lr": 0.03, "epochs": 100, "temperature": 0.07, "embedding_dim": 128, "blur_prob": (0.0,)}),
+            ("byol", {"lr": 0.3, "optimiser": "lars", "weight_decay": 1e-6, "key_momentum": 0.99, "warmup_epochs": 10}),
+            ("intl", {"lr": 0.5, "weight_decay": 1e-5, "embedding_dim": 8192, "warmup_epochs": 2, "final_lr": 1e-3}),
+        ],
+    )
+    def test_they_are_the_defaults_and_flags_win(self, method: str, settings: dict[str, object]) -> None:
+        config = load(["--method", method])
+        assert {key: getattr(config, key) for key in settings} == settings
+        assert load(["--method", method, "--lr", "0.7", "--optimiser", "sgd"]).lr == 0.7
+
+    def test_recipes_pin_paper_loss(self) -> None:
+        def loss(*words: str) -> tuple[float, float, float]:
+            config = load(words)
+            return config.consistency_beta, config.consistency_weight, config.mmnn_lr
+
+        assert loss("--method", "moco") == (8, 10, 0.5) and loss("--method", "simsiam") == (8, 3, 0.5)
+        assert {loss("--method", name) for name in ("supcon", "byol", "intl")} == {(1, 1, 0.05)}
+        rows = [path for path in CONFIGS.glob("*.yaml") if "_in1" in path.name]
+        assert len(rows) == 13 and {loss("--config", str(path)) for path in rows} == {(1, 1, 0.05)}
+        for data in ("cifar10", "tiny100"):
+            assert loss("--config", str(CONFIGS / f"{data}_moco.yaml")) == (8, 10, 0.5)
+            assert loss("--config", str(CONFIGS / f"{data}_simsiam.yaml")) == (8, 3, 0.5)
+
+    def test_a_file_wins_over_them(self, tmp_path: Path) -> None:
+        (tmp_path / "mine.yaml").write_text("method: byol\noptimiser: sgd\nweight_decay: 5e-4\n")
+        config = load(["--config", str(tmp_path / "mine.yaml")])
+        assert (config.optimiser, config.weight_decay, config.key_momentum) == ("sgd", 5e-4, 0.99)
+
+    def test_a_short_run_learns_its_mmnn_at_once(self) -> None:
+        def start(*words: str) -> tuple[int, int]:
+            config = load(words)
+            return config.mmnn_wait_epochs, config.mmnn_warmup_epochs
+
+        assert [start("--epochs", str(n)) for n in (200, 6, 5, 1)] == [(3, 2), (3, 2), (0, 0), (0, 0)]
+        assert start("--epochs", "5", "--mmnn-wait-epochs", "1") == (1, 2)
+        assert start("--epochs", "5", "--mmnn-wait-epochs", "4") == (4, 0)
+        for values in ({"epochs": 5, "mmnn_wait_epochs": 5}, {"epochs": 2, "mmnn_warmup_epochs": 2}):
+            with pytest.raises(UserError, match=r"leave nothing of [25] epochs; lower them, raise epochs, or use"):
+                resolve(values)
+            assert resolve(values | {"mmnn": "constants"}) and resolve(values | {"consistency": "none"})
+
+    def test_a_short_run_has_a_short_warm_up(self) -> None:
+        assert [load(["--method", "byol", "--epochs", str(n)]).warmup_epochs for n in (300, 50, 5)] == [10, 5, 0]
+        assert load(["--method", "byol", "--epochs", "50", "--warmup-epochs", "8"]).warmup_epochs == 8
+
+
+def test_supcon_needs_every_label(photo_folder: Path, tmp_path: Path) -> None:
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    for number, path in enumerate(sorted(photo_folder.glob("*/*.jpg"))[:12]):
+        (flat / f"{number}.jpg").write_bytes(path.read_bytes())
+    with pytest.raises(UserError, match="--method supcon learns from the label of every image, 12 of 12 have none"):
+        open_data(Config(data=flat, method="supcon", loader="torch", consistency="none"))
+
+
+def test_supcon_sees_labels(photo_folder: Path) -> None:
+    config = config_for(photo_folder, method="supcon", consistency="none")
+    data = open_data(config)
+    loader = training_loader(config, data, WORLD, torch.float64)
+    batch = next(iter(loader.epoch(0)))
+    loader.close()
+    assert batch.label.tolist() == data.train.labels[batch.index.numpy()].tolist()

@@ -1,0 +1,184 @@
+"""The losses of SupCon, BYOL and INTL against slow literal formulas, in float64."""
+
+import math
+
+import pytest
+import timm
+import torch
+from helpers.tiny_methods import LABELS, backbone, byol, images, intl, supcon
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cocor.config.resolve import load
+from cocor.methods.base import Ranks, batch_statistics_only
+from cocor.methods.byol import target_momentum
+from cocor.methods.intl import INTL, iterative_normalisation_loss, trace_loss, whitened
+from cocor.methods.supcon import SupCon, supervised_contrastive
+from loaders.errors import UserError
+
+
+def rows(count: int, width: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, width, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def assert_same_with_gradient(one: Tensor, other: Tensor, leaf: Tensor) -> None:
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    gradients = (torch.autograd.grad(value, leaf, retain_graph=True)[0] for value in (one, other))
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
+
+
+class TestSupCon:
+    @staticmethod
+    def literal(z: Tensor, labels: list[int], temperature: float) -> Tensor:
+        """Khosla et al. 2020, the loss "out", term by term."""
+        total = torch.zeros((), dtype=torch.float64)
+        for i in range(len(z)):
+            positives = [p for p in range(len(z)) if p != i and labels[p] == labels[i]]
+            everyone = sum(torch.exp(z[i] @ z[a] / temperature) for a in range(len(z)) if a != i)
+            for p in positives:
+                total = total - torch.log(torch.exp(z[i] @ z[p] / temperature) / everyone) / len(positives)
+        return total / len(z)
+
+    @pytest.mark.parametrize("labels", [[0, 0, 1, 1, 2, 2], [0, 0, 0, 0, 0, 0], [3, 1, 2, 3, 3, 1], [0, 1, 2, 3, 4, 5]])
+    def test_the_loss_is_its_papers(self, labels: list[int]) -> None:
+        leaf = rows(6, 5)
+        z = F.normalize(leaf, dim=1)
+        expected = self.literal(z, labels, 0.3)
+        loss = supervised_contrastive(z, torch.tensor(labels), 0.3)
+        if len(set(labels)) == 6:
+            assert loss == 0 and torch.autograd.grad(loss, leaf)[0].isfinite().all()
+        else:
+            assert_same_with_gradient(loss, expected, leaf)
+
+    def test_a_lonely_label_has_its_other_view(self) -> None:
+        method = supcon()
+        views = images(2, 6)
+        lonely = torch.arange(6)
+        loss = method.contrastive(views, lonely)
+        loss.backward()
+        assert loss.isfinite() and all(p.grad is not None and p.grad.isfinite().all() for p in method.parameters())
+        assert not torch.allclose(loss, method.contrastive(views, LABELS))
+
+    def test_labels_belong_to_both_views(self) -> None:
+        method = supcon()
+        views = images(2, 6)
+        z = torch.cat([F.normalize(method.head(method.backbone(view)), dim=1) for view in views])
+        expected = self.literal(z.double(), [*LABELS.tolist(), *LABELS.tolist()], 0.07)
+        assert torch.allclose(method.contrastive(views, LABELS), expected.float(), atol=1e-5)
+
+    def test_it_has_its_authors_head(self) -> None:
+        method = SupCon(backbone())
+        width = method.head[0].in_features
+        linear = [tuple(m.weight.shape) for m in method.head if isinstance(m, nn.Linear)]
+        assert linear == [(width, width), (128, width)]
+
+
+class TestByol:
+    def test_the_loss_is_its_papers(self) -> None:
+        method = byol().double()
+        with torch.no_grad():  # as after some training: the target is elsewhere
+            for parameter in [*method.target_backbone.parameters(), *method.target_projector.parameters()]:
+                parameter.mul_(1.1)
+        views = images(2, 6).double()
+        expected = torch.zeros((), dtype=torch.float64)
+        with batch_statistics_only(method):
+            for one, other in ((0, 1), (1, 0)):
+                prediction = method.predictor(method.projector(method.backbone(views[one])))
+                target = method.target_projector(method.target_backbone(views[other])).detach()
+                for p, z in zip(prediction, target, strict=True):
+                    expected = expected + ((p / p.norm() - z / z.norm()) ** 2).sum() / 6
+        loss = method.contrastive(views)
+        torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12)
+        online = [p for p in method.parameters() if p.requires_grad]
+        gradients = (torch.autograd.grad(value, online) for value in (loss, expected))
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-10)
+
+    def test_the_momentum_rises_from_its_start_to_1(self) -> None:
+        values = [target_momentum(torch.tensor(k), 200, 0.97).item() for k in range(201)]
+        literal = [1 - (1 - 0.97) * (math.cos(math.pi * k / 200) + 1) / 2 for k in range(201)]
+        assert values == pytest.approx(literal, abs=1e-12)
+        assert (values[0], values[100], values[200]) == pytest.approx((0.97, 0.985, 1.0))
+        assert target_momentum(torch.tensor(300), 200, 0.97) == 1.0
+
+    def test_the_target_moves_by_the_schedule(self) -> None:
+        method = byol()
+        with torch.no_grad():
+            for parameter in [*method.backbone.parameters(), *method.projector.parameters()]:
+                parameter.add_(1.0)
+        targets = [*method.target_backbone.parameters(), *method.target_projector.parameters()]
+        online = [*method.backbone.parameters(), *method.projector.parameters()]
+        for step in range(3):
+            momentum = 1 - 0.1 * (math.cos(math.pi * step / 10) + 1) / 2
+            expected = [momentum * t + (1 - momentum) * o for t, o in zip(targets, online, strict=True)]
+            method.after_step()
+            for target, value in zip(targets, expected, strict=True):
+                torch.testing.assert_close(target.detach(), value.detach(), rtol=1e-5, atol=1e-6)
+        assert method.step == 3 and "step" in method.state_dict()
+
+
+class TestIntl:
+    @staticmethod
+    def literal(views: list[Tensor], iterations: int, weight: float) -> Tensor:
+        """Its authors' default setting: a batch of N is whitened among its images, entry by entry."""
+        (n, d), white, trace_terms = views[0].shape, [], torch.zeros((), dtype=torch.float64)
+        for x in views:
+            centred = torch.stack([row - row.sum() / d for row in x])
+            sigma = torch.stack([torch.stack([(a * b).sum() / (d - 1) for b in centred]) for a in centred])
+            trace = sum(sigma[i, i] for i in range(n))
+            p = torch.eye(n, dtype=torch.float64)
+            for _ in range(iterations):
+                p = (3 * p - torch.matrix_power(p, 3) @ (sigma / trace)) / 2
+            white.append(p @ centred / torch.sqrt(trace))
+            for row in white[-1]:
+                variance = ((row - row.sum() / d) ** 2).sum() / (d - 1)
+                trace_terms = trace_terms + (variance - 1) ** 2
+        distance = sum(2 - 2 * (a @ b) / (a.norm() * b.norm()) for a, b in zip(*white, strict=True)) / n
+        return distance + weight * trace_terms
+
+    @pytest.mark.parametrize("iterations", [1, 4])
+    def test_the_loss_is_its_authors(self, iterations: int) -> None:
+        leaf = rows(10, 9)
+        views = [leaf[:5], leaf[5:]]
+        loss = iterative_normalisation_loss(*views, iterations, 0.05)
+        assert_same_with_gradient(loss, self.literal(views, iterations, 0.05), leaf)
+
+    def test_many_steps_whiten_a_batch(self) -> None:
+        white = whitened(rows(6, 40), 20)
+        torch.testing.assert_close(white @ white.T / 39, torch.eye(6, dtype=torch.float64), atol=1e-6, rtol=0)
+        assert trace_loss(white) < 1e-9
+
+    def test_equal_embeddings_give_numbers(self) -> None:
+        same = torch.ones(4, 9, requires_grad=True)
+        loss = iterative_normalisation_loss(same, same, 4, 0.05)
+        loss.backward()
+        assert loss.isfinite() and same.grad is not None and same.grad.isfinite().all()
+
+    def test_whitening_is_float32_under_autocast(self) -> None:
+        method = intl()
+        seen: list[torch.dtype] = []
+        gather = lambda tensor: (seen.append(tensor.dtype), torch.cat([tensor, tensor]))[1]  # noqa: E731
+        method.ranks = Ranks(0, 2, gather)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = method.contrastive(images(2, 6))
+        assert seen == [torch.float32] * 2 and loss.dtype == torch.float32
+
+    def test_trace_weight_follows_the_batch(self) -> None:
+        views = images(2, 6)
+        weight = 0.01 * (math.log2(6) - 3)
+        losses = []
+        for choice in (None, weight):
+            torch.manual_seed(0)
+            losses.append(INTL(backbone(), embedding_dim=16, projector_dim=24, trace_weight=choice).contrastive(views))
+        assert losses[0] == losses[1]
+
+    def test_more_images_than_dimensions_are_refused(self) -> None:
+        with pytest.raises(UserError, match=r"embedding_dim: INTL whitens the 256 images.*not 128; raise"):
+            load(["--method", "intl", "--embedding-dim", "128"])
+
+    def test_it_has_its_authors_layers(self) -> None:
+        method = INTL(timm.create_model("test_resnet", num_classes=0))
+        shapes = [tuple(m.weight.shape) for m in method.projector if isinstance(m, nn.Linear)]
+        assert [shape[0] for shape in shapes] == [8192] * 3
+        assert [m.bias is not None for m in method.projector if isinstance(m, nn.Linear)] == [False, False, True]

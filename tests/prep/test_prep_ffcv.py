@@ -1,0 +1,93 @@
+"""FFCV's own reader and loader take the files that cocor-prep writes, and show what is in them."""
+
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.prep_cases import CORNERS, corner_colours, corner_image, good_cases, jpeg_bytes, write_all
+from PIL import Image
+
+from loaders.datasets import beton
+from loaders.datasets.beton import open_beton
+from loaders.datasets.dataset import open_folder
+from loaders.prep.convert import convert
+from loaders.prep.encode import Settings
+from loaders.prep.sources import open_source
+
+pytest.importorskip("ffcv", reason="needs the ffcv extra", exc_type=ImportError)
+pytestmark = pytest.mark.ffcv
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every readable oddity and some more JPEG kinds, in two classes."""
+    root = tmp_path_factory.mktemp("ffcv")
+    write_all(root / "source" / "odd", good_cases())
+    kinds = {
+        f"{name.replace(':', '')}.jpg": jpeg_bytes(corner_image(), subsampling=name) for name in ("4:2:0", "4:2:2")
+    }
+    kinds["grey.jpg"] = jpeg_bytes(corner_image().convert("L"))
+    write_all(root / "source" / "kinds", kinds)
+    convert(open_source(root / "source"), root / "x.beton", "beton", Settings(), workers=1)
+    return root / "x.beton"
+
+
+def test_the_layout_is_ffcvs(prepared: Path) -> None:
+    from ffcv.reader import Reader
+    from ffcv.types import ALLOC_TABLE_TYPE, CURRENT_VERSION, FieldDescType, HeaderType
+
+    assert beton.VERSION == CURRENT_VERSION and beton.ALLOCATION == ALLOC_TABLE_TYPE
+    for ours, theirs in ((beton.HEADER, HeaderType), (beton.FIELD, FieldDescType)):
+        assert ours.itemsize == theirs.itemsize and dict(ours.fields or {}) == dict(theirs.fields)
+    theirs, ours = Reader(str(prepared)), open_beton(prepared)
+    assert theirs.field_names == list(beton.FIELD_NAMES) and theirs.num_samples == len(ours)
+    assert theirs.page_size == ours.page_size
+    for name in ("mode", "width", "height", "data_ptr"):
+        assert np.array_equal(theirs.metadata["f0"][name], ours.table[name])
+    assert np.array_equal(theirs.metadata["f1"], ours.labels)
+    assert np.array_equal(theirs.alloc_table["size"], ours.sizes_in_bytes)
+
+
+@pytest.mark.parametrize("os_cache", [True, False])
+def test_ffcvs_loader_shows_every_image_upright_and_in_its_colours(os_cache: bool, prepared: Path) -> None:
+    from ffcv.fields.decoders import IntDecoder
+    from ffcv.fields.rgb_image import CenterCropRGBImageDecoder
+    from ffcv.loader import Loader, OrderOption
+    from ffcv.transforms import ToTensor
+
+    file = open_beton(prepared)
+    loader = Loader(
+        str(prepared),
+        batch_size=len(file),
+        num_workers=1,
+        os_cache=os_cache,
+        order=OrderOption.SEQUENTIAL,
+        pipelines={"image": [CenterCropRGBImageDecoder((64, 64), 1), ToTensor()], "label": [IntDecoder(), ToTensor()]},
+    )
+    images, labels = (tensor.numpy().copy() for tensor in next(iter(loader)))
+    assert labels.ravel().tolist() == file.labels.tolist()
+    colours = np.array(list(CORNERS.values()), np.float64)
+    for index, name in enumerate(file.names):
+        wanted = colours if "grey" not in name else corner_colours(Image.open(BytesIO(file.read(index))))
+        assert np.abs(corner_colours(Image.fromarray(images[index])) - wanted).max() < 16, name
+
+
+def test_a_file_written_by_ffcv_itself_can_be_opened(tmp_path: Path) -> None:
+    from ffcv.fields import IntField, RGBImageField
+    from ffcv.writer import DatasetWriter
+
+    pixels = np.asarray(corner_image())
+    samples = [(pixels[: 40 + i], i % 3) for i in range(12)]
+    path = tmp_path / "theirs.beton"
+    fields = {"image": RGBImageField(write_mode="jpg"), "label": IntField()}
+    DatasetWriter(str(path), fields, num_workers=1).from_indexed_dataset(samples)
+    file = open_beton(path)
+    assert (
+        file.record is None and file.classes == ["0", "1", "2"] and file.labels.tolist() == [i % 3 for i in range(12)]
+    )
+    assert file.sizes.tolist() == [[40 + i, 96] for i in range(12)]
+    assert Image.open(BytesIO(file.read(11))).size == (96, 51)
+    convert(open_source(path), tmp_path / "ours", "folder", Settings(), workers=1)
+    data = open_folder(tmp_path / "ours")
+    assert data.classes == ["0", "1", "2"] and data.names[:2] == ["0/00000000.jpg", "0/00000003.jpg"]

@@ -1,0 +1,152 @@
+"""What a step does not do: wait for the device, copy the queue, pass the network once too often, or in full precision.
+
+Every operation on tensors is looked at, on the CPU, where each step makes the same ones as on a GPU.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.executions import CPU, batches, build, config_for
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cocor.methods import METHODS
+from cocor.models import build_method, build_target
+from cocor.monitor.profile import costs
+from cocor.step.cudagraph import WARM_UP, _Recording
+from cocor.step.step import TrainingStep
+from loaders.batch import Batch
+
+WAITING = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_consecutive"}
+EVERY_METHOD = pytest.mark.parametrize("method", METHODS)
+
+
+class Operations(TorchDispatchMode):
+    """Calls ``look(name, arguments, results)`` for each operation."""
+
+    def __init__(self, look: Callable[[str, tuple[Any, ...], list[Tensor]], None]) -> None:
+        super().__init__()
+        self.look = look
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        several = result if isinstance(result, tuple | list) else [result]
+        self.look(func._schema.name.split("::")[1], args, [one for one in several if isinstance(one, Tensor)])
+        return result
+
+
+@EVERY_METHOD
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"hypergradient": "taylor"}, {"consistency": "abs"}, {"consistency": "none"}, {"recipe": "released"}],
+    ids=str,
+)
+def test_a_step_reads_nothing_from_the_device(method: str, options: dict) -> None:
+    step = build(config_for(method=method, optimiser="sgd", embedding_dim=24, **options), CPU)
+    counted: Counter[str] = Counter()
+    with Operations(lambda name, args, results: counted.update([name])):
+        for number, pair in enumerate(batches(step.config, CPU.device, 2)):
+            step.set_rates(number)
+            step.compute(*pair)
+    assert counted["convolution"] and counted["convolution_backward"]
+    assert not WAITING & counted.keys()
+
+
+def test_the_queue_is_never_copied() -> None:
+    step = build(config_for(queue_size=60_000, embedding_dim=16), CPU)
+    queue, made = step.method.queue, list[str]()
+    assert isinstance(queue, Tensor)
+    place = queue.untyped_storage().data_ptr()
+
+    def look(name: str, args: tuple[Any, ...], results: list[Tensor]) -> None:
+        large = [one for one in results if one.numel() >= 60_000 * 16 and one.untyped_storage().data_ptr() != place]
+        made.extend([name] * len([one for one in large if one.shape[-1] != 60_000]))  # logits: a row an image
+
+    with Operations(look):
+        for number, pair in enumerate(batches(step.config, CPU.device, 2)):
+            step(*pair, number)
+    assert made == [] and step.method.queue is queue
+
+
+@pytest.mark.parametrize("method", ["moco", "simsiam"])
+def test_exact_hypergradient_costs_no_pass(method: str) -> None:
+    """In units of the cost model: forward passes, and backward passes that cost two each."""
+    step = build(config_for(method=method), CPU)
+    layers = sum(isinstance(module, torch.nn.Conv2d) for module in step.method.backbone.modules())
+    counted: Counter[str] = Counter()
+    with Operations(lambda name, args, results: counted.update([name])):
+        step(*next(batches(step.config, CPU.device, 1)), 0)
+    model = costs(step.config, ranks=1)
+    labelled = 3  # whatever the size of its batch
+    expected = model["contrastive"] + model["original"] + model["composites"] + labelled
+    assert (counted["convolution"] + 2 * counted["convolution_backward"]) / layers == expected
+
+
+@EVERY_METHOD
+def test_all_passes_run_in_the_asked_precision(method: str) -> None:
+    config = config_for(method=method, precision="bf16", embedding_dim=24)
+    target, seen = build_target(config, CPU), set[torch.dtype]()
+    step = TrainingStep(config, build_method(config, CPU), target, 5, steps_per_epoch=40, precision=torch.bfloat16)
+
+    def look(name: str, args: tuple[Any, ...], results: list[Tensor]) -> None:
+        if name == "convolution":
+            seen.add(args[0].dtype)
+
+    with Operations(look):
+        step(*next(batches(config, CPU.device, 1)), 0)
+    assert seen == {torch.bfloat16}
+
+
+def test_learning_rates_on_the_device() -> None:
+    step = build(config_for(), CPU)
+    step.rates_to_device()
+    groups = [group for part in step.parts().values() if isinstance(part, Optimizer) for group in part.param_groups]
+    rates, values = [group["lr"] for group in groups], []
+    assert len(rates) == 3 and all(isinstance(rate, Tensor) for rate in rates)
+    for number in (0, 20):
+        step.set_rates(number)
+        assert all(group["lr"] is rate for group, rate in zip(groups, rates, strict=True))
+        values.append([float(rate) for rate in rates])
+    assert all(0 < late < early for early, late in zip(*values, strict=True))
+    state = step.state_dict()
+    saved = [state[name]["param_groups"][0]["lr"] for name in state if name.endswith("optimiser")]
+    assert saved == values[1] and all(isinstance(rate, float) for rate in saved)
+
+
+class Played:
+    """What a CUDA graph does when it is played back: reads and writes the tensors with which it was recorded."""
+
+    def __init__(self, inputs: tuple[Batch, Batch | None], values: Tensor) -> None:
+        self.inputs, self.values = inputs, values
+
+    def replay(self) -> None:
+        batch, labelled = self.inputs
+        assert labelled is not None
+        tensors = [batch.views, batch.original, batch.composites, batch.composition, batch.label, labelled.original]
+        sums = [tensor.double().sum().float() for tensor in [*tensors, labelled.label]]
+        self.values.copy_(torch.stack(sums))
+
+
+def test_a_recording_reads_the_whole_batch() -> None:
+    pairs = list(batches(config_for(), CPU.device, WARM_UP))
+    own, values = next(batches(config_for(), CPU.device, 1)), torch.zeros(7)
+    shapes = {"one": torch.Size([]), "lengths": torch.Size([3]), "others": torch.Size([3])}
+    recording = _Recording(Played(own, values), own, shapes, values)  # type: ignore[arg-type]
+    played: list[tuple[dict[str, Tensor], Batch, Batch]] = []
+    for batch, labelled in pairs:
+        labelled.label.add_(len(played))
+        assert recording.fits(batch, labelled)
+        played.append((recording(batch, labelled), batch, labelled))
+    for metrics, batch, labelled in played:
+        assert {name: value.shape for name, value in metrics.items()} == shapes
+        assert metrics["one"] == batch.views.double().sum().float()
+        assert metrics["lengths"][2] == batch.composition.double().sum().float()
+        assert metrics["others"][1] == labelled.original.double().sum().float()
+        assert metrics["others"][2] == labelled.label.sum()
+    batch, labelled = pairs[0]
+    smaller = next(batches(config_for(batch_size=8), CPU.device, 1))[0]
+    assert not recording.fits(smaller, labelled) and not recording.fits(batch, None)
