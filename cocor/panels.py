@@ -1,4 +1,4 @@
-"""Pictures in one style: small panels with a light grid, written whole or not at all.
+"""Draw pictures in one style: small panels with a light grid, written whole or not at all.
 
 matplotlib is an extra (``pip install matplotlib``) and loads only when something is drawn.
 """
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_picture(path: Path) -> None:
-    """UserError where a picture cannot be drawn to ``path``: matplotlib is not installed, or it makes no such files."""
+    """Raise UserError if matplotlib is not installed, or draws no pictures such as ``path``."""
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"{path}: pictures are .png, .svg or .pdf")
     if importlib.util.find_spec("matplotlib") is None:
@@ -39,8 +39,9 @@ def check_picture(path: Path) -> None:
 
 @contextmanager
 def panels(path: Path, count: int, columns: int | None = None, width: float = WIDTH) -> Iterator[Sequence["Axes"]]:
-    """``count`` axes, each ``width`` inches wide, at most ``columns`` in a row, of a figure that is written to ``path``
-    (.png, .svg, .pdf) when the block ends.
+    """Yield ``count`` axes, each ``width`` inches wide, at most ``columns`` in a row.
+
+    The figure is written to ``path`` (.png, .svg, .pdf) when the block ends.
 
     Raises:
         UserError: matplotlib is not installed, or the format is none of these.
@@ -98,14 +99,14 @@ def _save(figure: "Figure", temporary: Path, path: Path) -> None:
 
 
 def shown(name: str) -> str:
-    """``name`` escaped such that matplotlib draws it literally: dollars would begin a formula, and legends leave out
-    names that begin with an underscore."""
+    """Escape ``name`` such that matplotlib draws it literally."""
+    # Dollars would begin a formula, and legends leave out names that begin with an underscore.
     text = printable(name).replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text
 
 
 def wrapped(text: str, most: int) -> str:
-    """``text`` in lines of at most ``most`` characters, broken after a space or punctuation mark where there is one."""
+    """Break ``text`` into lines of at most ``most`` characters, after spaces or punctuation where there is any."""
     lines, rest = [], text
     while len(rest) > most:
         cut = 1 + max(rest.rfind(mark, 1, most) for mark in " -_/,.")

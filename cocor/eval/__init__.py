@@ -1,1 +1,1 @@
-"""What an encoder has learned: probes of its frozen features."""
+"""Evaluate an encoder by probes of its frozen features."""

@@ -1,4 +1,4 @@
-"""The command ``cocor-eval``: evaluates an encoder by probes on its frozen features.
+"""Run ``cocor-eval``: evaluate an encoder by probes on its frozen features.
 
     cocor-eval linear runs/moco --data data/cifar10
     cocor-eval transfer runs/moco runs/moco_cocor --datasets all --root data

@@ -1,4 +1,4 @@
-"""The crops of an evaluation, as a view plan: the same boxes for every loader, nothing random.
+"""Plan the crops of an evaluation: the same boxes for every loader, nothing random.
 
     full      the central square of the shorter side: Resize(224), CenterCrop(224)
     central   7/8 of it: Resize(256), CenterCrop(224), the usual view of ImageNet models
@@ -24,7 +24,7 @@ _SHARE = 0.875  # 224 of 256
 
 @dataclass(frozen=True)
 class CropPlan(ViewPlan):
-    """Shows every image as the originals of a batch: one view, or ten (view-major) if ``crop`` is "ten"."""
+    """Show every image as the originals of a batch: one view, or ten (view-major) if ``crop`` is "ten"."""
 
     contrastive: tuple = ()
     lengths: tuple[int, ...] = ()
@@ -58,7 +58,7 @@ class CropPlan(ViewPlan):
         )
 
     def _boxes(self, sizes: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """(B, C, 4) top, left, height, width; ten crops in TenCrop's order: corners, centre, the same mirrored."""
+        """Return (B, C, 4) top, left, height, width; ten crops in TenCrop's order: corners, centre, then mirrored."""
         shorter = sizes.min(1)
         side = shorter if self.crop == "full" else np.maximum(1, np.rint(shorter * _SHARE)).astype(np.int32)
         bottom, right = (sizes - side[:, None]).T

@@ -89,7 +89,7 @@ def joined(first: Features, second: Features) -> Features:
 
 @dataclass(frozen=True)
 class Extraction:
-    """How features are computed.
+    """Settings of feature extraction.
 
     - ``size``: side of the crops in pixels.
     - ``cache``: folder; None keeps nothing.

@@ -1,4 +1,4 @@
-"""The pictures of an evaluation, in the style of :mod:`cocor.panels`.
+"""Draw the pictures of an evaluation, in the style of :mod:`cocor.panels`.
 
 matplotlib is optional: without it a command still reports its numbers and says what is missing (see :func:`drawn`).
 """
@@ -18,7 +18,7 @@ from loaders.errors import UserError
 
 
 def draw_grid(path: Path, name: str, trials: Sequence[Trial], chosen: float) -> None:
-    """Validation accuracy over the penalties of a linear probe."""
+    """Draw validation accuracy over the penalties of a linear probe."""
     with panels(path, 1) as (axes,):
         penalties = [trial.penalty for trial in trials]
         curves = _distinct({
@@ -37,7 +37,7 @@ def draw_grid(path: Path, name: str, trials: Sequence[Trial], chosen: float) -> 
 
 
 def draw_curve(path: Path, title: str, xlabel: str, curves: dict[str, dict[int, float]]) -> None:
-    """Accuracies in [0, 1] over small whole numbers, such as neighbours or shots."""
+    """Draw accuracies in [0, 1] over small whole numbers, such as neighbours or shots."""
     with panels(path, 1) as (axes,):
         for name, curve in curves.items():
             axes.plot(list(curve), [100 * value for value in curve.values()], marker="o", label=shown(name))
@@ -50,7 +50,7 @@ def draw_curve(path: Path, title: str, xlabel: str, curves: dict[str, dict[int, 
 
 
 def draw_shots(path: Path, title: str, found: Sequence[ShotResult]) -> None:
-    """Accuracy over images a class, mean and standard deviation over the draws."""
+    """Draw accuracy over images a class, mean and standard deviation over the draws."""
     with panels(path, 1) as (axes,):
         rows = {
             "top-1": [[100 * value for value in result.top1] for result in found],
@@ -66,7 +66,7 @@ def draw_shots(path: Path, title: str, found: Sequence[ShotResult]) -> None:
 
 
 def draw_consistency(path: Path, found: Sequence[Consistency]) -> None:
-    """Similarity by length with its targets, DACL by length, and similarity by basic augmentation."""
+    """Draw similarity by length with its targets, DACL by length, and similarity by basic augmentation."""
     with panels(path, 3) as (lengths, levels, ops):
         for number, one in enumerate(found):
             color = f"C{number}"
@@ -95,7 +95,7 @@ def draw_consistency(path: Path, found: Sequence[Consistency]) -> None:
 
 
 def draw_spectra(path: Path, found: Sequence[Spectrum]) -> None:
-    """Singular values, largest first, on a logarithmic axis."""
+    """Draw singular values, largest first, on a logarithmic axis."""
     with panels(path, 1) as (axes,):
         lowest = max((one.singular_values[0] for one in found), default=1.0) * 1e-5
         for one in found:
@@ -107,7 +107,7 @@ def draw_spectra(path: Path, found: Sequence[Spectrum]) -> None:
 
 
 def draw_table(path: Path, rows: dict[str, dict[str, float]], title: str) -> None:
-    """Bars: for every data set (``rows``) the accuracy in [0, 1] of every encoder."""
+    """Draw bars: for every data set (``rows``) the accuracy in [0, 1] of every encoder."""
     encoders = list(dict.fromkeys(name for row in rows.values() for name in row))  # in the order of the call
     with panels(path, 1, width=max(WIDTH, 0.9 * len(rows) * max(1, 0.5 * len(encoders)))) as (axes,):
         width = 0.8 / max(1, len(encoders))
@@ -132,7 +132,7 @@ def draw_table(path: Path, rows: dict[str, dict[str, float]], title: str) -> Non
 
 
 def _distinct(curves: dict[str, list[float]]) -> dict[str, list[float]]:
-    """A single curve if the two would hide each other, as top-1 and mean per class do in balanced splits."""
+    """Return a single curve if the two would hide each other, as top-1 and mean per class do in balanced splits."""
     (first, values), (second, others) = curves.items()
     equal = all(abs(value - other) < 0.05 for value, other in zip(values, others, strict=True))
     return {f"{first} = {second}": values} if equal else curves

@@ -1,4 +1,4 @@
-"""From the flags of ``cocor-eval`` to encoders, data sets and features, with the checks that need no features."""
+"""Turn the flags of ``cocor-eval`` into encoders, data sets and features; check what needs no features."""
 
 import argparse
 import os

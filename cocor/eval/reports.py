@@ -1,4 +1,4 @@
-"""Reports of ``cocor-eval``: lines on the terminal, and numbers as JSON in a folder of their own."""
+"""Write the reports of ``cocor-eval``: lines on the terminal, and numbers as JSON in a folder of their own."""
 
 import argparse
 import json

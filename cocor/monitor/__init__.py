@@ -1,1 +1,1 @@
-"""What is watched and shown of a run: health, profile, metrics, plots."""
+"""Monitor and show a run: health, profile, metrics, plots."""

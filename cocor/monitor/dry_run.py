@@ -1,4 +1,4 @@
-"""``--dry-run``: build everything, make two steps, and say what a real run would do and cost."""
+"""Run ``--dry-run``: build everything, make two steps, and say what a real run would do and cost."""
 
 import resource
 import sys

@@ -1,4 +1,4 @@
-"""What a training run measured, read back from its metrics.jsonl.
+"""Read what a training run measured back from its metrics.jsonl.
 
     metrics.jsonl -> one checked record per line -> epochs of its steps, lengths of its composites
 
@@ -24,7 +24,7 @@ _MOST = 2**53
 
 
 def read_run(path: Path) -> list[Record]:
-    """The records of a run's metrics.jsonl; a last line that is half written, as by a running process, is left out.
+    """Read the records of a run's metrics.jsonl; a last, half-written line, as of a running process, is left out.
 
     Raises:
         UserError: there are none, or one is damaged.
@@ -72,7 +72,7 @@ def _number(value: object) -> float | None:
 
 
 def epochs_of(records: list[Record]) -> list[float]:
-    """Fractional epochs of training records, from their steps and the steps of an epoch."""
+    """Return fractional epochs of training records, from their steps and the steps of an epoch."""
     counts = [r["step"] / r["epoch"] for r in records if r["kind"] == "knn" and r["epoch"] and r["step"]]
     train = [r for r in records if r["kind"] == "train"]
     per_epoch = counts[-1] if counts else train[-1]["step"] / (train[-1]["epoch"] + 1) if train else 1
@@ -80,6 +80,6 @@ def epochs_of(records: list[Record]) -> list[float]:
 
 
 def lengths_of(records: list[Record]) -> list[int]:
-    """The composite lengths that a run measured; none for a plain method."""
+    """Return the composite lengths that a run measured; none for a plain method."""
     keys = {key for record in records if record["kind"] == "train" for key in record}
     return sorted(int(found[1]) for found in map(_SIMILARITY.match, keys) if found)

@@ -1,4 +1,4 @@
-"""The command ``cocor-plot``: training runs side by side, from their metrics.jsonl.
+"""Run ``cocor-plot``: draw training runs side by side, from their metrics.jsonl.
 
     cocor-plot runs/moco runs/moco_cocor --output comparison.png --json comparison.json
 
@@ -140,13 +140,15 @@ def _draw_similarities(axes: "Axes", name: str, records: list[Record]) -> None:
 
 
 def _line(records: list[Record]) -> str:
-    """Solid for a run with a consistency loss, dashed for a plain one."""
+    """Return a line: solid for a run with a consistency loss, dashed for a plain one."""
     return "-" if lengths_of(records) else "--"
 
 
 def _curve(records: list[Record], key: str) -> tuple[list[float], list[float]]:
-    """Epochs and values of the training records that have ``key`` (with ``--lengths-per-step`` not all records have all
-    lengths). A null stands for a value that was not finite and breaks the curve. Empty if no value is a number."""
+    """Return epochs and values of the training records that have ``key``; empty if no value is a number.
+
+    With ``--lengths-per-step`` not all records have all lengths. A null was not finite, and breaks the curve.
+    """
     train = [r for r in records if r["kind"] == "train"]
     points = [(epoch, r[key]) for epoch, r in zip(epochs_of(records), train, strict=True) if key in r]
     if all(value is None for _, value in points):
@@ -155,7 +157,7 @@ def _curve(records: list[Record], key: str) -> tuple[list[float], list[float]]:
 
 
 def summary(records: list[Record]) -> Record:
-    """The numbers behind a run's panels: k-NN accuracy by epoch, last similarity and target by length, mean speed."""
+    """Return the numbers behind a run's panels: k-NN by epoch, last similarity and target by length, mean speed."""
     train = [r for r in records if r["kind"] == "train"]
     # Not every record has every length.
     last = {key: value for record in train for key, value in record.items() if value is not None}

@@ -1,4 +1,4 @@
-"""``--profile``: where the time of a step goes, as a table and as a trace.
+"""Run ``--profile``: show where the time of a step goes, as a table and as a trace.
 
 Parts are timed by events on the device's stream wherever the work changes, so that they add up to the whole. To that
 end parts run one after another: compiled if the run would be, but not as a CUDA graph, so that launch overhead, which a
@@ -37,7 +37,7 @@ _Pair = tuple[Batch, Batch | None]
 
 
 class Parts:
-    """Times named parts of a program on ``device``. Parts may be nested; the time of an inner one counts only there."""
+    """Time named parts of a program on ``device``; of nested parts, time counts in the inner one only."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -60,7 +60,7 @@ class Parts:
         self._mark()
 
     def read(self) -> dict[str, float]:
-        """Seconds of each part since the start; ``other`` is time outside all parts. Waits for the device."""
+        """Return the seconds of each part since the start; ``other`` is outside all parts. Waits for the device."""
         self._mark()
         if self._device.type == "cuda":
             torch.cuda.synchronize()
@@ -115,7 +115,7 @@ def report(run: "Run") -> None:
 
 
 def table(config: Config, seconds: dict[str, float], steps: int, ranks: int) -> list[str]:
-    """Lines of text: each part's milliseconds per step, its share of the step and, where it has one, its cost in F.
+    """Format each part's milliseconds per step, its share of the step and, where it has one, its cost in F.
 
     ``seconds`` are those of ``steps`` steps. "views" is no part of the step: they are made on a stream of their own.
     """
@@ -140,8 +140,8 @@ def table(config: Config, seconds: dict[str, float], steps: int, ranks: int) -> 
 
 
 def costs(config: Config, ranks: int) -> dict[str, float]:
-    """The cost model: F of each part of a step, where 1 F is a forward pass over the batch. A pass is taken to cost in
-    proportion to its pixels, as it does in a convolutional network."""
+    """Return the cost model: F of each part of a step, where 1 F is a forward pass over the batch."""
+    # A pass is taken to cost in proportion to its pixels, as it does in a convolutional network.
     model: dict[str, float] = {"contrastive": method_class(config.method).cost}
     if config.consistency != "none":
         originals = config.released_originals if config.recipe == "released" else 1

@@ -1,4 +1,4 @@
-"""views.png: what the network really sees: the first images of a batch, one per row.
+"""Draw views.png, what the network really sees: the first images of a batch, one per row.
 
 Columns are the original, the contrastive views and the composites; under each composite stands its composition, the
 basic augmentations that it is made of. Looking at this picture finds more mistakes in a recipe than any log.
@@ -33,7 +33,7 @@ def save_view_sheet(batch: Batch, path: Path, *, images: int = 8) -> None:
 
 
 def _columns(batch: Batch, count: int) -> list[tuple[str, list[tuple[Image.Image, str]]]]:
-    """(title, [(picture, caption) of each sample]) of every column."""
+    """Return (title, [(picture, caption) of each sample]) of every column."""
 
     def pictures(views: Tensor) -> list[Image.Image]:
         return [_picture(view) for view in views[:count]]
@@ -59,7 +59,7 @@ def _name(index: int, label: int) -> str:
 
 
 def describe(composition: Tensor) -> str:
-    """A composition vector (14,) in words: ``Rotate, Color x2``."""
+    """Put a composition vector (14,) into words: ``Rotate, Color x2``."""
     counts = {op.label: count for op, count in zip(BASIC, composition.tolist(), strict=True) if count}
     return ", ".join(label if count == 1 else f"{label} x{count}" for label, count in counts.items())
 

@@ -1,4 +1,4 @@
-"""Readers of the data sets' own formats: from the folder that an archive unpacks to, to names, classes and splits.
+"""Read the data sets' own formats: from the folder that an archive unpacks to, to names, classes and splits.
 
 Every reader takes the folder that holds the marker file and returns a :class:`Listed`: which files, of which class, and
 which of them are for training, validation (where the authors fixed it) and testing. Nothing is decoded here.
@@ -50,7 +50,7 @@ def _number(classes: Iterable[str]) -> dict[str, int]:
 
 
 def read_cifar(name: str) -> Callable[[Path, Path], Listed]:
-    """The reader of "cifar10" or "cifar100", whose pickled batches are unpacked into ``cache``."""
+    """Return the reader of "cifar10" or "cifar100", whose pickled batches are unpacked into ``cache``."""
 
     def read(base: Path, cache: Path) -> Listed:
         root, labels, classes = cifar.unpack(name, base, cache)
@@ -61,7 +61,7 @@ def read_cifar(name: str) -> Callable[[Path, Path], Listed]:
 
 
 def read_cub200(base: Path, cache: Path) -> Listed:
-    """``images.txt``, ``image_class_labels.txt`` (from 1) and ``train_test_split.txt`` (1: training), all by id."""
+    """Read ``images.txt``, ``image_class_labels.txt`` (from 1), ``train_test_split.txt`` (1: training), all by id."""
     tables = [dict(line.split(maxsplit=1) for line in _lines(base / f"{name}.txt"))
               for name in ("images", "image_class_labels", "train_test_split")]  # fmt: skip
     images, labels, training = tables
@@ -73,7 +73,7 @@ def read_cub200(base: Path, cache: Path) -> Listed:
 
 
 def read_caltech101(base: Path, cache: Path) -> Listed:
-    """Class folders; the background class is none (as in torchvision)."""
+    """Read class folders; the background class is none (as in torchvision)."""
     root = base / "101_ObjectCategories"
     classes = sorted(p.name for p in root.iterdir() if p.is_dir() and p.name != "BACKGROUND_Google")
     rows = [
@@ -86,7 +86,7 @@ def read_caltech101(base: Path, cache: Path) -> Listed:
 
 
 def read_sun397(base: Path, cache: Path) -> Listed:
-    """``ClassName.txt`` ("/a/abbey") and the authors' first partition, beside the images or one folder up."""
+    """Read ``ClassName.txt`` ("/a/abbey") and the authors' first partition, beside the images or one folder up."""
     classes = _lines(base / "ClassName.txt")
     places = _number(classes)
     images = base / "SUN397" if (base / "SUN397" / "a").is_dir() else base
@@ -101,7 +101,7 @@ def read_sun397(base: Path, cache: Path) -> Listed:
 
 
 def read_food101(base: Path, cache: Path) -> Listed:
-    """``meta/classes.txt`` and, for each split, JSON with the names of every class's images."""
+    """Read ``meta/classes.txt`` and, for each split, JSON with the names of every class's images."""
     classes = _lines(base / "meta" / "classes.txt")
     splits: dict[str, Rows] = {}
     for split in ("train", "test"):
@@ -111,7 +111,7 @@ def read_food101(base: Path, cache: Path) -> Listed:
 
 
 def read_flowers102(base: Path, cache: Path) -> Listed:
-    """``imagelabels.mat`` (from 1) and ``setid.mat`` (numbers of images, from 1)."""
+    """Read ``imagelabels.mat`` (from 1) and ``setid.mat`` (numbers of images, from 1)."""
     labels = [int(label) - 1 for label in _mat(base / "imagelabels.mat")["labels"]]
     sets = _mat(base / "setid.mat")
     splits = {
@@ -122,7 +122,7 @@ def read_flowers102(base: Path, cache: Path) -> Listed:
 
 
 def read_pets(base: Path, cache: Path) -> Listed:
-    """Lines ``Abyssinian_100 1 1 1``: name, class (from 1), species, breed."""
+    """Read lines ``Abyssinian_100 1 1 1``: name, class (from 1), species, breed."""
     classes: dict[int, str] = {}
     splits: dict[str, Rows] = {}
     for split, file in (("train", "trainval.txt"), ("test", "test.txt")):
@@ -133,7 +133,7 @@ def read_pets(base: Path, cache: Path) -> Listed:
 
 
 def read_aircraft(base: Path, cache: Path) -> Listed:
-    """Lines ``1025794 707-320``: image and variant."""
+    """Read lines ``1025794 707-320``: image and variant."""
     data = base / "data"
     found = {
         split: [line.split(maxsplit=1) for line in _lines(data / f"images_variant_{split}.txt")]
@@ -147,7 +147,7 @@ def read_aircraft(base: Path, cache: Path) -> Listed:
 
 
 def read_cars(base: Path, cache: Path) -> Listed:
-    """The devkit's ``annotations`` (``fname``, ``class`` from 1); those of the test set have lain in two places."""
+    """Read the devkit's ``annotations`` (``fname``, ``class`` from 1); the test set's have lain in two places."""
     tests = [base / "cars_test_annos_withlabels.mat", base / "devkit" / "cars_test_annos_withlabels.mat"]
     files = {
         "train": base / "devkit" / "cars_train_annos.mat",
@@ -170,7 +170,7 @@ class Archive:
     read: Callable[[Path, Path], Listed]
 
     def find(self, root: Path, name: str) -> Path | None:
-        """The folder with the marker below ``root`` or ``root``/``name``, or None."""
+        """Find the folder with the marker below ``root`` or ``root``/``name``, or None."""
         below = ("", *self.folders)
         places = [root / folder for folder in (*below, *(f"{name}/{folder}" for folder in below))]
         return next((place for place in places if self._is_at(place)), None)

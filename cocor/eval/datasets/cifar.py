@@ -1,4 +1,4 @@
-"""CIFAR's pickled batches as files that every loader reads: unpacked once, losslessly, into a folder of PNGs.
+"""Unpack CIFAR's pickled batches once, losslessly, into a folder of PNGs that every loader reads.
 
 The pickles come from the network, so only numpy arrays and plain containers may be made from them: a pickle that names
 anything else is refused before it runs.
@@ -82,7 +82,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _write(images: dict[str, np.ndarray], folder: Path) -> None:
-    """All files or none: into a folder beside, which is renamed at the end."""
+    """Write all files or none: into a folder beside, which is renamed at the end."""
     temporary: Path | None = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

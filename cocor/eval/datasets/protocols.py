@@ -1,4 +1,4 @@
-"""Every constant of the evaluations with its source, in tables: data sets, views, probes.
+"""List every constant of the evaluations with its source, in tables: data sets, views, probes.
 
 Sources: [A] AugSelf's released data and evaluation code, which the paper follows; [C] CASSLE's, which adds Cars and
 Aircraft, and ten crops for few shots; [K] Kornblith et al. 2019 and SimCLR, appendix B.8; [L] LooC's table; [M] MoCo's
@@ -114,6 +114,6 @@ DEFAULT_VAL_SHARE = 0.1
 
 
 def of_folder(name: str) -> Protocol:
-    """The protocol of a folder of one's own."""
+    """Return the protocol of a folder of one's own."""
     source = "10 % of every class held out where there is no val folder"
     return Protocol(name, name, 0, 0, 0, 0, 0, "top1", source)

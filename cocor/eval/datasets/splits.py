@@ -1,4 +1,4 @@
-"""A data set by name or by folder -> its training, validation and test images, in the split of its protocol.
+"""Open a data set by name or by folder: its training, validation and test images, in the split of its protocol.
 
     root/cifar-10-batches-py, root/food-101, ...     as torchvision or the authors' archives lay them
     root/NAME/train, root/NAME/test                  or class folders, under the name of the set
@@ -47,14 +47,14 @@ class Splits:
     notes: tuple[str, ...] = ()
 
     def learned_from(self) -> ImageDataset:
-        """Training and validation images as one set, if the latter were taken from the former; else the former."""
+        """Return training and validation images as one set, if these were taken from the former; else the former."""
         train, val = self.train, self.val
         same = train.root == val.root and type(train) is type(val)
         return train.joined(val) if same else train
 
 
 def open_named(name: str, root: Path, cache: Path, workers: int | None = None) -> Splits:
-    """The data set ``name`` of the protocol table below ``root``; ``cache`` takes what must be unpacked.
+    """Open the data set ``name`` of the protocol table below ``root``; ``cache`` takes what must be unpacked.
 
     Raises:
         Absent: it is not there; says where it was looked for.
@@ -81,8 +81,9 @@ def open_named(name: str, root: Path, cache: Path, workers: int | None = None) -
 
 
 def open_splits(folder: Path, workers: int | None = None, on_error: OnError = "stop") -> Splits:
-    """Class folders below ``folder``'s train folder and its val and test folders, or .beton files of these names. One
-    of val and test is enough: then 10 % of every class of the training images validate.
+    """Open ``folder``'s train, val and test folders of class folders, or .beton files of these names.
+
+    One of val and test is enough: then 10 % of every class of the training images validate.
 
     Raises:
         UserError: a folder is missing or unusable.
@@ -117,7 +118,7 @@ def _left_out(*datasets: ImageDataset) -> tuple[str, ...]:
 
 
 def _hold_out(train: ImageDataset, share: float, seed: int) -> tuple[ImageDataset, ImageDataset]:
-    """Training and validation images; a class keeps at least one for training."""
+    """Divide into training and validation images; a class keeps at least one for training."""
     chosen = stratified_split(train.labels, share, seed)
     counts = np.bincount(train.labels[train.labels >= 0])
     chosen = chosen[counts[train.labels[chosen]] > 1]
@@ -129,7 +130,7 @@ def _hold_out(train: ImageDataset, share: float, seed: int) -> tuple[ImageDatase
 
 
 def _open_imagenet(protocol: Protocol, root: Path, workers: int | None) -> Splits:
-    """ImageNet's train and val folders; ImageNet-100 may lie in a folder of its own, else its classes are chosen."""
+    """Open ImageNet's train and val folders; ImageNet-100 has a folder of its own, or its classes are chosen."""
     own = root / protocol.name
     places = [own, *(root / folder for folder in _IMAGENET)]
     base = next((p for p in places if (p / "train").is_dir() and (p / "val").is_dir()), None)
@@ -174,8 +175,7 @@ def _split(protocol: Protocol, listed: Listed, workers: int | None) -> Splits:
 
 
 def random_split(index: npt.NDArray[np.int64], protocol: Protocol) -> tuple[npt.NDArray[np.int64], ...]:
-    """What ``torch.utils.data.random_split`` with a generator of the protocol's seed makes of the complete set; of
-    another number of images the same share."""
+    """Split as ``torch.utils.data.random_split`` with the protocol's seed does; by share if images are missing."""
     val = round(len(index) * protocol.val / (protocol.train + protocol.val))
     generator = torch.Generator().manual_seed(protocol.seed or 0)
     order = torch.randperm(len(index), generator=generator).numpy()
@@ -197,7 +197,7 @@ def _caltech_split(labels: npt.NDArray[np.int64], seed: int) -> tuple[npt.NDArra
 
 
 def _open_files(root: Path, rows: list[tuple[str, int]], classes: list[str], workers: int | None) -> ImageDataset:
-    """The listed files as a data set; the index of their sizes is made once and kept. UserError names unusable ones."""
+    """Open the listed files as a data set; the index of their sizes is kept. UserError names unusable ones."""
     names = [name for name, _ in rows]
     listing = Listing(names)
     for name in names:
@@ -217,7 +217,7 @@ def _open_files(root: Path, rows: list[tuple[str, int]], classes: list[str], wor
 
 
 def _checked(splits: Splits) -> Splits:
-    """``splits`` with notes on every count that is not the protocol's."""
+    """Return ``splits`` with notes on every count that is not the protocol's."""
     protocol = splits.protocol
     notes = list(splits.notes)
     for name, found, wanted in (

@@ -1,4 +1,4 @@
-"""k-NN on held-out images while training runs: the first sign that an encoder learns."""
+"""Measure k-NN on held-out images while training runs: the first sign that an encoder learns."""
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -19,8 +19,10 @@ class OnlineKnn:
         self.config, self.bank, self.queries, self.precision = config, bank, queries, precision
 
     def __call__(self, backbone: nn.Module, interrupted: Callable[[], object] = bool) -> KnnResult | None:
-        """Top-1 accuracy of ``backbone`` in evaluation mode; its parts then return to their own modes. None if
-        ``interrupted``, called after every batch, returned something true."""
+        """Measure ``backbone`` in evaluation mode; its parts then return to their own modes.
+
+        Returns None if ``interrupted``, called after every batch, returned something true.
+        """
         with evaluating(backbone):
             queries, query_labels = self._features(backbone, self.queries, interrupted)
             bank, bank_labels = self._features(backbone, self.bank, interrupted)

@@ -1,4 +1,4 @@
-"""Softmax regression on frozen features, to convergence and for many penalties at once: full-batch L-BFGS.
+"""Fit softmax regressions on frozen features to convergence, for many penalties at once, by full-batch L-BFGS.
 
     minimise  sum_i CE(W x_i + b, y_i) + w (|W|^2 + |b|^2)      (AugSelf's objective; Kornblith et al. 2019 and others)
 
@@ -32,8 +32,10 @@ _ROWS = 65536  # rotated at a time
 
 @dataclass(frozen=True)
 class Fit:
-    """``weights`` (D + 1, C), the last row is the bias. ``loss`` is the objective; ``gradient`` the norm of its
-    gradient as a share of that at zero weights; ``converged``: below the tolerance, or no lower float is left."""
+    """A fit: ``weights`` (D + 1, C), whose last row is the bias, and the objective ``loss`` there.
+
+    ``gradient``: its norm as a share of that at zero weights; ``converged``: below the tolerance, or no lower float.
+    """
 
     weights: Tensor
     loss: float
@@ -55,7 +57,7 @@ class SoftmaxRegression:
         self._scale = (self._inputs.T @ error).norm().item()  # of the gradient at zero weights
 
     def objective(self, weights: Tensor, penalty: float) -> float:
-        """The objective at ``weights`` (D + 1, C), the last row being the bias."""
+        """Return the objective at ``weights`` (D + 1, C), the last row being the bias."""
         rotated = self._axes.T @ weights
         outside = weights.double().square().sum() - rotated.double().square().sum()  # outside the span of the images
         logits = self._inputs @ rotated
@@ -75,9 +77,10 @@ class SoftmaxRegression:
         iterations: int = 1000,
         tolerance: float = 1e-6,
     ) -> list[Fit]:
-        """A fit for every penalty, in their order: from ``start`` (default: zero) until the gradient is below
-        ``tolerance`` times that at zero. Several are solved at once, the strongest first; the next ones start from the
-        last solution, that of the weakest so far."""
+        """Fit every penalty, from ``start`` (default: zero) until the gradient is ``tolerance`` times that at zero.
+
+        Several are solved at once, the strongest first; the next ones start from the solution of the weakest so far.
+        """
         strongest_first = sorted(range(len(penalties)), key=lambda place: -penalties[place])
         rotated = self._inputs.new_zeros(self._inputs.shape[1], self.classes) if start is None else self._axes.T @ start
         together, found, pulse = self._together(), {}, Pulse()
@@ -101,7 +104,7 @@ class SoftmaxRegression:
         return Fit(self._axes @ solution.weights, solution.loss, gradient, solution.iterations, solution.converged)
 
     def _together(self) -> int:
-        """How many penalties are solved at once, within the free memory."""
+        """Return how many penalties are solved at once, within the free memory."""
         images, axes = self._inputs.shape
         each = (4 * images + (3 * PAIRS + 8) * axes) * self.classes * self._inputs.element_size()
         room, wanted = 2**31, _TOGETHER
@@ -114,8 +117,10 @@ class SoftmaxRegression:
 
 
 def _axes(inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Orthonormal axes (D, K) that span all of ``inputs`` (N, D), and the sums of squares (K,) along them; the
-    eigenvectors and eigenvalues of the second moment, unless there are too many."""
+    """Return orthonormal axes (D, K) that span ``inputs`` (N, D), and the sums of squares (K,) along them.
+
+    They are the eigenvectors and eigenvalues of the second moment, unless there are too many.
+    """
     images, dimensions = inputs.shape
     axes: Tensor | None = None
     if images < dimensions:
@@ -133,7 +138,7 @@ def _axes(inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rotated(inputs: Tensor, axes: Tensor) -> Tensor:
-    """``inputs`` (N, D) in the basis ``axes`` (D, K): in place if K = D, since a copy would not always fit."""
+    """Rotate ``inputs`` (N, D) into the basis ``axes`` (D, K): in place if K = D, since a copy would not always fit."""
     if axes.shape[1] < axes.shape[0]:
         return inputs @ axes
     for part in inputs.split(_ROWS):
