@@ -243,14 +243,17 @@ class TestMachine:
         assert "pip install nvidia-dali-cuda130, or choose another --loader" in line
         assert not (tmp_path / "run").exists()
 
-    @pytest.mark.parametrize("command", ["cocor.train", "cocor.eval.cli", "cocor.eval.weights.export"])
+    @pytest.mark.parametrize("command", ["train", "evaluate", "export"])
     def test_a_torchvision_for_another_pytorch(self, command: str, photo_folder: Path, tmp_path: Path) -> None:
         (tmp_path / "torchvision").mkdir()
         (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('operator nms does not exist')")
-        argv = flags(data=photo_folder, output=tmp_path / "run") if "train" in command else ["knn", "random:resnet18"]
-        argv = ["random:resnet18"] if "export" in command else argv
+        argv = {
+            "train": flags(data=photo_folder, output=tmp_path / "run"),
+            "evaluate": ["knn", "random:resnet18"],
+            "export": ["random:resnet18"],
+        }[command]
         place = {**environment(), "PYTHONPATH": f"{tmp_path}:{Path(launch.__file__).parents[1]}"}
-        words = [sys.executable, "-m", command, *argv]
+        words = [sys.executable, "-c", f"import sys; from cocor import cli; sys.exit(cli.{command}())", *argv]
         result = subprocess.run(words, capture_output=True, text=True, env=place, cwd=tmp_path, timeout=300)
         assert result.returncode == 2 and "Traceback" not in result.stderr
         line = result.stderr.splitlines()[-1]
