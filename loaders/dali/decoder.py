@@ -1,6 +1,6 @@
 """DALI at work: requests go into a pipeline, crops come out of it in the same order.
 
-    requests -> file names and boxes (external source) -> io.file.read -> decoders.image -> C resizes -> stack -> torch
+    requests -> files' bytes and boxes (external source) -> slice -> decoders.image -> C resizes -> stack -> torch
 
 A pipeline is kept from one epoch to the next. An error kills it: a new one is built, and the requests in flight are
 made again without what caused the error (:mod:`loaders.dali.recovery`).
@@ -16,10 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loaders.dali.inputs import Feed, Request
-from loaders.dali.pipeline import build_pipeline, working
+from loaders.dali.inputs import Feed, Pending, Request
+from loaders.dali.pipeline import build_pipeline, shared_block, working
 from loaders.dali.recovery import Recovery
-from loaders.datasets.stored import StoredDataset
 from loaders.kernels.resize import resize_crops
 from loaders.pipeline.delivery import Delivery
 from loaders.pipeline.jobs import Job
@@ -29,18 +28,20 @@ GPU_BATCH = 512
 """The fewest images that DALI decodes together on a GPU; smaller batches are joined to reach it."""
 
 _AHEAD = 3  # batches in DALI's own queue
+_READ_AHEAD = 2  # requests whose files are being read
 _LARGEST_HINT = 6500  # pixels a side up to which the hardware decoder's memory is set aside at the start
 
 
 class DaliDecoder:
-    """Decodes the jobs of ``delivery``, one epoch at a time. ``hw_decoder_load``: see
+    """Decodes the jobs of ``delivery``, one epoch at a time. ``hw_decoder_load``, ``read_at_once``: see
     :class:`loaders.dali.loader.DaliLoader`.
 
     An epoch may be closed by another thread than the one that iterates over it.
     """
 
-    def __init__(self, delivery: Delivery, feed: Feed, hw_decoder_load: float) -> None:
+    def __init__(self, delivery: Delivery, feed: Feed, hw_decoder_load: float, read_at_once: int) -> None:
         self._delivery, self._feed, self._hw_decoder_load = delivery, feed, hw_decoder_load
+        self._read_at_once = read_at_once
         self._recovery = Recovery(delivery, feed)
         self._crops_by_dali = delivery.on_gpu or delivery.plan.filter != "bilinear"
         # A GPU decodes large batches faster than small ones, and DALI costs the host the same for either.
@@ -56,7 +57,8 @@ class DaliDecoder:
         threads = max(1, self._delivery.workers)
         with (
             DaemonPool(threads, "cocor-decode") as self._pool,
-            self._delivery.prefetch(self._requests_of(epoch, start_step), depth=_AHEAD + 1) as self._requests,
+            DaemonPool(self._read_at_once, "cocor-read") as readers,
+            self._delivery.prefetch(self._requests_of(epoch, start_step, readers)) as self._requests,
             working(lambda: self._pipeline),
         ):
             try:
@@ -71,10 +73,15 @@ class DaliDecoder:
             finally:
                 self._drain()
 
-    def _requests_of(self, epoch: int, start_step: int) -> Generator[Request, None, None]:
-        jobs = self._delivery.jobs.epoch(epoch, start_step)
+    def _requests_of(self, epoch: int, start_step: int, readers: DaemonPool) -> Generator[Request, None, None]:
+        """The requests of an epoch, in order; the files of the next ones are read meanwhile."""
+        jobs, pending = self._delivery.jobs.epoch(epoch, start_step), deque[Pending]()
         while together := list(islice(jobs, self._steps_at_once)):
-            yield self._feed.request(together, self._pool)
+            pending.append(self._feed.begin(together, self._pool, readers))
+            if len(pending) == _READ_AHEAD:
+                yield self._feed.finish(pending.popleft(), self._pool, readers)
+        while pending:
+            yield self._feed.finish(pending.popleft(), self._pool, readers)
 
     def _run(self) -> Tensor | None:
         """The crops of the oldest request in flight; None at the epoch's end."""
@@ -128,11 +135,12 @@ class DaliDecoder:
         self._in_flight.clear()
 
     def _next_inputs(self) -> list[Any]:
-        """DALI's external source: files, then begin and end (y, x) of every crop's region."""
+        """DALI's external source: block, starts and lengths, then begin and end (y, x) of every crop's region."""
         request = self._again.popleft() if self._again else next(self._requests)
         request = self._feed.renewed(request, self._pool)
         self._in_flight.append(request)
-        inputs: list[Any] = [request.files]
+        block = shared_block(request.block, len(request.starts))
+        inputs: list[Any] = [block, request.starts[:, None], request.lengths[:, None]]
         if not self._crops_by_dali:
             return inputs
         begin, end = request.boxes[..., :2], request.boxes[..., :2] + request.boxes[..., 2:]
@@ -144,7 +152,6 @@ class DaliDecoder:
         on_gpu = self._delivery.on_gpu
         return build_pipeline(
             self._next_inputs,
-            in_memory=isinstance(self._delivery.dataset, StoredDataset),
             batch_size=self._steps_at_once * self._delivery.order.local_batch_size,
             crops=self._delivery.plan.layout.crops,
             size=self._delivery.plan.size,

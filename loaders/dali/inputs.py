@@ -1,31 +1,30 @@
-"""DALI's input: for each image its file's name (or its bytes, if it is stored in a ``.beton`` file) and its boxes.
+"""DALI's input: the files of a batch's images, side by side in one block of memory, and their boxes.
 
-Some images are decoded on the host by :mod:`loaders.datasets.decode` and cropped there. DALI gets their crops side
-by side as
-raw pixels (PPM), in a memory file where it expects a name, and passes them on unchanged:
+Compiled code reads and judges the files (:mod:`loaders.datasets.file_reader`), so that DALI is given no file that would
+crash it or keep it waiting, nor half an image, nor one of another size.
+
+Some images are decoded on the host by :mod:`loaders.datasets.decode` and cropped there. DALI gets their crops side by
+side as raw pixels (PPM) and passes them on unchanged:
 
 - those whose pixels depend on the decoder: alpha, 16 bits, CMYK and the like;
 - huge ones, one after the other, so that memory stays bounded on the host and on the GPU;
 - those that DALI has failed to decode (:mod:`loaders.dali.recovery`);
-- those whose files have another length than when the data set was opened, or are no files any more. DALI crops an image
-  of another size as if it were the old one, waits for ever at a named pipe, and on a GPU takes half a JPEG for a whole.
+- those whose files are not what they were when the data set was opened, or are not whole.
 """
 
 import logging
-import os
-import stat
-from collections.abc import Sequence
-from concurrent.futures import Executor
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import chain
 from threading import Lock
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loaders.datasets.stored import StoredDataset
-from loaders.errors import UnusableImage, UserError
+from loaders.datasets.file_reader import CHANGED, GOOD, open_reader
+from loaders.errors import UnusableImage
+from loaders.pipeline.buffers import Recycler
 from loaders.pipeline.delivery import Delivery
 from loaders.pipeline.jobs import Job
 from loaders.text import printable
@@ -39,93 +38,62 @@ _log = logging.getLogger(__name__)
 _one_decode = Lock()
 
 
-class MemoryFile:
-    """``content`` in an anonymous file, closed with its last reference; errors call it ``name``."""
-
-    def __init__(self, content: NDArray[np.uint8], name: str) -> None:
-        try:
-            self._handle = os.memfd_create("cocor-image")
-        except OSError as fault:
-            raise UserError(
-                f"{printable(name)}: no file handle for its pixels ({fault.strerror}); "
-                "raise the limit (ulimit -n 8192) or lower --batch-size"
-            ) from fault
-        with open(self._handle, "wb", closefd=False) as file:
-            file.write(content.data)
-
-    @property
-    def path(self) -> str:
-        return f"/proc/self/fd/{self._handle}"
-
-    def __del__(self) -> None:
-        if hasattr(self, "_handle"):
-            os.close(self._handle)
-
-
 @dataclass(frozen=True)
 class Request:
-    """Jobs of one or more steps, N images: names or bytes uint8, boxes float32 (N, C, 4) top, left, height, width.
+    """Jobs of one or more steps, N images: ``block`` uint8 (bytes,) holds their files, each from ``starts`` on for
+    ``lengths`` bytes, int64 (N,). ``boxes`` float32 (N, C, 4): top, left, height, width.
 
-    ``sizes`` int32 (N, 2): the height and width that DALI must find in each of ``files``.
-    ``on_host``: all of them were decoded on the host. ``kept`` must stay alive until DALI has read it.
+    ``sizes`` int32 (N, 2): the height and width that DALI must find in each file.
+    ``on_host``: all of them were decoded on the host.
     """
 
     jobs: list[Job]
-    files: list[np.ndarray]
+    block: NDArray[np.uint8]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
     boxes: NDArray[np.float32]
     sizes: NDArray[np.int32]
     on_host: bool
-    kept: Sequence[MemoryFile]
 
     @property
     def index(self) -> NDArray[np.int64]:
         return np.concatenate([job.planned.index for job in self.jobs])
 
 
-class Feed:
-    """Makes requests of jobs. ``on_host`` bool (N,): the images of the data set that DALI must not decode."""
+@dataclass(frozen=True)
+class Pending:
+    """A request whose files are being read: ``verdicts`` uint8 (M,) on the ``places`` int64 (M,) that DALI decodes are
+    set by the tasks ``reads``. ``decodes``: by place, the tasks that decode the others on the host."""
 
-    def __init__(self, delivery: Delivery) -> None:
-        self._delivery = delivery
-        dataset = delivery.dataset
+    request: Request
+    places: NDArray[np.int64]
+    verdicts: NDArray[np.uint8]
+    reads: Sequence[Future[None]]
+    decodes: Mapping[int, Future[UnusableImage | None]]
+
+
+class Feed:
+    """Makes requests of jobs. ``on_host`` bool (N,): the images of the data set that DALI must not decode.
+
+    ``read_at_once`` is into how many tasks the files of a request are divided.
+    """
+
+    def __init__(self, delivery: Delivery, read_at_once: int) -> None:
+        self._delivery, self._read_at_once = delivery, read_at_once
+        dataset, plan = delivery.dataset, delivery.plan
         self.pixels = dataset.sizes.astype(np.int64).prod(axis=1)
         huge = self.pixels > HOST_PIXELS
         self.on_host: NDArray[np.bool_] = ~dataset.plain | huge
         self._log_huge(np.flatnonzero(huge))
+        self._ppm = np.frombuffer(b"P6 %d %d 255\n" % (plan.layout.crops * plan.size, plan.size), np.uint8)
+        self._memory = Recycler()
+        self._reader = open_reader(dataset)
+        self._reader.read(*np.empty((2, 0), np.int64), *np.empty((2, 0), np.uint8))  # compiles it
 
     def request(self, jobs: list[Job], pool: Executor, on_host: bool = False) -> Request:
         """A request for ``jobs``, made in the threads of ``pool``, with all images decoded ``on_host`` or as few as
         possible. Unusable images are skipped or raised, as the delivery's ``on_error`` says."""
-        dataset, size = self._delivery.dataset, self._delivery.plan.size
-        stored = isinstance(dataset, StoredDataset)
-        while True:
-            jobs = [self._delivery.jobs.renewed(job) for job in jobs]
-            index = np.concatenate([job.planned.index for job in jobs])
-            boxes = np.concatenate([job.planned.boxes for job in jobs])
-            changed = index[self._changed(index, pool)]
-            self.on_host[changed] = True
-            host = np.full(len(index), on_host) | self.on_host[index]
-            places = np.arange(len(index)) if stored else np.flatnonzero(host)
-            found = dict(
-                zip(places.tolist(), pool.map(self._content, index[places], boxes[places], host[places]), strict=True)
-            )
-            faults = {place: item for place, item in found.items() if isinstance(item, UnusableImage)}
-            if not faults:
-                break
-            for place, fault in faults.items():
-                self._delivery.jobs.skip(int(index[place]), fault)
-        self._log_changed(changed)
-        contents = {place: item for place, item in found.items() if not isinstance(item, UnusableImage)}
-        boxes = boxes.astype(np.float32)
-        boxes[host] = [(0, c * size, size, size) for c in range(boxes.shape[1])]
-        sizes = dataset.sizes[index]
-        sizes[host] = size, boxes.shape[1] * size
-        if stored:
-            return Request(jobs, list(contents.values()), boxes, sizes, on_host, ())
-        kept = {place: MemoryFile(content, dataset.names[index[place]]) for place, content in contents.items()}
-        paths = [kept[place].path if place in kept else dataset.paths[i] for place, i in enumerate(index)]
-        files = [np.frombuffer(os.fsencode(path), np.uint8) for path in paths]
-        return Request(jobs, files, boxes, sizes, on_host, list(kept.values()))
+        return self.finish(self.begin(jobs, pool, pool, on_host), pool, pool)
 
     def renewed(self, request: Request, pool: Executor) -> Request:
         """``request`` without images that have turned out unusable since it was made."""
@@ -133,37 +101,93 @@ class Feed:
         same = all(new is old for new, old in zip(jobs, request.jobs, strict=True))
         return request if same else self.request(jobs, pool, request.on_host)
 
-    def _content(self, index: int, boxes: NDArray[np.int32], host: bool) -> NDArray[np.uint8] | UnusableImage:
-        """The bytes of an image file that DALI is to decode: the stored one, or a PPM of the crops, side by side."""
+    def begin(self, jobs: list[Job], pool: Executor, readers: Executor, on_host: bool = False) -> Pending:
+        """Start to make a request: to read files in the threads of ``readers``, and to decode what is decoded on the
+        host in those of ``pool``."""
+        jobs = [self._delivery.jobs.renewed(job) for job in jobs]
+        index = np.concatenate([job.planned.index for job in jobs])
+        planned = np.concatenate([job.planned.boxes for job in jobs])
+        host = self.on_host[index] | on_host
+        lengths, sizes, boxes = self._reader.lengths[index], self._delivery.dataset.sizes[index], planned.astype("f4")
+        crops, size = boxes.shape[1], self._delivery.plan.size
+        boxes[host] = [(0, c * size, size, size) for c in range(crops)]
+        sizes[host] = size, crops * size
+        lengths[host] = len(self._ppm) + 3 * crops * size * size
+        ends = np.cumsum(lengths)
+        starts = ends - lengths
+        block = self._memory.empty((int(ends[-1]),), np.uint8).numpy()
+        places = np.flatnonzero(~host)
+        verdicts = np.empty(len(places), np.uint8)
+        tasks = max(1, min(self._read_at_once, len(places)))
+        shares = zip(*(np.array_split(part, tasks) for part in (index[places], starts[places], verdicts)), strict=True)
+        reads = [readers.submit(self._reader.read, part, at, block, out) for part, at, out in shares]
+        decodes = {
+            place: pool.submit(self._decode, int(index[place]), planned[place], block[starts[place] : ends[place]])
+            for place in np.flatnonzero(host).tolist()
+        }
+        return Pending(Request(jobs, block, starts, lengths, boxes, sizes, on_host), places, verdicts, reads, decodes)
+
+    def finish(self, pending: Pending, pool: Executor, readers: Executor) -> Request:
+        """The request that was begun, when all of it is read. It is made again, in the same threads, without what has
+        turned out unusable, and with images decoded on the host whose files DALI should not get."""
+        refused: dict[int, int] = {}  # verdicts by image
+        while True:
+            for read in pending.reads:
+                read.result()
+            request, bad = pending.request, self._refused(pending)
+            faults = {place: fault for place, task in pending.decodes.items() if (fault := task.result())}
+            if not bad and not faults:
+                break
+            for place, fault in faults.items():
+                self._delivery.jobs.skip(int(request.index[place]), fault)
+            self.on_host[list(bad)] = True
+            refused |= bad
+            pending = self.begin(request.jobs, pool, readers, request.on_host)
+        if refused:
+            used = set(request.index.tolist())
+            self._log_changed([i for i, verdict in refused.items() if verdict == CHANGED and i in used])
+            self._log_refused([i for i, verdict in refused.items() if verdict != CHANGED and i in used])
+        return request
+
+    def close(self) -> None:
+        """Give free memory back to the system."""
+        self._memory.clear()
+
+    def _refused(self, pending: Pending) -> dict[int, int]:
+        """The images whose files DALI should not get, with the verdicts on them. Read twice: a network may hiccup."""
+        request, places = pending.request, pending.places[pending.verdicts != GOOD]
+        if not len(places):
+            return {}
+        index, verdicts = request.index[places], np.empty(len(places), np.uint8)
+        self._reader.read(index, request.starts[places], request.block, verdicts)
+        bad = verdicts != GOOD
+        return dict(zip(index[bad].tolist(), verdicts[bad].tolist(), strict=True))
+
+    def _decode(self, index: int, boxes: NDArray[np.int32], out: NDArray[np.uint8]) -> UnusableImage | None:
+        """Decode an image and write the PPM file of its crops, side by side, to ``out``; or say why it is unusable."""
         dataset, plan = self._delivery.dataset, self._delivery.plan
         try:
-            if isinstance(dataset, StoredDataset) and not host:
-                return dataset.encoded(int(index))
             with _one_decode if self.pixels[index] > HOST_PIXELS else nullcontext():
-                image = dataset.image(int(index)).decode()
+                image = dataset.image(index).decode()
                 crops = np.concatenate([resized_crop(image, box, plan.size, plan.filter) for box in boxes], axis=1)
         except UnusableImage as fault:
             return fault
-        return np.frombuffer(b"P6 %d %d 255\n" % (crops.shape[1], plan.size) + crops.tobytes(), np.uint8)
+        np.concatenate([self._ppm, crops.reshape(-1)], out=out)
+        return None
 
-    def _changed(self, index: NDArray[np.int64], pool: Executor) -> NDArray[np.bool_]:
-        """Which of the files have another length than when the data set was opened, or are no files any more."""
-        expected = self._delivery.dataset.file_sizes
-        if expected is None:
-            return np.zeros(len(index), np.bool_)
-        paths = self._delivery.dataset.paths
-        lengths = pool.map(
-            lambda part: [_length(paths[i]) for i in part], np.array_split(index, max(1, self._delivery.workers))
-        )
-        return np.fromiter(chain.from_iterable(lengths), np.int64, len(index)) != expected[index]
-
-    def _log_changed(self, changed: NDArray[np.int64]) -> None:
+    def _log_changed(self, changed: Collection[int]) -> None:
         """Log the names of changed images, each once."""
         dataset = self._delivery.dataset
         new = dataset.incidents.untold("changed", [dataset.names[i] for i in changed])
         if new:
             shown = _listed([printable(name) for name in new])
             _log.warning(f"changed since the data set was opened, so decoded by Pillow from now on: {shown}")
+
+    def _log_refused(self, refused: Collection[int]) -> None:
+        """Log the names of images that Pillow decodes although they look damaged, each once."""
+        dataset = self._delivery.dataset
+        for name in dataset.incidents.untold("undecodable", [dataset.names[i] for i in refused]):
+            _log.warning(f"{printable(name)}: DALI cannot decode it safely; decoded by Pillow from now on")
 
     def _log_huge(self, huge: NDArray[np.int64]) -> None:
         """Log the names of huge images, each once."""
@@ -182,12 +206,3 @@ class Feed:
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
-
-
-def _length(path: str) -> int:
-    """Bytes of a file; -1 if there is none, or it is no regular file."""
-    try:
-        status = os.stat(path)  # noqa: PTH116 (making a Path takes as long as the call)
-    except OSError:
-        return -1
-    return status.st_size if stat.S_ISREG(status.st_mode) else -1

@@ -1,4 +1,4 @@
-"""DALI's side of :mod:`loaders.dali.loader`: the import and its remedies, and the graph from file names to crops."""
+"""DALI's side of :mod:`loaders.dali.loader`: the import and its remedies, and the graph from files to crops."""
 
 import atexit
 import importlib
@@ -42,7 +42,6 @@ def load_dali() -> Any:
 def build_pipeline(
     source: Callable[[], list[Any]],
     *,
-    in_memory: bool,
     batch_size: int,
     crops: int,
     size: int,
@@ -54,9 +53,10 @@ def build_pipeline(
 ) -> Any:
     """A pipeline with one output, the crops uint8 (C, S, S, 3) of each sample, on the GPU if there is a ``device_id``.
 
-    ``source`` gives a batch's file names (bytes as uint8), or the files' bytes if they are ``in_memory``, and then, for
-    each crop, the begin and the end (y, x) of its region, float32 (B, 2) in pixels. Without a ``filter`` the output is
-    the whole images uint8 (H, W, 3), and ``source`` gives files only. ``gpu_decoder`` holds options of the mixed
+    ``source`` gives the memory that holds a batch's files (:func:`shared_block`), where in it each one starts and its
+    length, int64 (B, 1), and then, for each crop, the begin and the end (y, x) of its region, float32 (B, 2) in pixels.
+    DALI reads all of it without a copy of its own, and so keeps it alive. Without a ``filter`` the output is
+    the whole images uint8 (H, W, 3), and ``source`` gives no regions. ``gpu_decoder`` holds options of the mixed
     decoder; ``ahead`` is how many batches DALI works on at once.
     """
     dali = load_dali()
@@ -70,13 +70,11 @@ def build_pipeline(
         exec_dynamic=True,  # outputs stay valid for as long as someone holds them
     )
     def crops_of_files() -> Any:
-        inputs = 1 if filter is None else 1 + 2 * crops
-        files, *corners = fn.external_source(source=source, num_outputs=inputs, batch=True)
-        encoded = files if in_memory else fn.io.file.read(files)
-        # The decoder crashes on a file that it cannot parse, if many others follow in the batch, on the GPU as well.
-        # Peeking at the size fails with an error instead, and comes first: the decoder's input, reshaped to itself,
-        # depends on it.
-        encoded = fn.reshape(encoded, shape=fn.peek_image_shape(encoded)[:1] * 0 - 1)
+        inputs = 3 if filter is None else 3 + 2 * crops
+        block, starts, lengths, *corners = fn.external_source(
+            source=source, num_outputs=inputs, batch=True, no_copy=True
+        )  # fmt: skip
+        encoded = fn.slice(block, starts, lengths, axes=[0])  # into memory from which the GPU can copy
         images = fn.decoders.image(
             encoded,
             device="cpu" if device_id is None else "mixed",
@@ -101,6 +99,12 @@ def build_pipeline(
     pipeline = crops_of_files()
     pipeline.build()
     return pipeline
+
+
+def shared_block(block: np.ndarray, count: int) -> Any:
+    """A batch of ``count`` samples, each of which is the whole ``block``, not copied."""
+    tensors = load_dali().tensors
+    return tensors.TensorListCPU.broadcast(tensors.TensorCPU(block), count)
 
 
 @contextmanager
