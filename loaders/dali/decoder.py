@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from loaders.dali.inputs import Feed, Pending, Request
-from loaders.dali.pipeline import build_pipeline, shared_block, working
+from loaders.dali.pipeline import build_pipeline, shared, working
 from loaders.dali.recovery import Recovery
 from loaders.kernels.resize import resize_crops
 from loaders.pipeline.delivery import Delivery
@@ -135,18 +135,11 @@ class DaliDecoder:
         self._in_flight.clear()
 
     def _next_inputs(self) -> list[Any]:
-        """DALI's external source: block, starts and lengths, then begin and end (y, x) of every crop's region."""
+        """DALI's external source: see :func:`loaders.dali.pipeline.build_pipeline`."""
         request = self._again.popleft() if self._again else next(self._requests)
         request = self._feed.renewed(request, self._pool)
         self._in_flight.append(request)
-        block = shared_block(request.block, len(request.starts))
-        inputs: list[Any] = [block, request.starts[:, None], request.lengths[:, None]]
-        if not self._crops_by_dali:
-            return inputs
-        begin, end = request.boxes[..., :2], request.boxes[..., :2] + request.boxes[..., 2:]
-        for crop in range(begin.shape[1]):
-            inputs += [np.ascontiguousarray(begin[:, crop]), np.ascontiguousarray(end[:, crop])]
-        return inputs
+        return shared(request.files, request.corners if self._crops_by_dali else [])
 
     def _build(self) -> Any:
         on_gpu = self._delivery.on_gpu

@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from threading import Lock
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from loaders.datasets.file_reader import CHANGED, GOOD, open_reader
 from loaders.errors import UnusableImage
@@ -40,18 +42,21 @@ _one_decode = Lock()
 
 @dataclass(frozen=True)
 class Request:
-    """Jobs of one or more steps, N images: ``block`` uint8 (bytes,) holds their files, each from ``starts`` on for
-    ``lengths`` bytes, int64 (N,). ``boxes`` float32 (N, C, 4): top, left, height, width.
+    """Jobs of one or more steps, N images.
 
-    ``sizes`` int32 (N, 2): the height and width that DALI must find in each file.
-    ``on_host``: all of them were decoded on the host.
+    - ``files``: uint8 (bytes,), the files side by side; int64 (N, 1), where each starts; int64 (N, 1), its length.
+    - ``boxes`` float32 (N, C, 4): top, left, height, width; ``corners``: for each crop, begin and end (y, x) of its
+      box, float32 (N, 2).
+    - ``sizes`` int32 (N, 2): the height and width that DALI must find in each file.
+    - ``on_host``: all of them were decoded on the host.
+
+    DALI uses the memory of ``files`` and ``corners``, which must stay alive until it has.
     """
 
     jobs: list[Job]
-    block: NDArray[np.uint8]
-    starts: NDArray[np.int64]
-    lengths: NDArray[np.int64]
+    files: tuple[Tensor, Tensor, Tensor]
     boxes: NDArray[np.float32]
+    corners: list[Tensor]
     sizes: NDArray[np.int32]
     on_host: bool
 
@@ -115,17 +120,22 @@ class Feed:
         lengths[host] = len(self._ppm) + 3 * crops * size * size
         ends = np.cumsum(lengths)
         starts = ends - lengths
-        block = self._memory.empty((int(ends[-1]),), np.uint8).numpy()
+        block = self._memory.empty((int(ends[-1]),), np.uint8)
+        memory = block.numpy()
         places = np.flatnonzero(~host)
         verdicts = np.empty(len(places), np.uint8)
         tasks = max(1, min(self._read_at_once, len(places)))
         shares = zip(*(np.array_split(part, tasks) for part in (index[places], starts[places], verdicts)), strict=True)
-        reads = [readers.submit(self._reader.read, part, at, block, out) for part, at, out in shares]
+        reads = [readers.submit(self._reader.read, part, at, memory, out) for part, at, out in shares]
         decodes = {
-            place: pool.submit(self._decode, int(index[place]), planned[place], block[starts[place] : ends[place]])
+            place: pool.submit(self._decode, int(index[place]), planned[place], memory[starts[place] : ends[place]])
             for place in np.flatnonzero(host).tolist()
         }
-        return Pending(Request(jobs, block, starts, lengths, boxes, sizes, on_host), places, verdicts, reads, decodes)
+        files = block, torch.from_numpy(starts[:, None]), torch.from_numpy(lengths[:, None])
+        begin, extent = torch.from_numpy(boxes).split(2, dim=-1)
+        corners = torch.stack([begin, begin + extent]).permute(2, 0, 1, 3).contiguous()  # (C, 2, N, 2)
+        request = Request(jobs, files, boxes, list(corners.flatten(0, 1)), sizes, on_host)
+        return Pending(request, places, verdicts, reads, decodes)
 
     def finish(self, pending: Pending, pool: Executor, readers: Executor) -> Request:
         """The request that was begun, when all of it is read. It is made again, in the same threads, without what has
@@ -159,7 +169,8 @@ class Feed:
         if not len(places):
             return {}
         index, verdicts = request.index[places], np.empty(len(places), np.uint8)
-        self._reader.read(index, request.starts[places], request.block, verdicts)
+        block, starts, _ = (part.numpy() for part in request.files)
+        self._reader.read(index, starts[places, 0], block, verdicts)
         bad = verdicts != GOOD
         return dict(zip(index[bad].tolist(), verdicts[bad].tolist(), strict=True))
 

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from torch import Tensor
+from torch.utils.dlpack import to_dlpack
 
 from loaders.errors import UserError
 from loaders.lacking import lacking
@@ -53,11 +55,10 @@ def build_pipeline(
 ) -> Any:
     """A pipeline with one output, the crops uint8 (C, S, S, 3) of each sample, on the GPU if there is a ``device_id``.
 
-    ``source`` gives the memory that holds a batch's files (:func:`shared_block`), where in it each one starts and its
-    length, int64 (B, 1), and then, for each crop, the begin and the end (y, x) of its region, float32 (B, 2) in pixels.
-    DALI reads all of it without a copy of its own, and so keeps it alive. Without a ``filter`` the output is
-    the whole images uint8 (H, W, 3), and ``source`` gives no regions. ``gpu_decoder`` holds options of the mixed
-    decoder; ``ahead`` is how many batches DALI works on at once.
+    ``source`` gives the memory that holds a batch's files, once for every sample, where in it each one starts and its
+    length, int64 (B, 1), and then, for each crop, the begin and the end (y, x) of its region, float32 (B, 2) in pixels:
+    see :func:`shared`. Without a ``filter`` the output is the whole images uint8 (H, W, 3), and ``source`` gives no
+    regions. ``gpu_decoder`` holds options of the mixed decoder; ``ahead`` is how many batches DALI works on at once.
     """
     dali = load_dali()
     fn, types = dali.fn, dali.types
@@ -101,10 +102,14 @@ def build_pipeline(
     return pipeline
 
 
-def shared_block(block: np.ndarray, count: int) -> Any:
-    """A batch of ``count`` samples, each of which is the whole ``block``, not copied."""
-    tensors = load_dali().tensors
-    return tensors.TensorListCPU.broadcast(tensors.TensorCPU(block), count)
+def shared(files: tuple[Tensor, Tensor, Tensor], corners: Iterable[Tensor]) -> list[Any]:
+    """What the ``source`` of :func:`build_pipeline` gives, made of a request's tensors without a copy.
+
+    Handed over as DLPack, they are let go of without the interpreter's lock, if somebody still holds them then.
+    """
+    tensors, (block, *places) = load_dali().tensors, files
+    everything = tensors.TensorListCPU.broadcast(tensors.TensorCPU(to_dlpack(block)), len(places[0]))
+    return [everything, *(tensors.TensorListCPU(to_dlpack(part)) for part in (*places, *corners))]
 
 
 @contextmanager
