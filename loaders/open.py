@@ -42,20 +42,23 @@ def open_loader(
     order: BatchOrder,
     *,
     hw_decoder_load: float = 0.65,
+    read_at_once: int | None = None,
     **options: Unpack[DeliveryOptions],
 ) -> Loader:
     """A loader of ``dataset`` that shows what ``plan`` draws in the batches of ``order``.
 
     Every name gives the same images, labels, boxes and programs; pixels differ by decoder and resize only (synthetic
     ones are noise). ``options``: ``device``, ``dtype``, ``workers``, ``mean``, ``std`` and ``on_error``, see
-    :class:`loaders.pipeline.delivery.Delivery`. ``hw_decoder_load`` is for ``dali``: the share of JPEGs for the
-    GPU's hardware
-    decoder. UserError if what the loader needs is not installed.
+    :class:`loaders.pipeline.delivery.Delivery`. ``hw_decoder_load`` and ``read_at_once`` are for ``dali``: the share of
+    JPEGs for the GPU's hardware decoder, and how many files are read at once. UserError if what the loader needs is not
+    installed.
     """
     if name == "dali":
         from loaders.dali.loader import DaliLoader
 
-        return DaliLoader(dataset, plan, order=order, hw_decoder_load=hw_decoder_load, **options)
+        return DaliLoader(
+            dataset, plan, order=order, hw_decoder_load=hw_decoder_load, read_at_once=read_at_once, **options
+        )  # fmt: skip
     if name == "torch":
         from loaders.torch_loader import TorchLoader
 
