@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import closing
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ class Stopwatch:
         function: Callable[..., Any] = getattr(owner, name)
         found = self.seconds.setdefault(stage, [0.0, 0.0])
 
+        @wraps(function)
         def timed(*arguments: Any, **options: Any) -> Any:
             wall, cpu = time.perf_counter(), time.thread_time()
             try:
