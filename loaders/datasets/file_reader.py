@@ -281,22 +281,20 @@ def _orientation(exif: NDArray[np.uint8]) -> int:
     count = len(exif)
     if count < 8:
         return 1
-    if not (exif[0] == exif[1] and (exif[0] == ord("I") or exif[0] == ord("M"))):
-        return 0
     little = exif[0] == ord("I")
-    at = _number(exif, 4, 4, little)
-    if at + 2 > count:
-        return 1
-    entries = _number(exif, at, 2, little)
+    if exif[0] != exif[1] or not (little or exif[0] == ord("M")) or _number(exif, 2, 2, little) != 42:
+        return 0
+    at, found = _number(exif, 4, 4, little), 1
+    entries = _number(exif, at, 2, little) if at + 2 <= count else 0
     for entry in range(entries):
         place = at + 2 + 12 * entry
         if place + 12 > count:
-            return 1
+            break
         if _number(exif, place, 2, little) == 0x0112:
-            value = _number(exif, place + 8, 2, little)
             right = _number(exif, place + 2, 2, little) == 3 and _number(exif, place + 4, 4, little) == 1
-            return value if right and 1 <= value <= 8 else 0
-    return 1
+            value = _number(exif, place + 8, 2, little)
+            found = value if right and found == 1 and 1 <= value <= 8 else 0
+    return found
 
 
 @jit
