@@ -42,18 +42,22 @@ def open_loader(
     order: BatchOrder,
     *,
     hw_decoder_load: float = 0.65,
+    read_at_once: int | None = None,
     **options: Unpack[LoaderOptions],
 ) -> Loader:
     """Open a loader of ``dataset`` for the views of ``plan`` in the batches of ``order``.
 
     Every name gives the same images, labels, boxes and programs; pixels differ by decoder and resize only (synthetic
-    ones are noise). ``options`` are those of :class:`loaders.pipeline.loader.PipelineLoader`. ``hw_decoder_load``,
-    for ``dali``, is the share of JPEGs for the GPU's hardware decoder. UserError if what is needed is not installed.
+    ones are noise). ``options`` are those of :class:`loaders.pipeline.loader.PipelineLoader`. For ``dali``,
+    ``hw_decoder_load`` is the share of JPEGs for the GPU's hardware decoder, ``read_at_once`` how many files are read
+    at once. UserError if what is needed is not installed.
     """
     if name == "dali":
         from loaders.dali.loader import DaliLoader
 
-        return DaliLoader(dataset, plan, order=order, hw_decoder_load=hw_decoder_load, **options)
+        return DaliLoader(
+            dataset, plan, order=order, hw_decoder_load=hw_decoder_load, read_at_once=read_at_once, **options
+        )  # fmt: skip
     if name == "torch":
         from loaders.torch_loader import TorchLoader
 

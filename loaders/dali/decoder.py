@@ -1,6 +1,6 @@
 """Decoding by DALI: requests go into a pipeline, crops come out in the same order.
 
-    requests -> file names and boxes (external source) -> io.file.read -> decoders.image -> C resizes -> stack -> torch
+    requests -> files' bytes and boxes (external source) -> slice -> decoders.image -> C resizes -> stack -> torch
 
 A pipeline is kept from one epoch to the next. An error kills it: a new one is built, and the requests in flight are
 made again without what caused the error (:mod:`loaders.dali.recovery`).
@@ -16,10 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loaders.dali.inputs import Feed, Request
-from loaders.dali.pipeline import build_pipeline, working
+from loaders.dali.inputs import Feed, Pending, Request
+from loaders.dali.pipeline import build_pipeline, shared, working
 from loaders.dali.recovery import recover
-from loaders.datasets.stored import StoredDataset
 from loaders.kernels.resize import resize_crops
 from loaders.pipeline.jobs import Job
 from loaders.pipeline.loader import PipelineLoader
@@ -29,18 +28,20 @@ GPU_BATCH = 512
 """The fewest images that DALI decodes together on a GPU; smaller batches are joined to reach it."""
 
 _AHEAD = 3  # batches in DALI's own queue
+_READ_AHEAD = 2  # requests whose files are being read
 _LARGEST_HINT = 6500  # pixels a side up to which the hardware decoder's memory is set aside at the start
 
 
 class DaliDecoder:
-    """Decodes the jobs of ``loader``, one epoch at a time. ``hw_decoder_load``: see
+    """Decodes the jobs of ``loader``, one epoch at a time. ``hw_decoder_load``, ``read_at_once``: see
     :class:`loaders.dali.loader.DaliLoader`.
 
     An epoch may be closed by another thread than the one that iterates over it.
     """
 
-    def __init__(self, loader: PipelineLoader, feed: Feed, hw_decoder_load: float) -> None:
+    def __init__(self, loader: PipelineLoader, feed: Feed, hw_decoder_load: float, read_at_once: int) -> None:
         self._loader, self._feed, self._hw_decoder_load = loader, feed, hw_decoder_load
+        self._read_at_once = read_at_once
         self._crops_by_dali = loader.on_gpu or loader.plan.filter != "bilinear"
         # A GPU decodes large batches faster than small ones, and DALI costs the host the same for either.
         self._steps_at_once = -(-GPU_BATCH // loader.order.local_batch_size) if loader.on_gpu else 1
@@ -55,7 +56,8 @@ class DaliDecoder:
         threads = max(1, self._loader.workers)
         with (
             DaemonPool(threads, "cocor-decode") as self._pool,
-            self._loader.prefetch(self._requests_of(epoch, start_step), depth=_AHEAD + 1) as self._requests,
+            DaemonPool(self._read_at_once, "cocor-read") as readers,
+            self._loader.prefetch(self._requests_of(epoch, start_step, readers)) as self._requests,
             working(lambda: self._pipeline),
         ):
             try:
@@ -70,10 +72,15 @@ class DaliDecoder:
             finally:
                 self._drain()
 
-    def _requests_of(self, epoch: int, start_step: int) -> Generator[Request, None, None]:
-        jobs = self._loader.jobs.epoch(epoch, start_step)
+    def _requests_of(self, epoch: int, start_step: int, readers: DaemonPool) -> Generator[Request, None, None]:
+        """The requests of an epoch, in order; the files of the next ones are read meanwhile."""
+        jobs, pending = self._loader.jobs.epoch(epoch, start_step), deque[Pending]()
         while together := list(islice(jobs, self._steps_at_once)):
-            yield self._feed.request(together, self._pool)
+            pending.append(self._feed.begin(together, self._pool, readers))
+            if len(pending) == _READ_AHEAD:
+                yield self._feed.finish(pending.popleft(), self._pool, readers)
+        while pending:
+            yield self._feed.finish(pending.popleft(), self._pool, readers)
 
     def _run(self) -> Tensor | None:
         """Return the crops of the oldest request in flight; None at the epoch's end."""
@@ -126,23 +133,16 @@ class DaliDecoder:
         self._in_flight.clear()
 
     def _next_inputs(self) -> list[Any]:
-        """Give DALI files, then begin and end (y, x) of every crop's region."""
+        """DALI's external source: see :func:`loaders.dali.pipeline.build_pipeline`."""
         request = self._again.popleft() if self._again else next(self._requests)
         request = self._feed.renewed(request, self._pool)
         self._in_flight.append(request)
-        inputs: list[Any] = [request.files]
-        if not self._crops_by_dali:
-            return inputs
-        begin, end = request.boxes[..., :2], request.boxes[..., :2] + request.boxes[..., 2:]
-        for crop in range(begin.shape[1]):
-            inputs += [np.ascontiguousarray(begin[:, crop]), np.ascontiguousarray(end[:, crop])]
-        return inputs
+        return shared(request.files, request.corners if self._crops_by_dali else [])
 
     def _build(self) -> Any:
         on_gpu = self._loader.on_gpu
         return build_pipeline(
             self._next_inputs,
-            in_memory=isinstance(self._loader.dataset, StoredDataset),
             batch_size=self._steps_at_once * self._loader.order.local_batch_size,
             crops=self._loader.plan.layout.crops,
             size=self._loader.plan.size,

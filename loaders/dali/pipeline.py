@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from torch import Tensor
+from torch.utils.dlpack import to_dlpack
 
 from loaders.errors import UserError, explain
 from loaders.views.plan import Filter
@@ -41,7 +43,6 @@ def load_dali() -> Any:
 def build_pipeline(
     source: Callable[[], list[Any]],
     *,
-    in_memory: bool,
     batch_size: int,
     crops: int,
     size: int,
@@ -53,10 +54,10 @@ def build_pipeline(
 ) -> Any:
     """Build a pipeline whose one output is each sample's crops uint8 (C, S, S, 3), on the GPU ``device_id`` if given.
 
-    ``source`` gives a batch's file names (bytes as uint8), or the files' bytes if they are ``in_memory``, and then, for
-    each crop, the begin and the end (y, x) of its region, float32 (B, 2) in pixels. Without a ``filter`` the output is
-    the whole images uint8 (H, W, 3), and ``source`` gives files only. ``gpu_decoder`` holds options of the mixed
-    decoder; ``ahead`` is how many batches DALI works on at once.
+    ``source`` gives the memory that holds a batch's files, once for every sample, where in it each one starts and its
+    length, int64 (B, 1), and then, for each crop, the begin and the end (y, x) of its region, float32 (B, 2) in pixels:
+    see :func:`shared`. Without a ``filter`` the output is the whole images uint8 (H, W, 3), and ``source`` gives no
+    regions. ``gpu_decoder`` holds options of the mixed decoder; ``ahead`` is how many batches DALI works on at once.
     """
     dali = load_dali()
     fn, types = dali.fn, dali.types
@@ -69,13 +70,11 @@ def build_pipeline(
         exec_dynamic=True,  # outputs stay valid for as long as someone holds them
     )
     def crops_of_files() -> Any:
-        inputs = 1 if filter is None else 1 + 2 * crops
-        files, *corners = fn.external_source(source=source, num_outputs=inputs, batch=True)
-        encoded = files if in_memory else fn.io.file.read(files)
-        # The decoder crashes on a file that it cannot parse, if many others follow in the batch, on the GPU as well.
-        # Peeking at the size fails with an error instead, and comes first: the decoder's input, reshaped to itself,
-        # depends on it.
-        encoded = fn.reshape(encoded, shape=fn.peek_image_shape(encoded)[:1] * 0 - 1)
+        inputs = 3 if filter is None else 3 + 2 * crops
+        block, starts, lengths, *corners = fn.external_source(
+            source=source, num_outputs=inputs, batch=True, no_copy=True
+        )  # fmt: skip
+        encoded = fn.slice(block, starts, lengths, axes=[0])  # into memory from which the GPU can copy
         images = fn.decoders.image(
             encoded, device="cpu" if device_id is None else "mixed", output_type=types.RGB, **gpu_decoder
         )
@@ -97,6 +96,16 @@ def build_pipeline(
     pipeline = crops_of_files()
     pipeline.build()
     return pipeline
+
+
+def shared(files: tuple[Tensor, Tensor, Tensor], corners: Iterable[Tensor]) -> list[Any]:
+    """What the ``source`` of :func:`build_pipeline` gives, made of a request's tensors without a copy.
+
+    Handed over as DLPack, they are let go of without the interpreter's lock, if somebody still holds them then.
+    """
+    tensors, (block, *places) = load_dali().tensors, files
+    everything = tensors.TensorListCPU.broadcast(tensors.TensorCPU(to_dlpack(block)), len(places[0]))
+    return [everything, *(tensors.TensorListCPU(to_dlpack(part)) for part in (*places, *corners))]
 
 
 @contextmanager

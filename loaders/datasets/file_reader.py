@@ -1,0 +1,318 @@
+"""Read the files of many images at once, and judge each by its header and its end, in compiled code.
+
+A reader puts the bytes of a batch's images into one block of memory, next to one another. Threads share the work: each
+calls :meth:`read` with a part of the batch, which runs without the interpreter's lock. An image is judged by the very
+bytes that its decoder gets, so no change of a file can slip in between.
+"""
+
+import os
+from typing import Any, Protocol
+
+import numpy as np
+from numba import types
+from numpy.typing import NDArray
+
+from loaders.datasets.beton import RAW
+from loaders.datasets.dataset import ImageDataset
+from loaders.datasets.stored import StoredDataset
+from loaders.jit import jit
+
+GOOD, CHANGED, DAMAGED = range(3)
+"""Verdicts: decoders may have the bytes; no such file, or one of another length; no whole JPEG or PNG of this size."""
+
+_TAIL = 1024  # bytes at a JPEG's end in which the end mark must lie
+_PATH_BYTES = 4097  # the longest path that the system takes, with its zero
+_PPM = np.frombuffer(b"P6 00000 00000 255\n", np.uint8)  # what comes before the pixels: width, height, largest value
+
+_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe is opened without waiting for a writer, and not read
+_AT_EMPTY_PATH, _STATX_TYPE_AND_SIZE = 0x1000, 0x201
+_STATUS_BYTES, _MODE_AT, _SIZE_AT = 256, 28, 40  # of the kernel's struct statx, the same on every processor
+_FORMAT_BITS, _REGULAR = 0o170000, 0o100000
+
+# The C library's functions by name, so that compiled code that calls them can be cached.
+_function: Any = types.ExternalFunction
+_open = _function("open", types.int32(types.intp, types.int32))
+_statx = _function("statx", types.int32(types.int32, types.intp, types.int32, types.uint32, types.intp))
+_read = _function("read", types.intp(types.int32, types.intp, types.intp))
+_close = _function("close", types.int32(types.int32))
+
+
+class Reader(Protocol):
+    """Reads images of a data set. The bytes of image ``index[i]`` go to ``block`` at ``starts[i]``."""
+
+    lengths: NDArray[np.int64]
+    """The bytes that each image of the data set takes in a block."""
+
+    def read(
+        self,
+        index: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        block: NDArray[np.uint8],
+        verdicts: NDArray[np.uint8],
+    ) -> None:
+        """Read images ``index`` (N,) into ``block``, and set their ``verdicts`` (N,)."""
+        ...
+
+
+class FileReader:
+    """Reads the image files of a folder. Its ``file_sizes`` are the lengths that the files must still have."""
+
+    def __init__(self, dataset: ImageDataset) -> None:
+        assert dataset.file_sizes is not None
+        self.lengths, self._sizes = dataset.file_sizes, dataset.sizes
+        self._root = np.frombuffer(os.fsencode(dataset.root.absolute()) + b"/", np.uint8)
+        names = [os.fsencode(name) for name in dataset.names]
+        self._names = np.frombuffer(b"".join(names), np.uint8)
+        self._ends = np.cumsum([len(name) for name in names], dtype=np.int64)
+
+    def read(
+        self,
+        index: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        block: NDArray[np.uint8],
+        verdicts: NDArray[np.uint8],
+    ) -> None:
+        """See :class:`Reader`."""
+        read_files(
+            index, self._root, self._names, self._ends, self.lengths, self._sizes, starts, block, verdicts
+        )  # fmt: skip
+
+
+class StoredReader:
+    """Copies images out of a ``.beton`` file; raw pixels become PPM files. Checksums are compared at the first read."""
+
+    def __init__(self, dataset: StoredDataset) -> None:
+        beton, rows = dataset.file.beton, dataset.rows
+        self._file, self._rows, self._sizes = dataset.file, rows, dataset.sizes
+        self._data = np.frombuffer(beton.data, np.uint8)
+        self._places = beton.table["data_ptr"][rows].astype(np.int64)
+        self._raw = beton.table["mode"][rows] == RAW
+        self._stored = beton.sizes_in_bytes[rows]
+        self.lengths = self._stored + len(_PPM) * self._raw
+
+    def read(
+        self,
+        index: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        block: NDArray[np.uint8],
+        verdicts: NDArray[np.uint8],
+    ) -> None:
+        """See :class:`Reader`."""
+        copy_stored(
+            index, self._data, self._places, self._stored, self._raw, self._sizes, starts, block, verdicts
+        )  # fmt: skip
+        damaged = self._file.damage(self._rows[index])
+        if damaged:
+            verdicts[np.isin(self._rows[index], list(damaged))] = DAMAGED
+
+
+def open_reader(dataset: ImageDataset) -> Reader:
+    """The reader of a data set's images."""
+    return StoredReader(dataset) if isinstance(dataset, StoredDataset) else FileReader(dataset)
+
+
+@jit
+def read_files(
+    index: NDArray[np.int64],
+    root: NDArray[np.uint8],
+    names: NDArray[np.uint8],
+    ends: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    sizes: NDArray[np.int32],
+    starts: NDArray[np.int64],
+    block: NDArray[np.uint8],
+    verdicts: NDArray[np.uint8],
+) -> None:
+    """Read the files of images ``index`` (N,) to ``starts`` (N,) in ``block``, and set their ``verdicts`` (N,).
+
+    An image's path is ``root`` and its part of ``names``, up to ``ends``. ``lengths`` and ``sizes`` say what the data
+    set expects of each of its images.
+    """
+    path, status = np.empty(_PATH_BYTES, np.uint8), np.empty(_STATUS_BYTES, np.uint8)
+    path[: len(root)] = root
+    for i in range(len(index)):
+        image = index[i]
+        name = names[ends[image - 1] if image else 0 : ends[image]]
+        stop = len(root) + len(name)
+        verdicts[i] = CHANGED
+        if stop >= len(path):
+            continue
+        path[len(root) : stop] = name
+        path[stop] = 0
+        data = block[starts[i] : starts[i] + lengths[image]]
+        if _read_file(path, status, data):
+            verdicts[i] = judge(data, sizes[image, 0], sizes[image, 1])
+
+
+@jit
+def _read_file(path: NDArray[np.uint8], status: NDArray[np.uint8], data: NDArray[np.uint8]) -> bool:
+    """Fill ``data`` from the file at ``path``, ended by zero; False unless it is a regular file of just this length.
+    ``status`` is room for what the system says about it."""
+    handle = _open(path.ctypes.data, _FLAGS)
+    if handle < 0:
+        return False
+    path_end = path.ctypes.data + len(path) - 1
+    path[-1] = 0  # an empty path: that of the handle itself
+    right = _statx(handle, path_end, _AT_EMPTY_PATH, _STATX_TYPE_AND_SIZE, status.ctypes.data) == 0
+    mode = status[_MODE_AT : _MODE_AT + 2].view(np.uint16)[0]
+    size = status[_SIZE_AT : _SIZE_AT + 8].view(np.int64)[0]
+    right = right and (mode & _FORMAT_BITS) == _REGULAR and size == len(data)
+    done = 0
+    while right and done < len(data):
+        count = _read(handle, data.ctypes.data + done, len(data) - done)
+        right = count > 0
+        done += count
+    _close(handle)
+    return right
+
+
+@jit
+def copy_stored(
+    index: NDArray[np.int64],
+    stored: NDArray[np.uint8],
+    places: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    raw: NDArray[np.bool_],
+    sizes: NDArray[np.int32],
+    starts: NDArray[np.int64],
+    block: NDArray[np.uint8],
+    verdicts: NDArray[np.uint8],
+) -> None:
+    """Copy images ``index`` (N,) out of ``stored`` to ``starts`` (N,) in ``block``, and set their ``verdicts`` (N,).
+
+    ``places``, ``lengths``, ``raw`` and ``sizes`` belong to the images of the data set.
+    """
+    for i in range(len(index)):
+        image, at = index[i], starts[i]
+        height, width = sizes[image, 0], sizes[image, 1]
+        content = stored[places[image] : places[image] + lengths[image]]
+        if raw[image]:
+            _write_ppm_header(block[at:], height, width)
+            at += len(_PPM)
+        data = block[at : at + len(content)]
+        data[:] = content
+        verdicts[i] = GOOD if raw[image] else judge(data, height, width)
+
+
+@jit
+def _write_ppm_header(out: NDArray[np.uint8], height: int, width: int) -> None:
+    out[: len(_PPM)] = _PPM
+    for digit in range(5):
+        out[7 - digit] += width // 10**digit % 10
+        out[13 - digit] += height // 10**digit % 10
+
+
+@jit
+def judge(data: NDArray[np.uint8], height: int, width: int) -> int:
+    """Whether ``data`` is a whole JPEG or PNG file of an upright image of this size that every decoder takes for that:
+    GOOD or DAMAGED."""
+    return GOOD if _is_jpeg(data, height, width) or _is_png(data, height, width) else DAMAGED
+
+
+@jit
+def _is_jpeg(data: NDArray[np.uint8], height: int, width: int) -> bool:
+    """A JPEG of 8 bits and 1 or 3 channels, baseline or progressive, with nothing between the header's segments."""
+    count = len(data)
+    if count < 4 or data[0] != 0xFF or data[1] != 0xD8:
+        return False
+    at, found_height, found_width, orientation, exif_segments = 2, 0, 0, 1, 0
+    while True:
+        if at + 4 > count or data[at] != 0xFF:
+            return False
+        marker = data[at + 1]
+        if marker == 0xFF:  # padding
+            at += 1
+            continue
+        length, inside = _big(data, at + 2, 2), at + 4
+        if marker <= 0x01 or 0xD0 <= marker <= 0xD9 or length < 2 or at + 2 + length > count:
+            return False
+        if marker == 0xDA:  # the pixels begin
+            break
+        if 0xC0 <= marker <= 0xCF and marker != 0xC4 and marker != 0xC8 and marker != 0xCC:  # a frame
+            if marker > 0xC2 or found_height or length < 8 or data[inside] != 8:
+                return False
+            channels = data[inside + 5]
+            if (channels != 1 and channels != 3) or length != 8 + 3 * channels:
+                return False
+            found_height, found_width = _big(data, inside + 1, 2), _big(data, inside + 3, 2)
+        elif marker == 0xE1 and length >= 8 and _is_text(data, inside, (69, 120, 105, 102, 0)):  # Exif
+            exif_segments += 1
+            orientation = _orientation(data[inside + 6 : at + 2 + length])
+        at += 2 + length
+    if exif_segments > 1 or orientation == 0:
+        return False
+    if orientation >= 5:
+        found_height, found_width = found_width, found_height
+    if found_height != height or found_width != width:
+        return False
+    whole = False
+    for end in range(max(at, count - _TAIL), count - 1):
+        whole |= data[end] == 0xFF and data[end + 1] == 0xD9
+    return whole
+
+
+@jit
+def _is_png(data: NDArray[np.uint8], height: int, width: int) -> bool:
+    """A PNG of 8 bits, grey or RGB, without transparency or orientation, whose chunks lead to its end."""
+    count = len(data)
+    if count < 33 or not _is_text(data, 0, (137, 80, 78, 71, 13, 10, 26, 10)):
+        return False
+    if _big(data, 8, 4) != 13 or not _is_text(data, 12, (73, 72, 68, 82)):  # IHDR
+        return False
+    if _big(data, 16, 4) != width or _big(data, 20, 4) != height or data[24] != 8 or (data[25] != 0 and data[25] != 2):
+        return False
+    at, pixels = 33, False
+    while at + 12 <= count:
+        length, inside = _big(data, at, 4), at + 8
+        if inside + length + 4 > count or _is_text(data, at + 4, (116, 82, 78, 83)):  # tRNS
+            return False
+        if _is_text(data, at + 4, (101, 88, 73, 102)) and _orientation(data[inside : inside + length]) != 1:  # eXIf
+            return False
+        if _is_text(data, at + 4, (73, 69, 78, 68)):  # IEND
+            return pixels
+        pixels = pixels or _is_text(data, at + 4, (73, 68, 65, 84))  # IDAT
+        at = inside + length + 4
+    return False
+
+
+@jit
+def _orientation(exif: NDArray[np.uint8]) -> int:
+    """The orientation 1 to 8 that EXIF data states, 1 if none; 0 where decoders may differ on it."""
+    count = len(exif)
+    if count < 8:
+        return 1
+    little = exif[0] == ord("I")
+    if exif[0] != exif[1] or not (little or exif[0] == ord("M")) or _number(exif, 2, 2, little) != 42:
+        return 0
+    at, found = _number(exif, 4, 4, little), 1
+    entries = _number(exif, at, 2, little) if at + 2 <= count else 0
+    for entry in range(entries):
+        place = at + 2 + 12 * entry
+        if place + 12 > count:
+            break
+        if _number(exif, place, 2, little) == 0x0112:
+            right = _number(exif, place + 2, 2, little) == 3 and _number(exif, place + 4, 4, little) == 1
+            value = _number(exif, place + 8, 2, little)
+            found = value if right and found == 1 and 1 <= value <= 8 else 0
+    return found
+
+
+@jit
+def _number(data: NDArray[np.uint8], at: int, count: int, little: bool) -> int:
+    value = 0
+    for i in range(count):
+        value = value * 256 + int(data[at + (count - 1 - i if little else i)])
+    return value
+
+
+@jit
+def _big(data: NDArray[np.uint8], at: int, count: int) -> int:
+    return _number(data, at, count, False)
+
+
+@jit
+def _is_text(data: NDArray[np.uint8], at: int, text: tuple[int, ...]) -> bool:
+    same = True
+    for i in range(len(text)):
+        same &= data[at + i] == text[i]
+    return same
