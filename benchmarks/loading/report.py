@@ -17,7 +17,7 @@ COLUMNS = (
     Column("views/s", 8, ",.0f"), Column("a core", 7, ",.0f"), Column("cores", 5, ".1f"), Column("taken", 6, ".1%"),
     Column("p50 ms", 7, ".1f"), Column("p99 ms", 7, ".1f"), Column("reserved", 8, ".2f"), Column("card", 5, ".1f"),
 )  # fmt: skip
-# Ratios that the README quotes, of full batches; the last one is over decoding alone.
+# Ratios that its README quotes, of full batches; the last one is over decoding alone.
 _RATIOS: tuple[tuple[Contender, Contender, Stage], ...] = (
     ("dali", "dali-auto-aug", "composites"),
     *((ours, "torchvision", "composites") for ours in ("dali", "ffcv", "torch")),

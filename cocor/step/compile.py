@@ -5,8 +5,8 @@
     graph     the whole step captured once as a CUDA graph and replayed: small batches no longer wait for Python
     fused     compiled, then recorded
 
-Measured on an H100 with ``benchmarks/step.py``; the README has the table. All four compute the same step: eager and
-graph launch the same kernels, compiled ones round differently in bfloat16.
+Measured on an H100 with ``benchmarks/step.py``; benchmarks/README.md has the table. All four compute the same step:
+eager and graph launch the same kernels, compiled ones round differently in bfloat16.
 """
 
 import logging

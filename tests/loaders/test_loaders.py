@@ -352,7 +352,7 @@ def test_whoever_uses_dali_without_our_commands_is_told_of_the_queues(
 
 def test_the_example_in_the_readme_runs(photo_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    text = (Path(__file__).parents[2] / "README.md").read_text()
+    text = (Path(__file__).parents[2] / "loaders" / "README.md").read_text()
     code = next(block for block in text.split("```python\n")[1:] if "open_loader" in block).split("```")[0]
     for there, here in (
         ("imagenet/train", str(photo_folder)),

@@ -2,15 +2,12 @@
 
 import os
 import random
-import re
 import time
 from pathlib import Path
 
 import pytest
 from soak import faults, runs
 from soak.runs import Lane, Start
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_broken_runs_lose_nothing(tmp_path: Path) -> None:
@@ -63,20 +60,3 @@ def started(folder: Path, *command: str) -> Start:
     (folder / "printed.txt").touch()
     pid = os.posix_spawnp(command[0], command, os.environ, setsid=True)
     return Start(pid, time.time(), folder / "printed.txt")
-
-
-@pytest.mark.parametrize(
-    ("page", "title"), [("README.md", "What happens when something fails"), ("cocor/README.md", "Rarer failures")]
-)
-def test_every_failure_row_names_its_test(page: str, title: str) -> None:
-    section = (ROOT / page).read_text().split(f"# {title}\n")[1].split("\n#")[0]
-    rows = [row.split("|")[1:4] for row in section.splitlines() if row.startswith("| ")][1:]
-    assert len(rows) > 10
-    file = ""
-    for when, _, tests in rows:
-        names = re.findall(r"`(?:(test_\w+\.py)(?:::)?)?([\w:]*)`", tests)
-        assert names or tests.strip() == "the same", when
-        for module, place in names:
-            file = module or file
-            source = (ROOT / "tests" / file).read_text()
-            assert all(re.search(rf"(def|class) {name}\b", source) for name in place.split("::") if name), (when, place)
