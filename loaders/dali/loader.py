@@ -1,4 +1,4 @@
-"""DALI loader: every file is read and decoded once, every crop cut from that decode.
+"""DALI loader: read and decode every file once, cut all crops from that.
 
     plan -> file names and boxes (loaders.dali.inputs) -> DALI (loaders.dali.decoder) -> crops -> torch
 
@@ -35,14 +35,9 @@ class DaliLoader(PipelineLoader):
     crops_in_background = False
 
     def __init__(
-        self,
-        dataset: ImageDataset,
-        plan: ViewPlan,
-        *,
-        order: BatchOrder,
-        hw_decoder_load: float = 0.65,
-        **options: Unpack[LoaderOptions],
-    ) -> None:
+        self, dataset: ImageDataset, plan: ViewPlan, *, order: BatchOrder, hw_decoder_load: float = 0.65,
+        **options: Unpack[LoaderOptions]
+    ) -> None:  # fmt: skip
         load_dali()
         _allow_open_files(_OPEN_BATCHES * max(order.local_batch_size, GPU_BATCH))
         super().__init__(dataset, plan, order=order, **options)
@@ -68,8 +63,6 @@ class DaliLoader(PipelineLoader):
 def _allow_open_files(count: int) -> None:
     """Raise this process's limit by ``count`` open files, as far as is allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + 1024
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
+    wanted = count + 1024 if hard == resource.RLIM_INFINITY else min(count + 1024, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -5,8 +5,6 @@
 - 16-bit grey is scaled to 8 bits, not clipped. CMYK and YCCK become RGB the way Pillow converts them.
 - Alpha, and a palette's or PNG's transparent colour, is composited on white.
 - A damaged or truncated file is an error that names it, never a half-grey picture.
-
-Pillow's global switches are left as they are: they belong to the user's process.
 """
 
 import os
@@ -34,15 +32,8 @@ FORMATS = (
 _BAND_PIXELS = 1 << 20  # colours are converted in bands of so many, so that no large image is held three times
 _EIGHT_BITS = ((np.arange(1 << 16) * 255 + 32767) // 65535).astype(np.uint8)  # of 16
 
-_UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+_TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
+_UPRIGHT = {orientation: Image.Transpose[turn] for orientation, turn in enumerate(_TURNS, start=2)}
 _JPEG = ("JPEG", "MPO")
 
 
@@ -65,7 +56,7 @@ class EncodedImage(Protocol):
     """An image of a data set, small enough to be sent to another process."""
 
     def decode(self) -> Image.Image:
-        """The upright image, mode RGB, of the size that the data set states. Raises :class:`UnusableImage`."""
+        """Decode to upright RGB of the data set's size. Raises :class:`UnusableImage`."""
         ...
 
 
@@ -77,7 +68,6 @@ class ImageFile:
     size: tuple[int, int]
 
     def decode(self) -> Image.Image:
-        """See :class:`EncodedImage`."""
         image = decode(self.path)
         if image.size != self.size:
             width, height = self.size
@@ -89,11 +79,10 @@ class ImageFile:
 
 
 def decode(path: str | os.PathLike[str]) -> Image.Image:
-    """The image at ``path``, upright, mode RGB.
+    """Decode the image at ``path``, upright, mode RGB.
 
-    Raises:
-        UnusableImage: the file is missing, damaged or no image.
-        UserError: this process has too many open files or too little memory. Both name the file.
+    Raises UnusableImage if the file is missing, damaged or no image; UserError if this process has too many open files
+    or too little memory. Both name the file.
     """
     try:
         with open(path, "rb", opener=without_waiting) as file:
@@ -163,7 +152,7 @@ def _formats() -> list[str]:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Read the header's orientation tag, 1 to 8; 0 where it is unreadable: as it is stored."""
+    """Read the header's orientation, 1 to 8; 0 where it is unreadable."""
     if image.format == "TIFF":  # Pillow turns these itself, in the header's size as well
         return 1
     try:
