@@ -27,7 +27,6 @@ ORDER = BatchOrder(24, 2, seed=3)
 _FAILS = """
 import os, sys, threading, time
 from contextlib import closing, nullcontext
-from loaders.dali import inputs
 from loaders.datasets import decode
 from loaders.pipeline import prefetch
 from loaders.open import open_images, open_loader
@@ -36,23 +35,15 @@ from loaders.views.plan import ViewPlan
 from loaders.datasets.stored import StoredFile
 
 name, data, workers, closes = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "closes"
-name, _, place = name.partition(" ")
 prefetch.PATIENCE = 0.5
 images, order = open_images(data, workers=1), BatchOrder(24, 2, seed=3)
-hung = int(order.indices(0, 5 if place == "stat" else 1)[0])  # 5: a batch that DALI has not been given yet
+hung = int(order.indices(0, 1)[0])
 opener, damage, stuck = decode.without_waiting, StoredFile.damage, threading.Event()
-length = inputs._length
 
 def hangs(path, flags):
     while path == images.paths[hung]:
         time.sleep(0.1)
     return opener(path, flags)
-
-def hangs_before(path):
-    while path == images.paths[hung]:
-        stuck.set()
-        time.sleep(0.1)
-    return length(path)
 
 def hangs_in(file, rows):
     while images.rows[hung] in rows:
@@ -60,11 +51,7 @@ def hangs_in(file, rows):
         time.sleep(0.1)
     return damage(file, rows)
 
-if place == "stat":
-    with closing(open_loader(name, images, ViewPlan(size=32, seed=3), order, workers=workers)) as first:
-        list(first.epoch(0))  # compiles: Python aborts if it exits while another thread does
-    inputs._length = hangs_before
-elif name == "dali":
+if name == "dali":
     os.remove(images.paths[hung])
     os.mkfifo(images.paths[hung])  # DALI waits for somebody to write into it
     images.file_sizes[hung] = -1  # it has not changed
@@ -76,7 +63,7 @@ loader = open_loader(name, images, ViewPlan(size=32, seed=3), order, workers=wor
 with closing(loader) if closes else nullcontext():
     batches = loader.epoch(0)
     next(batches)
-    if name == "ffcv" or place == "stat":
+    if name == "ffcv":
         stuck.wait(300)
     time.sleep(2 if name == "torch" else 0.5)
     print("failing", images.names[hung], time.monotonic(), flush=True)
@@ -91,14 +78,10 @@ with closing(loader) if closes else nullcontext():
         ("torch", 2, "closes"),
         ("dali", 2, "closes"),
         ("dali", 2, "leaves it open"),
-        ("dali stat", 2, "closes"),
-        ("dali stat", 2, "leaves it open"),
         pytest.param("ffcv", 2, "closes", marks=pytest.mark.ffcv),
     ],
 )
-def test_an_error_ends_a_process_on_a_hanging_disk(
-    request: pytest.FixtureRequest, name: str, workers: int, end: str
-) -> None:
+def test_an_error_ends_it_on_a_hanging_disk(request: pytest.FixtureRequest, name: str, workers: int, end: str) -> None:
     if name == "ffcv":
         pytest.importorskip("ffcv", reason="needs the ffcv extra", exc_type=ImportError)
     data = request.getfixturevalue("photo_beton" if name == "ffcv" else "photo_copy")
@@ -180,25 +163,9 @@ class TestBackgroundWork:
         next(thread for thread in threading.enumerate() if thread.name == "cocor-end_0").join(10)
         assert ended == ["cocor-end_0"]
 
-    def test_in_consumer_ends_without_a_thread(self) -> None:
-        ended: list[str] = []
-        gate = threading.Event()
-        gate.set()
-        items = InConsumer(self.source(gate, ended), prepare=lambda: pytest.fail("a thread was prepared"))
+        items, ended[:] = InConsumer(self.source(gate, ended), prepare=lambda: pytest.fail("a thread was prepared")), []
         assert list(items) == [1, 2] and ended == ["MainThread"]
         items.close()
-
-    def test_an_error_at_the_end_is_raised(self) -> None:
-        def source() -> Generator[int, None, None]:
-            try:
-                yield 1
-            finally:
-                raise ArithmeticError
-
-        items = InConsumer(source(), prepare=lambda: None)
-        next(items)
-        with pytest.raises(ArithmeticError):
-            items.close()
 
     def test_a_pool_returns_results_and_errors(self) -> None:
         with DaemonPool(3, "pool") as pool:
