@@ -28,7 +28,7 @@ from loaders.progress import track
 
 CACHE_NAME = ".cocor-index.npz"
 
-_VERSION = b"4"  # of the format and of the rules in loaders.datasets.decode
+_VERSION = b"5"  # of the format and of the rules in loaders.datasets.decode
 _CHUNK = 128
 _TAIL = 1024
 _ENDS = (b"\xff\xd9", b"IEND")
