@@ -12,9 +12,9 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's share of a step. Images are normalised, channels-last, in the compute dtype, on the training device.
+    """One rank's share of a step: V contrastive views, O originals, L composites.
 
-    V contrastive views, O originals, L composites of B samples:
+    Images of its B samples are normalised, channels-last, in the compute dtype, on the training device:
 
     - ``views`` (V, B, 3, H, W): the contrastive views.
     - ``original`` (O*B, 3, H, W), view-major: what the consistency loss compares with. O is 1 except in the

@@ -1,4 +1,4 @@
-"""Errors that are no bug: a user's mistake, an unusable image, a lack of resources."""
+"""Errors that are no bug: users' mistakes, unusable images, lack of resources."""
 
 import errno
 import os

@@ -4,7 +4,7 @@ import errno
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -19,8 +19,7 @@ _TRIED = bytes(4096)  # enough for a full disk to refuse
 def open_regular(path: str | os.PathLike[str], wanted: str) -> BinaryIO:
     """Open the regular file at ``path`` for reading, without ever waiting for a pipe.
 
-    Raises:
-        UserError: it is missing, unreadable or no regular file; ``wanted`` says what to give, such as "a .beton file".
+    UserError if there is none that can be read; ``wanted`` says what to give, such as "a .beton file".
     """
     try:
         file = open(path, "rb", opener=without_waiting)  # noqa: SIM115
@@ -37,7 +36,7 @@ def open_regular(path: str | os.PathLike[str], wanted: str) -> BinaryIO:
 
 
 def without_waiting(path: str, flags: int) -> int:
-    """``opener`` for :func:`open` that does not wait for somebody to write to a pipe."""
+    """Open as :func:`open` does (its ``opener``), but never wait for a pipe's writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -49,10 +48,8 @@ def _irregular(path: str | os.PathLike[str], wanted: str) -> UserError:
 def replacing(path: Path) -> Iterator[Path]:
     """Replace ``path`` by what the block writes to a temporary path, or not at all.
 
-    A killed process or a full disk leaves no half file under the final name, and a file that was there stays.
-
-    Raises:
-        UserError: an OSError within the block or at the rename; names the folder.
+    A killed process or a full disk leaves no half file under the final name, and a file that was there stays. An
+    OSError within the block or at the rename becomes a UserError that names the folder.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY}")
     try:
@@ -60,7 +57,7 @@ def replacing(path: Path) -> Iterator[Path]:
         yield temporary
         _sync(temporary)
         temporary.replace(path)
-        _sync_rename(path.parent)
+        _sync(path.parent, (errno.EINVAL, errno.ENOTSUP, errno.EACCES))  # from some network file systems
     except OSError as error:
         advice = remedy(error.errno, "free some space or choose another --output")
         raise UserError(f"cannot write {path.name} in {path.parent}: {error.strerror or error}; {advice}") from error
@@ -75,20 +72,16 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def _sync_rename(folder: Path) -> None:
+def _sync(path: Path, allowed: Sequence[int] = ()) -> None:
     try:
-        _sync(folder)
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):  # from some network file systems
+        if error.errno not in allowed:
             raise
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def check_file(flag: str, path: Path) -> None:
@@ -129,8 +122,10 @@ def private_folder() -> Path:
 
 
 def user_cache() -> Path:
-    """Name the user's cache folder, which need not exist or be writable: ``$XDG_CACHE_HOME/cocor``, ``~/.cache/cocor``
-    or, for a user without a home, one in the temporary folder."""
+    """Name the user's cache folder, which need not exist or be writable.
+
+    ``$XDG_CACHE_HOME/cocor``, ``~/.cache/cocor`` or, for a user without a home, one in the temporary folder.
+    """
     named = os.environ.get("XDG_CACHE_HOME")
     home = os.path.expanduser("~")  # noqa: PTH111 (a Path's own raises where there is no home)
     if named or home != "~":

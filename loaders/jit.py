@@ -5,15 +5,12 @@ abort on concurrent use and do not survive a fork: callers spread samples over a
 
 numba's cache notices a change of the file a function is in, not of the files of the functions it calls or of the
 constants that it uses, and would go on running old code. So the cache folder is named by a digest of all the sources
-that use ``jit`` and of what they import. Folders of other versions are removed when unused for a month. A cache that
-cannot be written or read, or is removed by another process, costs nothing but time.
+that use ``jit`` and of what they import. A cache that cannot be written or read costs nothing but time.
 """
 
 import hashlib
 import os
 import re
-import shutil
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -27,8 +24,6 @@ from loaders.files import private_folder
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_KEPT_SECONDS = 30 * 24 * 3600
-_NAME = re.compile(r"numba-[0-9a-f]{12}")
 _PACKAGE = Path(__file__).parent
 _IMPORT = re.compile(rb"^\s*(?:from|import) (loaders[\w.]*)(?: import ([\w, ]+))?", re.MULTILINE)
 
@@ -64,7 +59,7 @@ class _Cache(FunctionCache):
 
 @cache
 def _cache_folder() -> str:
-    """Find NUMBA_CACHE_DIR, a place beside the sources or, if read-only, a temporary one."""
+    """Make the cache: in NUMBA_CACHE_DIR, beside the sources or a temporary one."""
     beside = Path(__file__).parent / "__pycache__"
     chosen = os.environ.get("NUMBA_CACHE_DIR")
     for place in [lambda: Path(chosen)] if chosen else [lambda: beside, private_folder]:
@@ -72,19 +67,8 @@ def _cache_folder() -> str:
             folder = place() / f"numba-{_digest()}"
             folder.mkdir(parents=True, exist_ok=True)
             if os.access(folder, os.W_OK):
-                _remove_old(folder)
                 return str(folder)
     return ""
-
-
-def _remove_old(current: Path) -> None:
-    """Mark ``current`` as used, and remove its neighbours unused for a month."""
-    with suppress(OSError):
-        os.utime(current)
-    for folder in current.parent.glob("numba-*"):
-        with suppress(OSError):  # another process removes it as well
-            if _NAME.fullmatch(folder.name) and time.time() - folder.lstat().st_mtime > _KEPT_SECONDS:
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _digest() -> str:

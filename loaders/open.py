@@ -19,14 +19,10 @@ LoaderName = Literal["dali", "torch", "synthetic", "ffcv"]
 
 
 def open_images(
-    path: str | os.PathLike[str],
-    labels: str | os.PathLike[str] | None = None,
-    on_error: OnError = "stop",
-    workers: int | None = None,
-    *,
-    classes: Sequence[str] | None = None,
-) -> ImageDataset:
-    """Open a folder or ``.beton`` file; see :func:`loaders.datasets.dataset.open_folder`.
+    path: str | os.PathLike[str], labels: str | os.PathLike[str] | None = None, on_error: OnError = "stop",
+    workers: int | None = None, *, classes: Sequence[str] | None = None
+) -> ImageDataset:  # fmt: skip
+    """Open a folder as :func:`loaders.datasets.dataset.open_folder`, or a ``.beton``.
 
     cocor-prep has verified what it stored in a ``.beton`` file, so ``on_error`` matters to folders only.
     """
@@ -36,16 +32,10 @@ def open_images(
 
 
 def open_loader(
-    name: LoaderName,
-    dataset: ImageDataset,
-    plan: ViewPlan,
-    order: BatchOrder,
-    *,
-    hw_decoder_load: float = 0.65,
-    read_at_once: int | None = None,
-    **options: Unpack[LoaderOptions],
-) -> Loader:
-    """Open a loader of ``dataset`` for the views of ``plan`` in the batches of ``order``.
+    name: LoaderName, dataset: ImageDataset, plan: ViewPlan, order: BatchOrder, *, hw_decoder_load: float = 0.65,
+    read_at_once: int | None = None, **options: Unpack[LoaderOptions]
+) -> Loader:  # fmt: skip
+    """Open a loader for ``dataset``, the views of ``plan``, the batches of ``order``.
 
     Every name gives the same images, labels, boxes and programs; pixels differ by decoder and resize only (synthetic
     ones are noise). ``options`` are those of :class:`loaders.pipeline.loader.PipelineLoader`. For ``dali``,

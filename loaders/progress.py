@@ -17,8 +17,10 @@ _FIRST_LINE_S, _LINE_EVERY_S = 5.0, 30.0
 def track(
     items: Iterable[Item], total: int, text: str, unit: str = "files", step: int = 1, *, even: bool = True
 ) -> Iterator[Item]:
-    """Yield ``items``, each of which stands for ``step`` of ``total`` units; quiet when done within seconds. ``even``:
-    items take about equally long, so that the time left can be estimated."""
+    """Yield ``items``, and show how far that is unless it is done within seconds.
+
+    Each stands for ``step`` of ``total`` units. ``even``: they take equally long, so that the time left is estimated.
+    """
     if sys.stderr.isatty():
         with tqdm(total=total, desc=text, unit=f" {unit}", delay=1.0, leave=False) as bar:
             for item in items:
@@ -39,7 +41,7 @@ def track(
 
 
 def _left(first: tuple[int, float] | None, done: int, now: float, total: int) -> str:
-    """Estimate the time left, by the pace since ``first`` = (how many were done, when)."""
+    """Estimate the time left by the pace since ``first`` = (how many, when)."""
     if first is None or done == first[0]:
         return ""
     return f", about {(now - first[1]) * (total - done) / (done - first[0]):.0f} s left"

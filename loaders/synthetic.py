@@ -1,4 +1,4 @@
-"""Synthetic loader: random crops, made once. The upper bound of any loader's speed.
+"""Synthetic loader: random crops, made once, as the bound of any loader's speed.
 
 The plan is drawn and its programs are executed all the same, unless ``execute`` is off: then the first batch of a shape
 is handed out again and again, and only the order's indices and labels change.
@@ -26,30 +26,20 @@ _HEIGHT_WIDTH = 375, 500
 
 def synthetic_dataset(count: int) -> ImageDataset:
     """Invent ``count`` images with ImageNet's mean size and number of classes."""
-    return ImageDataset(
-        Path("synthetic"),
-        [f"{i:08d}" for i in range(count)],
-        np.arange(count, dtype=np.int64) % _CLASSES,
-        [f"{i:04d}" for i in range(_CLASSES)],
-        np.tile(np.array(_HEIGHT_WIDTH, np.int32), (count, 1)),
-        np.ones(count, np.bool_),
-    )
+    names, classes = [f"{i:08d}" for i in range(count)], [f"{i:04d}" for i in range(_CLASSES)]
+    labels, sizes = np.arange(count, dtype=np.int64) % _CLASSES, np.tile(np.array(_HEIGHT_WIDTH, np.int32), (count, 1))
+    return ImageDataset(Path("synthetic"), names, labels, classes, sizes, np.ones(count, np.bool_))
 
 
 class SyntheticLoader(PipelineLoader):
-    """Batches of noise with the views, programs and indices that real images would have."""
+    """Batches of noise with the views, programs and indices of real images."""
 
     views_share = 1.0  # nothing is decoded
 
     def __init__(
-        self,
-        dataset: ImageDataset,
-        plan: ViewPlan,
-        *,
-        order: BatchOrder,
-        execute: bool = True,
-        **options: Unpack[LoaderOptions],
-    ) -> None:
+        self, dataset: ImageDataset, plan: ViewPlan, *, order: BatchOrder, execute: bool = True,
+        **options: Unpack[LoaderOptions]
+    ) -> None:  # fmt: skip
         super().__init__(dataset, plan, order=order, **options)
         self._execute = execute
         shape = (order.local_batch_size, plan.layout.crops, plan.size, plan.size, 3)

@@ -25,7 +25,7 @@ def printable(name: str | os.PathLike[str]) -> str:
 
 
 def print_everything() -> None:
-    """Let standard streams escape what they cannot encode, where ``print`` would raise."""
+    """Let standard streams escape what they cannot encode: ``print`` would raise."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -43,5 +43,5 @@ def bare(name: str) -> str:
 
 
 def stays_inside(name: str) -> bool:
-    """Tell whether a relative name leads to a place inside the folder it is relative to."""
+    """Tell whether a relative name stays inside the folder it is relative to."""
     return not name.startswith("/") and "\0" not in name and ".." not in name.split("/")

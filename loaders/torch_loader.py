@@ -34,7 +34,7 @@ _Sample = tuple[int, EncodedImage, np.ndarray]  # place in the batch, the image,
 
 
 class TorchLoader(PipelineLoader):
-    """Batches decoded by ``workers`` processes or, with 0 of them, by the background thread."""
+    """Batches decoded by ``workers`` processes; if 0, by the background thread."""
 
     def crops(self, epoch: int, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
         slots = _AHEAD * self.workers + 1  # a task is given out when an earlier one's crops are taken
@@ -48,15 +48,8 @@ class TorchLoader(PipelineLoader):
                 pending.append((job, number % slots))
                 yield number % slots, self._samples(job, range(len(job.planned.index)))
 
-        loader: Any = DataLoader(
-            decoder,
-            batch_size=None,
-            sampler=tasks(),
-            collate_fn=_unchanged,
-            num_workers=self.workers,
-            multiprocessing_context=_Fork() if self.workers else None,
-            prefetch_factor=_AHEAD if self.workers else None,
-        )
+        processes: Any = {"multiprocessing_context": _Fork(), "prefetch_factor": _AHEAD} if self.workers else {}
+        loader: Any = DataLoader(decoder, batch_size=None, sampler=tasks(), num_workers=self.workers, **processes)
         try:
             for faults in loader:  # in the order of the tasks
                 job, slot = pending.popleft()
@@ -69,7 +62,6 @@ class TorchLoader(PipelineLoader):
         return [(i, self.dataset.image(int(job.planned.index[i])), job.planned.boxes[i]) for i in places]
 
     def _decode(self, decoder: "_Decoder", slot: int, job: Job, places: list[int]) -> Faults:
-        """Decode some places of a batch in this process, as workers do."""
         return decoder[slot, self._samples(job, places)]
 
 
@@ -112,10 +104,6 @@ class _Worker(ForkProcess):
 
 class _Fork(ForkContext):
     Process = _Worker
-
-
-def _unchanged(faults: Any) -> Any:
-    return faults
 
 
 def resized_crop(image: Image.Image, box: np.ndarray, size: int, filter: Filter = "bilinear") -> np.ndarray:

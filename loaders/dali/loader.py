@@ -1,4 +1,4 @@
-"""DALI loader: every file is read and decoded once, every crop cut from that decode.
+"""DALI loader: read and decode every file once, cut all crops from that.
 
     plan -> files and boxes (loaders.dali.inputs) -> DALI (loaders.dali.decoder) -> crops -> torch
 
@@ -37,15 +37,9 @@ class DaliLoader(PipelineLoader):
     crops_in_background = False
 
     def __init__(
-        self,
-        dataset: ImageDataset,
-        plan: ViewPlan,
-        *,
-        order: BatchOrder,
-        hw_decoder_load: float = 0.65,
-        read_at_once: int | None = None,
-        **options: Unpack[LoaderOptions],
-    ) -> None:
+        self, dataset: ImageDataset, plan: ViewPlan, *, order: BatchOrder, hw_decoder_load: float = 0.65,
+        read_at_once: int | None = None, **options: Unpack[LoaderOptions]
+    ) -> None:  # fmt: skip
         load_dali()
         super().__init__(dataset, plan, order=order, **options)
         self._hw_decoder_load = hw_decoder_load

@@ -1,7 +1,6 @@
-"""Bad samples of a data set: images that turn out unusable, or otherwise faulty, while loaders run.
+"""Bad samples of a data set: images that turn out faulty while loaders run.
 
-A data set and its subsets share one record, so that each fault is logged once per image, however many loaders, threads
-and epochs meet it.
+A data set and its subsets share one record, so that each fault is logged once an image, whatever meets it.
 """
 
 import logging
@@ -24,12 +23,11 @@ class BadSamples:
 
     @property
     def unusable(self) -> frozenset[str]:
-        """Name the images that cannot be used at present."""
         with self._lock:
             return frozenset(self._unusable)
 
     def skip(self, name: str, why: str) -> None:
-        """Note that ``name`` cannot be used, and log ``why`` (a line with it) the first time."""
+        """Note that ``name`` cannot be used, and log ``why`` the first time."""
         with self._lock:
             self._unusable.add(name)
             count = len(self._unusable)
@@ -42,7 +40,7 @@ class BadSamples:
             self._unusable.discard(name)
 
     def unreported(self, topic: str, names: Sequence[str]) -> list[str]:
-        """Pick those of ``names`` not yet reported under ``topic``, and take them as reported."""
+        """Take those of ``names`` that have not been reported under ``topic``."""
         with self._lock:
             new = [name for name in names if (topic, name) not in self._reported]
             self._reported.update((topic, name) for name in new)

@@ -14,7 +14,6 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,15 +28,8 @@ from loaders.files import open_regular
 from loaders.text import printable
 
 VERSION = 2
-HEADER = np.dtype(
-    [
-        ("version", "<u2"),
-        ("num_fields", "<u2"),
-        ("page_size", "<u4"),
-        ("num_samples", "<u8"),
-        ("alloc_table_ptr", "<u8"),
-    ]
-)
+HEADER = np.dtype("<u2, <u2, <u4, <u8, <u8")
+HEADER.names = ("version", "num_fields", "page_size", "num_samples", "alloc_table_ptr")
 FIELD = np.dtype([("type_id", "u1"), ("name", "u1", (16,)), ("arguments", "u1", (1024,))])
 SAMPLE = np.dtype(
     {
@@ -59,11 +51,9 @@ MARKER = b"cocor-prep\0\0\0\0\0\0"
 
 @dataclass(frozen=True, eq=False)
 class Beton:
-    """An open ``.beton`` file of N images: the same fields as :class:`loaders.datasets.dataset.ImageDataset`, and
-    the bytes.
+    """An open ``.beton`` file of N images: ImageDataset's fields, and the bytes.
 
-    - ``table``: SAMPLE (N,); ``sizes_in_bytes`` int64 (N,).
-    - ``record``: what cocor-prep stored, or None for a file made by other programs.
+    ``table``: SAMPLE (N,); ``sizes_in_bytes``: int64 (N,); ``record``: cocor-prep's, None for other programs' files.
     """
 
     root: Path
@@ -78,17 +68,17 @@ class Beton:
 
     @cached_property
     def names(self) -> list[str]:
-        """Relative names; numbers if the file has no record."""
+        """Return relative names; numbers if the file has no record."""
         return self.record.names if self.record else [f"{i:08d}" for i in range(len(self))]
 
     @cached_property
     def labels(self) -> npt.NDArray[np.int64]:
-        """int64 (N,): places in ``classes``, -1 for none."""
+        """Return places in ``classes``, -1 for none: int64 (N,)."""
         return self.table["label"].astype(np.int64)
 
     @cached_property
     def classes(self) -> list[str]:
-        """Class names; if the file has no record, numbers up to the largest label, padded with zeros."""
+        """Return class names; without a record, zero-padded numbers of all labels."""
         if self.record:
             return self.record.classes
         count = int(self.labels.max(initial=-1)) + 1
@@ -96,16 +86,16 @@ class Beton:
 
     @cached_property
     def sizes(self) -> npt.NDArray[np.int32]:
-        """int32 (N, 2): height and width of the stored, upright images."""
+        """Return height and width of the stored, upright images: int32 (N, 2)."""
         return np.stack([self.table["height"], self.table["width"]], axis=1).astype(np.int32)
 
     def read(self, index: int) -> memoryview:
-        """Return the stored bytes, not copied: a JPEG file, or height x width x 3 pixels in raw mode."""
+        """Return the stored bytes, not copied: a JPEG, or raw pixels (H, W, 3)."""
         start = int(self.table["data_ptr"][index])
         return memoryview(self.data)[start : start + int(self.sizes_in_bytes[index])]
 
     def check(self, index: int) -> None:
-        """Check an image's stored bytes. UnusableImage, naming file and image, if they differ."""
+        """Check an image's stored bytes. UnusableImage naming it if they differ."""
         if self.record is not None and zlib.crc32(self.read(index)) != int(self.record.crcs[index]):
             raise UnusableImage(
                 f"{printable(self.root)}: {printable(self.names[index])} (image {index}) is damaged: "
@@ -161,11 +151,8 @@ def _parse(path: Path, data: mmap.mmap) -> Beton:
     marker, offset, length = POINTER.unpack(fields["arguments"][0].tobytes()[: POINTER.size])
     record = Record.from_bytes(data[offset : offset + length], path) if marker == MARKER else None
     if record is not None:
-        stated = (
-            record.facts.get("table"),
-            record.facts.get("page_size"),
-            field_descriptors((offset, length)).tobytes(),
-        )
+        descriptors = field_descriptors((offset, length)).tobytes()
+        stated = (record.facts.get("table"), record.facts.get("page_size"), descriptors)
         if stated != (hashlib.sha256(table.tobytes()).hexdigest(), int(header["page_size"]), fields.tobytes()):
             raise _broken(path, "header and index differ")
     _check_labels(path, table["label"], record)
@@ -173,8 +160,8 @@ def _parse(path: Path, data: mmap.mmap) -> Beton:
 
 
 def _check_labels(path: Path, labels: np.ndarray, record: Record | None) -> None:
-    """Refuse labels that are not places among the classes. A file without class names has as many classes as its
-    largest label says, so that one must be plausible."""
+    """Refuse labels that are not places among the classes."""
+    # A file without class names has as many classes as its largest label says, so that one must be plausible.
     most = max(len(labels), SPARE_CLASSES) if record is None else len(record.classes)
     lowest, highest = int(labels.min(initial=0)), int(labels.max(initial=-1))
     if lowest >= -1 and highest < most:
@@ -188,10 +175,9 @@ def _check_labels(path: Path, labels: np.ndarray, record: Record | None) -> None
 
 
 def field_descriptors(record_at: tuple[int, int]) -> np.ndarray:
-    """Describe an RGB image and an integer label: FIELD (2,); the record lies at (offset, length)."""
+    """Describe image and label: FIELD (2,). The record lies at (offset, length)."""
     fields = np.zeros(2, FIELD)
-    kinds: Mapping[str, int] = dict(zip(FIELD_NAMES, (IMAGE_FIELD, INT_FIELD), strict=True))
-    for field, (name, kind) in zip(fields, kinds.items(), strict=True):
+    for field, name, kind in zip(fields, FIELD_NAMES, (IMAGE_FIELD, INT_FIELD), strict=True):
         field["type_id"] = kind
         field["name"][: len(name)] = np.frombuffer(name.encode(), np.uint8)
     pointer: Any = np.frombuffer(POINTER.pack(MARKER, *record_at), np.uint8)

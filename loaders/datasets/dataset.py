@@ -1,8 +1,7 @@
 """Data set of image files: their names, labels and sizes, as plain arrays.
 
 ``open_folder`` accepts class folders (``root/class/.../image``) and flat folders with or without a label file. Classes
-are sorted as plain text, so "10" comes before "2"; a class's label is its place in that order. Every loader and every
-command reads the order from here.
+are sorted as plain text, so "10" comes before "2"; a class's label is its place in that order.
 """
 
 import hashlib
@@ -68,13 +67,13 @@ class ImageDataset:
 
     @cached_property
     def paths(self) -> list[str]:
-        """Absolute paths of the files."""
+        """Return the absolute paths of the files."""
         root = self.root.absolute()
         return [f"{root}/{name}" for name in self.names]
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over names, labels, classes and sizes, wherever the images lie."""
+        """Digest (SHA-256) names, labels, classes and sizes, wherever the images lie."""
         digest = hashlib.sha256("\0".join(self.classes).encode("utf-8", "surrogateescape"))
         digest.update(b"\0\0" + b"\0".join(os.fsencode(name) for name in self.names) + b"\0")
         digest.update(np.ascontiguousarray(self.labels).tobytes() + np.ascontiguousarray(self.sizes).tobytes())
@@ -101,22 +100,16 @@ class ImageDataset:
             if column is None or others[name] is None:
                 columns[name] = None
             else:
-                columns[name] = (
-                    [*column, *others[name]] if isinstance(column, list) else np.concatenate([column, others[name]])
-                )
+                other_list = isinstance(column, list)
+                columns[name] = column + others[name] if other_list else np.concatenate([column, others[name]])
         return replace(self, **columns)
 
 
 def open_folder(
-    path: str | os.PathLike[str],
-    labels: str | os.PathLike[str] | None = None,
-    on_error: OnError = "stop",
-    workers: int | None = None,
-    *,
-    classes: Sequence[str] | None = None,
-    allow_empty: bool = False,
-    quiet: bool = False,
-) -> ImageDataset:
+    path: str | os.PathLike[str], labels: str | os.PathLike[str] | None = None, on_error: OnError = "stop",
+    workers: int | None = None, *, classes: Sequence[str] | None = None, allow_empty: bool = False,
+    quiet: bool = False
+) -> ImageDataset:  # fmt: skip
     """Open a folder of images.
 
     ``labels`` names a text file for folders without class folders (see :func:`loaders.datasets.labels.read_labels`).
@@ -138,20 +131,13 @@ def open_folder(
     folders = listing.folders if labels is None else []
     found = [label_of.get(i) for i in chosen]
     known, numbers = number_classes(root, found, folders, classes, allow_empty, listed=labels is not None)
-    return ImageDataset(
-        root,
-        [listing.names[i] for i in chosen],
-        numbers,
-        known,
-        index.sizes[chosen],
-        index.plain[chosen],
-        tuple(sorted(faults.items())),
-        np.array(listing.sizes, np.int64)[chosen],
-    )
+    names, file_sizes = [listing.names[i] for i in chosen], np.array(listing.sizes, np.int64)[chosen]
+    skipped = tuple(sorted(faults.items()))
+    return ImageDataset(root, names, numbers, known, index.sizes[chosen], index.plain[chosen], skipped, file_sizes)
 
 
 def read_label_split(path: str | os.PathLike[str], dataset: ImageDataset) -> npt.NDArray[np.int64]:
-    """Find the images listed in a text file, one relative name a line: int64 (M,), in its order.
+    """Find the images listed in a text file, one a line: int64 (M,), in its order.
 
     A list made for another form of the same images will do (see :class:`loaders.datasets.labels.NameLookup`). Every
     listed image must have a label. Raises :class:`UserError` naming file and line.
@@ -172,10 +158,9 @@ def _list(root: Path, labels: str | os.PathLike[str] | None) -> Listing:
         raise UserError(f"{printable(root)}: not a folder; give the folder that holds the images")
     listing = list_folder(str(root))
     if labels is not None:  # the label file may lie beside the images
-        keep = [i for i, name in enumerate(listing.names) if not _same_file(root / name, Path(labels))]
-        listing.names, listing.sizes, listing.mtimes = (
-            [listing.names[i] for i in keep], [listing.sizes[i] for i in keep], [listing.mtimes[i] for i in keep]
-        )  # fmt: skip
+        real, last = os.path.realpath(labels), Path(labels).name
+        keep = [i for i, n in enumerate(listing.names) if Path(n).name != last or os.path.realpath(root / n) != real]
+        listing = listing.take(keep)
     if not listing.names and not listing.faults:
         raise UserError(f"{printable(root)}: an empty folder; check the path")
     for name, reason in listing.faults:
@@ -187,12 +172,8 @@ def _list(root: Path, labels: str | os.PathLike[str] | None) -> Listing:
     return listing
 
 
-def _same_file(path: Path, other: Path) -> bool:
-    return path.name == other.name and os.path.realpath(path) == os.path.realpath(other)
-
-
 def _labels(listing: Listing, path: str | os.PathLike[str] | None) -> tuple[dict[int, str], dict[str, str]]:
-    """Find labels by image place, and faults by name: images without label, labels without image."""
+    """Find labels by image place, and faults by name: labels or images on their own."""
     names = listing.names
     if path is not None:
         labels, unknown = read_labels(Path(path), names)
@@ -211,13 +192,9 @@ def _refuse(root: Path, faults: dict[str, str]) -> None:
 
 
 def number_classes(
-    root: Path,
-    found: list[str | None],
-    folders: list[str],
-    classes: Sequence[str] | None,
-    allow_empty: bool,
-    listed: bool = False,
-) -> tuple[list[str], npt.NDArray[np.int64]]:
+    root: Path, found: list[str | None], folders: list[str], classes: Sequence[str] | None, allow_empty: bool,
+    listed: bool = False
+) -> tuple[list[str], npt.NDArray[np.int64]]:  # fmt: skip
     """Return the classes, and each image's place among them (-1 for None).
 
     ``folders`` are classes even without images. Labels match ``classes`` by name, where numbers may differ in leading

@@ -5,12 +5,11 @@
 - 16-bit grey is scaled to 8 bits, not clipped. CMYK and YCCK become RGB the way Pillow converts them.
 - Alpha, and a palette's or PNG's transparent colour, is composited on white.
 - A damaged or truncated file is an error that names it, never a half-grey picture.
-
-Pillow's global switches are left as they are: they belong to the user's process.
 """
 
 import os
 import stat
+import struct
 from dataclasses import dataclass
 from functools import cache
 from typing import BinaryIO, Protocol
@@ -34,16 +33,11 @@ FORMATS = (
 _BAND_PIXELS = 1 << 20  # colours are converted in bands of so many, so that no large image is held three times
 _EIGHT_BITS = ((np.arange(1 << 16) * 255 + 32767) // 65535).astype(np.uint8)  # of 16
 
-_UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+_TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
+_UPRIGHT = {orientation: Image.Transpose[turn] for orientation, turn in enumerate(_TURNS, start=2)}
 _JPEG = ("JPEG", "MPO")
+_TYPE_BYTES = dict(enumerate((1, 1, 2, 4, 8, 1, 1, 2, 4, 8, 4, 8), start=1))  # of the values of an EXIF tag, by type
+_MOST_CHUNKS = 1 << 20  # of a PNG; one with more is left to Pillow
 
 
 class ImageFault(Exception):
@@ -52,8 +46,11 @@ class ImageFault(Exception):
 
 @dataclass(frozen=True)
 class Header:
-    """What an image's header says. ``plain``: any correct decoder gives the pixels of :func:`decode`; ``upright_jpeg``:
-    even one that reads only JPEG and ignores the orientation tag does."""
+    """What an image's header says.
+
+    ``plain``: any correct decoder gives the pixels of :func:`decode`; ``upright_jpeg``: even one that reads only JPEG
+    and ignores the orientation tag does.
+    """
 
     height: int
     width: int
@@ -65,7 +62,7 @@ class EncodedImage(Protocol):
     """An image of a data set, small enough to be sent to another process."""
 
     def decode(self) -> Image.Image:
-        """The upright image, mode RGB, of the size that the data set states. Raises :class:`UnusableImage`."""
+        """Decode to upright RGB of the data set's size. Raises :class:`UnusableImage`."""
         ...
 
 
@@ -77,7 +74,6 @@ class ImageFile:
     size: tuple[int, int]
 
     def decode(self) -> Image.Image:
-        """See :class:`EncodedImage`."""
         image = decode(self.path)
         if image.size != self.size:
             width, height = self.size
@@ -89,11 +85,10 @@ class ImageFile:
 
 
 def decode(path: str | os.PathLike[str]) -> Image.Image:
-    """The image at ``path``, upright, mode RGB.
+    """Decode the image at ``path``, upright, mode RGB.
 
-    Raises:
-        UnusableImage: the file is missing, damaged or no image.
-        UserError: this process has too many open files or too little memory. Both name the file.
+    Raises UnusableImage if the file is missing, damaged or no image; UserError if this process has too many open files
+    or too little memory. Both name the file.
     """
     try:
         with open(path, "rb", opener=without_waiting) as file:
@@ -112,7 +107,7 @@ def decode(path: str | os.PathLike[str]) -> Image.Image:
 def decode_file(file: BinaryIO) -> Image.Image:
     """Decode the image in ``file``, upright, mode RGB. Raises :class:`ImageFault`."""
     with _open(file) as image:
-        turn = _UPRIGHT.get(_orientation(image))
+        turn = _UPRIGHT.get(orientation_of(image))
         try:
             image.load()
             upright = image if turn is None else image.transpose(turn)
@@ -128,12 +123,15 @@ def decode_file(file: BinaryIO) -> Image.Image:
 def read_header(file: BinaryIO) -> Header:
     """Read upright size and kind of the image in ``file``. Raises :class:`ImageFault`."""
     with _open(file) as image:
-        orientation = _orientation(image)
+        orientation = orientation_of(image)
         width, height = image.size[::-1] if orientation >= 5 else image.size
-        if image.format in _JPEG and has_stray_bytes(file):  # DALI refuses these, and may crash in doing so
-            return Header(height, width, plain=False)
-        upright_jpeg = image.format in _JPEG and orientation <= 1 and _is_plain(image, 1)
-        return Header(height, width, _is_plain(image, orientation), upright_jpeg)
+        jpeg = image.format in _JPEG
+        if jpeg:  # DALI refuses stray bytes, and may crash in doing so
+            alike = exif_orientation(image) == orientation and not has_stray_bytes(file)
+        else:
+            alike = image.format == "PNG" and orientation == 1 and not _has_exif_chunk(file)
+        plain = alike and _has_plain_pixels(image)
+        return Header(height, width, plain, upright_jpeg=plain and jpeg and orientation == 1)
 
 
 def _open(file: BinaryIO) -> Image.Image:
@@ -162,8 +160,8 @@ def _formats() -> list[str]:
     return [name for name in FORMATS if name in Image.OPEN]
 
 
-def _orientation(image: Image.Image) -> int:
-    """Read the header's orientation tag, 1 to 8; 0 where it is unreadable: as it is stored."""
+def orientation_of(image: Image.Image) -> int:
+    """Read the header's orientation, 1 to 8; 0 where it is unreadable."""
     if image.format == "TIFF":  # Pillow turns these itself, in the header's size as well
         return 1
     try:
@@ -174,18 +172,14 @@ def _orientation(image: Image.Image) -> int:
     return value if isinstance(value, int) and 1 <= value <= 8 else 0
 
 
-def _is_plain(image: Image.Image, orientation: int) -> bool:
+def _has_plain_pixels(image: Image.Image) -> bool:
     if image.mode not in ("L", "RGB") or image.has_transparency_data:
         return False
-    if orientation != 1 and (image.format not in _JPEG or orientation == 0 or _has_xmp_orientation(image)):
-        return False
     if image.format in _JPEG:
-        if exif_segments(image) > 1:  # Pillow goes by the first orientation, DALI by the last, or crashes on the two
-            return False
         components = getattr(image, "layer", None) or [(1,)]
         return image.info.get("adobe_transform") != 0 and components[0][0] != ord("R")  # else stored as RGB
     tiles = getattr(image, "tile", None) or [(None, None, None, "")]
-    return image.format == "PNG" and tiles[0][3] in ("L", "RGB")  # not 16 bits a channel
+    return tiles[0][3] in ("L", "RGB")  # not 16 bits a channel
 
 
 def has_stray_bytes(file: BinaryIO) -> bool:
@@ -201,14 +195,52 @@ def has_stray_bytes(file: BinaryIO) -> bool:
         at += 1 if marker[1:2] == b"\xff" else 2 + int.from_bytes(marker[2:], "big")
 
 
-def exif_segments(image: Image.Image) -> int:
-    """Count the EXIF segments of a JPEG's header; further ones are off-standard."""
-    return sum(name == "APP1" and data[:5] == b"Exif\0" for name, data in getattr(image, "applist", ()))
+def exif_segments(image: Image.Image) -> list[bytes]:
+    """List the EXIF segments of a JPEG's header; further ones are off-standard."""
+    return [data for name, data in getattr(image, "applist", ()) if name == "APP1" and data.startswith(b"Exif")]
 
 
-def _has_xmp_orientation(image: Image.Image) -> bool:
-    xmp = image.info.get("xmp") or b""
-    return b"tiff:Orientation" in (xmp if isinstance(xmp, bytes) else str(xmp).encode())
+def exif_orientation(image: Image.Image) -> int | None:
+    """Read a JPEG's EXIF orientation, 1 to 8; None where readers may differ.
+
+    They do in what is off-standard: Pillow goes by the first of two segments and skips a second prefix, DALI goes by
+    the last (or crashes), takes a value of any type and count, and gives up at a tag that leads out of the segment.
+    """
+    segments = exif_segments(image)
+    if not segments:
+        return 1
+    order = {b"Exif\0\0II*\0": "<", b"Exif\0\0MM\0*": ">"}.get(segments[0][:10])
+    if len(segments) > 1 or order is None:
+        return None
+    found: list[int] = []
+    data = segments[0][6:]
+    try:
+        (start,) = struct.unpack_from(f"{order}I", data, 4)
+        (count,) = struct.unpack_from(f"{order}H", data, start)
+        for entry in range(start + 2, start + 2 + 12 * count, 12):
+            tag, kind, number, at = struct.unpack_from(f"{order}HHII", data, entry)
+            length = _TYPE_BYTES.get(kind, 0) * number
+            if not length or (length > 4 and at + length > len(data)):
+                return None
+            if tag == ExifTags.Base.Orientation:
+                found += struct.unpack_from(f"{order}H", data, entry + 8) if (kind, number) == (3, 1) else (0,)
+    except struct.error:
+        return None
+    return (found or [1])[0] if len(found) < 2 and start >= 8 and set(found) <= {*range(1, 9)} else None
+
+
+def _has_exif_chunk(file: BinaryIO) -> bool:
+    """Look for EXIF anywhere in a PNG: decoders differ in whether they turn by it."""
+    at = 8
+    for _ in range(_MOST_CHUNKS):
+        file.seek(at)
+        length, kind = file.read(4), file.read(4)
+        if kind in (b"", b"IEND"):
+            return False
+        if kind == b"eXIf":
+            return True
+        at += 12 + int.from_bytes(length, "big")
+    return True
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -9,7 +9,7 @@ import os
 import stat
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 _HOUSEKEEPING = frozenset({"__MACOSX", "Thumbs.db", "desktop.ini", "lost+found", "@eaDir"})
@@ -17,13 +17,19 @@ _HOUSEKEEPING = frozenset({"__MACOSX", "Thumbs.db", "desktop.ini", "lost+found",
 
 @dataclass
 class Listing:
-    """Relative names ("/" between folders) of a folder's files, with what identifies their content."""
+    """Relative names of a folder's files, with what identifies their content."""
 
     names: list[str] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)  # bytes
     mtimes: list[int] = field(default_factory=list)  # nanoseconds
     folders: list[str] = field(default_factory=list)  # directly in the root
     faults: list[tuple[str, str]] = field(default_factory=list)  # (name, reason) of what cannot be opened
+
+    def take(self, places: list[int]) -> "Listing":
+        """Take the files at ``places`` in that order."""
+        names, sizes, mtimes = self.names, self.sizes, self.mtimes
+        names, sizes, mtimes = [names[i] for i in places], [sizes[i] for i in places], [mtimes[i] for i in places]
+        return replace(self, names=names, sizes=sizes, mtimes=mtimes)
 
 
 def list_folder(root: str) -> Listing:
@@ -49,13 +55,7 @@ def list_folder(root: str) -> Listing:
             files.add(target)
             _add_file(name, Path(root, name), listing)
     order = sorted(range(len(listing.names)), key=lambda i: sort_key(listing.names[i]))
-    return Listing(
-        [listing.names[i] for i in order],
-        [listing.sizes[i] for i in order],
-        [listing.mtimes[i] for i in order],
-        sorted(listing.folders),
-        sorted(listing.faults),
-    )
+    return replace(listing.take(order), folders=sorted(listing.folders), faults=sorted(listing.faults))
 
 
 def is_hidden(name: str) -> bool:
@@ -70,7 +70,7 @@ def sort_key(name: str) -> tuple[str, str]:
 
 
 def _walk(root: str, top: str, listing: Listing, folders: set[str]) -> Iterator[str]:
-    """Add files below ``top`` to ``listing``, their folders to ``folders``; yield links met."""
+    """Add what lies below ``top`` to ``listing`` and ``folders``; yield links."""
     pending = [top]
     while pending:
         folder = pending.pop()

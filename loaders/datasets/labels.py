@@ -1,4 +1,4 @@
-"""Labels: text files that give or list them, ImageNet's own lists, the labelled split.
+"""Labels: text files of them, ImageNet's own lists, the labelled split.
 
 Names are relative to the data set's folder, "/" between folders; where a file of the same last name is unique, that
 name alone will do (the published ImageNet lists have no folders). Suffixes of image files matter only where names
@@ -45,7 +45,7 @@ class NameLookup:
         self._places: dict[tuple[_Way, bool], dict[str, int | None]] = {}
 
     def find(self, name: str) -> int | None:
-        """The image's place, or None."""
+        """Find the image's place, or None."""
         found = self._find(name)
         return self._escaped._find(name) if found is None and "\\" in name else found
 
@@ -69,7 +69,7 @@ class NameLookup:
         return next((place for place in places if place is not None), None)
 
     def _by(self, way: _Way, stripped: bool) -> dict[str, int | None]:
-        """Index places by one kind of name when first needed: a million take time and memory."""
+        """Index places by one kind of name."""
         if (way, stripped) not in self._places:
             kinds: dict[_Way, Iterable[str]] = {
                 "whole": self._names,
@@ -82,7 +82,7 @@ class NameLookup:
 
 
 def class_first(name: str, label: str | None) -> str:
-    """Name an image as a prepared set does: first the folder of its class, then no other."""
+    """Name an image as a prepared set does: in the folder of its class, no other."""
     if label is not None and name.startswith(f"{label}/"):
         return name
     flat = name.replace("/", "_")
@@ -98,7 +98,7 @@ def _unique(names: Iterable[str]) -> dict[str, int | None]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (number, text) of the lines that are neither blank nor comments; bad bytes as surrogate escapes."""
+    """Yield (number, text), with surrogate escapes, of lines that hold something."""
     with open_regular(path, "a text file") as file:
         if os.fstat(file.fileno()).st_size > LARGEST_LIST:
             raise UserError(f"{printable(path)}: too large for a list; give a text file with a line an image")
@@ -154,7 +154,7 @@ def _plain_labels(
 
 
 def _splits(line: str) -> Iterator[tuple[str, str]]:
-    """Yield the ways to read a line as (name, label); a name may hold blanks or commas."""
+    """Yield ways to read a line as (name, label); names may hold blanks, commas."""
     for separator in ("\t", ",", None):
         parts = line.rsplit(separator, 1)
         if len(parts) == 2:
@@ -162,7 +162,7 @@ def _splits(line: str) -> Iterator[tuple[str, str]]:
 
 
 def read_names(path: Path, names: Sequence[str], label_of: Sequence[str | None] = ()) -> list[int]:
-    """Find the images listed in ``path``, one name a line, in its order; see :class:`NameLookup`."""
+    """Find the images listed in ``path``, one a line, as :class:`NameLookup` does."""
     lookup = NameLookup(names, label_of)
     line_of: dict[int, int] = {}
     for number, line in read_lines(path):
@@ -183,7 +183,7 @@ def read_names(path: Path, names: Sequence[str], label_of: Sequence[str | None] 
 
 
 def _imagenet_labels(path: Path, lines: Sequence[tuple[int, str]], names: Sequence[str]) -> dict[int, str] | None:
-    """Read ImageNet's own lists: classes by image place; None if ``lines`` are no such list.
+    """Read ImageNet's own lists: classes by image place; None if it is no such list.
 
     The competition site's ``LOC_val_solution.csv`` has names without suffix, the class first in a field of boxes. The
     development kit's ``ILSVRC2012_validation_ground_truth.txt`` has a number a line, in the order of the file names.
@@ -244,7 +244,7 @@ def _devkit_classes(path: Path) -> dict[int, str]:
 
 
 def stratified_split(labels: npt.NDArray[np.int64], fraction: float, seed: int) -> npt.NDArray[np.int64]:
-    """Choose ``fraction`` of every class in ``labels`` (N,): places int64 (M,), ascending.
+    """Choose ``fraction`` of every class in ``labels`` (N,): int64 (M,), ascending.
 
     Of a class of n images ``round(fraction * n)`` (half rounded up), at least one, are chosen: the first ones in an
     order that depends on ``seed`` and place alone, so that a smaller fraction's images are among a larger one's.

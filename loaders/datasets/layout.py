@@ -1,5 +1,6 @@
-"""The splits of a data set, and folders that lie one level above or below the class folders. Training would not show
-that mistake: splits would be taken for classes, or a single class for a flat folder of images.
+"""Layout of a data set: its splits, and folders that are given one level off.
+
+Training would not show that: splits would be taken for classes, or a single class for a flat folder of images.
 """
 
 import os
@@ -21,20 +22,22 @@ _LOOKED_AT = 20  # folders and names, where a guess is enough
 
 
 def find_split(folder: Path, names: Sequence[str]) -> Path | None:
-    """Find the first of the folders ``names`` in ``folder``, else of the ``.beton`` files."""
+    """Find the first folder of ``names`` in ``folder``, else the first ``.beton``."""
     files = (folder / f"{name}.beton" for name in names)
     return next((path for path in (*map(folder.joinpath, names), *files) if path.exists()), None)
 
 
 def training_splits(folder: Path) -> tuple[Path, Path] | None:
-    """Find ``folder``'s splits for training and for validation (``val``, else ``test``), or None."""
+    """Find ``folder``'s splits for training and validation (else test), or None."""
     train, held_out = find_split(folder, TRAIN), find_split(folder, VAL) or find_split(folder, TEST)
     return None if train is None or held_out is None else (train, held_out)
 
 
 def refuse_what_is_no_class(root: Path, listing: Listing) -> None:
-    """Raise :class:`UserError`, naming the folder to give instead, if the folders in ``root`` are no classes: splits,
-    folders of splits, or a single one that holds all classes."""
+    """Raise :class:`UserError` if the folders in ``root`` are no classes.
+
+    They may be splits, folders of splits, or a single one that holds all classes; the error names the folder to give.
+    """
     inside: dict[str, set[str]] = {folder: set() for folder in listing.folders}  # folders with images; "" for itself
     for name in listing.names:
         top, slash, rest = name.partition("/")
@@ -60,7 +63,7 @@ def refuse_what_is_no_class(root: Path, listing: Listing) -> None:
 
 
 def refuse_shards(path: Path, names: Sequence[str]) -> None:
-    """Raise :class:`UserError` if all ``names`` at ``path`` are tars or parquet shards."""
+    """Raise :class:`UserError` if all ``names`` are of tars or parquet shards."""
     if names and all(name.endswith(_SHARDS) for name in names):
         raise UserError(
             f"{printable(path)}: tars and parquet shards are no images; "

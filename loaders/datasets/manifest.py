@@ -1,4 +1,4 @@
-"""Record of a prepared data set: settings, classes, and every image's name, label, size and checksum.
+"""Record of a prepared data set: its settings, classes and images.
 
 One block of bytes, stored inside a ``.beton`` file or as the hidden file ``.cocor-prep`` of a prepared folder:
 
@@ -45,7 +45,7 @@ class Record:
         return len(self.names)
 
     def to_bytes(self) -> bytes:
-        """The block. Equal records give equal bytes."""
+        """Return the block. Equal records give equal bytes."""
         names = b"\0".join(os.fsencode(name) for name in self.names)
         header = {"images": len(self), "name_bytes": len(names), "classes": self.classes, "facts": self.facts}
         arrays = (self.labels.astype("<i8"), self.sizes.astype("<i4"), self.crcs.astype("<u4"))
@@ -55,7 +55,7 @@ class Record:
 
     @classmethod
     def from_bytes(cls, block: bytes, where: str | os.PathLike[str]) -> "Record":
-        """Read a block. Raises :class:`UserError` naming ``where`` if it is incomplete, changed or makes no sense."""
+        """Read a block. UserError naming ``where`` if it is damaged or senseless."""
         body, digest = block[:-_DIGEST], block[-_DIGEST:]
         try:
             if not body.startswith(MAGIC) or hashlib.sha256(body).digest() != digest:
@@ -78,7 +78,7 @@ class Record:
         return cls(names, labels, header["classes"], sizes, crcs, header["facts"])
 
     def _checked(self) -> "Record":
-        """The record itself; ValueError if its parts contradict each other or a name would lead out of a folder."""
+        """Return the record. ValueError for contradictions and names that lead astray."""
         if not all(isinstance(name, str) for name in self.classes) or not isinstance(self.facts, dict):
             raise ValueError("classes or facts of the wrong type")
         for name in self.classes:
@@ -99,7 +99,7 @@ def read_folder_record(folder: Path) -> Record | None:
 def content_digest(
     names: Sequence[str], labels: npt.NDArray[np.int64], classes: Sequence[str], crcs: Sequence[int]
 ) -> str:
-    """SHA-256 over the names, classes and CRC-32s of source images: equal for equal images, wherever they come from."""
+    """Digest names, classes and CRC-32s of images: equal wherever they come from."""
     lines = hashlib.sha256()
     for name, label, crc in zip(names, labels, crcs, strict=True):
         label_name = classes[label] if label >= 0 else ""

@@ -28,7 +28,7 @@ from loaders.progress import track
 
 CACHE_NAME = ".cocor-index.npz"
 
-_VERSION = b"4"  # of the format and of the rules in loaders.datasets.decode
+_VERSION = b"5"  # of the format and of the rules in loaders.datasets.decode
 _CHUNK = 128
 _TAIL = 1024
 _ENDS = (b"\xff\xd9", b"IEND")
@@ -37,8 +37,10 @@ _one_decode = threading.Lock()  # a suspicious file may be a bomb just below the
 
 @dataclass(frozen=True)
 class SizeIndex:
-    """For N files: ``sizes`` int32 (N, 2) upright height and width (0 where unusable), ``plain`` bool (N,) as in
-    :class:`loaders.datasets.decode.Header`, ``faults`` what is wrong with file i, for the unusable ones."""
+    """Columns of N files, and ``faults`` by place of the unusable ones.
+
+    ``sizes`` int32 (N, 2): upright height and width; ``plain`` bool (N,): see :class:`loaders.datasets.decode.Header`.
+    """
 
     sizes: npt.NDArray[np.int32]
     plain: npt.NDArray[np.bool_]
@@ -78,7 +80,7 @@ def _scan(root: Path, names: Sequence[str], workers: int, quiet: bool) -> list[H
 
 
 def inspect(path: str) -> Header | ImageFault | OSError:
-    """Read the header at ``path``, or say why it is unusable. OSError for want of resources."""
+    """Read the header at ``path``, or say why not. OSError for want of resources."""
     try:
         with open(path, "rb", opener=without_waiting) as file:
             header = read_header(file)
@@ -93,7 +95,7 @@ def inspect(path: str) -> Header | ImageFault | OSError:
 
 
 def _has_end(file: BinaryIO) -> bool:
-    """Look for a JPEG's or PNG's end mark in the last bytes. Leaves the file at its start."""
+    """Look for a JPEG's or PNG's end mark in the last bytes; rewind."""
     file.seek(0, os.SEEK_END)
     file.seek(max(0, file.tell() - _TAIL))
     tail = file.read()

@@ -1,4 +1,4 @@
-"""Data set in a ``.beton`` file: the fields of a folder, and the bytes of each image.
+"""Data set in a ``.beton`` file: a folder's fields, and the bytes of each image.
 
 Files that cocor-prep wrote carry a checksum of every image, which is compared when the image is first read, so damage
 is named instead of shown. Files of other writers have none; there a decoder must notice.
@@ -24,7 +24,7 @@ from loaders.text import printable
 
 
 class StoredFile:
-    """An open ``.beton`` that compares its images (by ``row``) with their checksums once."""
+    """An open ``.beton`` that compares images, by row, with their checksums once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -45,7 +45,7 @@ class StoredFile:
         return found
 
     def read(self, row: int) -> memoryview:
-        """Return the stored bytes: a JPEG, or height x width x 3 values. Raises if damaged."""
+        """Return the stored bytes: a JPEG, or pixels (H, W, 3). Raises if damaged."""
         for fault in self.damage(np.array([row])).values():
             raise fault
         return self.beton.read(row)
@@ -103,7 +103,7 @@ class StoredImage:
 
 @dataclass(frozen=True, eq=False)
 class StoredDataset(ImageDataset):
-    """N images of the ``.beton`` file ``root``, at the places ``rows`` int64 (N,) in it."""
+    """N images of the ``.beton`` file ``root``, at ``rows`` int64 (N,) of it."""
 
     file: StoredFile = field(kw_only=True, metadata=SHARED)
     rows: npt.NDArray[np.int64] = field(kw_only=True)
@@ -148,16 +148,8 @@ def open_stored(
     elif labels is not None or classes is not None:
         found = _label_names(file, labels)
         known, numbers = number_classes(Path(path), found, [], classes, allow_empty=True, listed=labels is not None)
-    return StoredDataset(
-        Path(path),
-        beton.names,
-        numbers,
-        list(known),
-        beton.sizes,
-        np.ones(count, np.bool_),
-        file=file,
-        rows=np.arange(count, dtype=np.int64),
-    )
+    plain, rows = np.ones(count, np.bool_), np.arange(count, dtype=np.int64)
+    return StoredDataset(Path(path), beton.names, numbers, list(known), beton.sizes, plain, file=file, rows=rows)
 
 
 def _label_names(file: StoredFile, labels: str | os.PathLike[str] | None) -> list[str | None]:
@@ -187,7 +179,7 @@ def _refuse_impossible(beton: Beton) -> None:
 
 
 def stated_size(data: memoryview) -> tuple[int, int]:
-    """Find (height, width) in the JPEG ``data``'s first frame header; zeros without one.
+    """Find (height, width) in a JPEG's first frame header; zeros without one.
 
     Markers are found as libjpeg finds them: bytes between two segments are stepped over.
     """

@@ -1,4 +1,4 @@
-"""Decoding threads: the JPEGs of a ``.beton`` file once each, to all crops of the plan.
+"""Decoding threads: each JPEG of a ``.beton`` once, to all crops of the plan.
 
 They use the libjpeg-turbo that FFCV is linked to, through decompressors of their own: FFCV's decoders drop the return
 code, so that a damaged image shows half of itself or of its neighbour; its binding never frees the decompressors of a
@@ -69,7 +69,7 @@ class PendingCrops:
 
 
 class _Decoder:
-    """One thread's decompressor, and its memory for the pixels of an image."""
+    """Decompressor of one thread, with memory for the pixels of an image."""
 
     def __init__(self) -> None:
         handle = _init()
@@ -91,7 +91,7 @@ class _Decoder:
 
 
 class DecodePool:
-    """``threads`` threads that decode images of ``file`` to crops of ``size`` x ``size``."""
+    """Threads that decode images of ``file`` to crops of ``size`` x ``size``."""
 
     def __init__(self, file: StoredFile, size: int, threads: int) -> None:
         self._file, self._size = file, size
@@ -157,16 +157,9 @@ class DecodePool:
 
 @njit(nogil=True)
 def decode_crops(
-    places: NDArray[np.int64],
-    stored: NDArray[np.uint64],
-    data: NDArray[np.uint8],
-    boxes: NDArray[np.int32],
-    size: int,
-    handle: int,
-    pixels: NDArray[np.uint8],
-    out: NDArray[np.uint8],
-    codes: NDArray[np.int32],
-) -> None:
+    places: NDArray[np.int64], stored: NDArray[np.uint64], data: NDArray[np.uint8], boxes: NDArray[np.int32],
+    size: int, handle: int, pixels: NDArray[np.uint8], out: NDArray[np.uint8], codes: NDArray[np.int32]
+) -> None:  # fmt: skip
     """Decode the images at ``places`` of a batch, and resize their boxes into ``out``.
 
     ``stored`` (B, COLUMNS) says where they are in ``data``; ``pixels`` has room for any of them. ``codes`` becomes 1

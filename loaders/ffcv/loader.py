@@ -1,4 +1,4 @@
-"""FFCV loader: one prepared file, every image decoded once to all crops of the plan.
+"""FFCV loader: decode every image of a prepared file once, to all its crops.
 
     plan -> FFCV's loader finds a batch's bytes -> threads decode and resize -> crops, in pinned memory for a GPU
 
@@ -32,12 +32,7 @@ class FfcvLoader(PipelineLoader):
     """
 
     def __init__(
-        self,
-        dataset: ImageDataset,
-        plan: ViewPlan,
-        *,
-        order: BatchOrder,
-        **options: Unpack[LoaderOptions],
+        self, dataset: ImageDataset, plan: ViewPlan, *, order: BatchOrder, **options: Unpack[LoaderOptions]
     ) -> None:
         if not isinstance(dataset, StoredDataset):
             raise UserError(

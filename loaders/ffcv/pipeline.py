@@ -1,4 +1,4 @@
-"""FFCV's loader with a planned order, and a pipeline that ends in the decoding threads.
+"""FFCV's loader in a planned order, with a pipeline that ends in our threads.
 
     PlannedOrder -> FFCV's loader and reader -> LocateImages (a decoder, compiled by FFCV) -> SubmitImages -> crops
 
@@ -59,7 +59,7 @@ class LocateImages(SimpleRGBImageDecoder):
 
 
 class SubmitImages(Operation):
-    """Call ``submit`` with each located batch, in FFCV's thread, until an error or :meth:`stop`."""
+    """Call ``submit`` with each located batch, until an error or :meth:`stop`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class PlannedLoader(Loader):
             setattr(self.memory_manager, name, {})
 
     def batches(self, epoch: int, start_step: int, submit: Submit) -> Generator[PendingCrops, None, None]:
-        """Yield what ``submit`` returns for each batch, in order. FFCV's thread ends with this."""
+        """Yield ``submit``'s results in order. FFCV's thread ends with this."""
         self.next_epoch, self.traversal_order.start_step = epoch, start_step
         self.first_traversal_order = self.next_traversal_order()  # which FFCV takes its length from
         self._submit_images.start(submit)

@@ -16,7 +16,7 @@ _KEPT = 8  # free blocks: as many as a loader has in its queues at once
 
 
 class BufferPool:
-    """Allocate tensors from the memory of earlier ones that are gone, with all their views."""
+    """Allocate tensors from the memory of earlier ones, and their views, now gone."""
 
     def __init__(self) -> None:
         self._free: list[np.ndarray] = []

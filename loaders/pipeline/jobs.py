@@ -29,10 +29,10 @@ Faults = Mapping[int, UserError]
 
 @dataclass(frozen=True)
 class Job:
-    """A planned batch of B samples as the executor takes it: C crops, T views of up to P ops, L composites.
+    """A planned batch of B samples, as the executor takes it.
 
-    ``epoch`` and ``step`` say which batch. ``tensors``: flips (B, C) uint8, codes (B, T, P) uint8, params (B, T, P, 8)
-    int32, composition (L, B, 14) uint8, label (B,) int64, index (B,) int64.
+    ``tensors``, of C crops, T views of up to P ops and L composites: flips (B, C) uint8, codes (B, T, P) uint8, params
+    (B, T, P, 8) int32, composition (L, B, 14) uint8, label (B,) int64, index (B,) int64.
     """
 
     epoch: int
@@ -63,7 +63,7 @@ class Jobs:
         return job if np.array_equal(index, job.planned.index) else self._job(job.epoch, job.step, index, passes)
 
     def mend(self, job: Job, faults: Faults, decode: Callable[[Job, list[int]], Faults]) -> Job:
-        """Give ``job`` stand-ins for samples with ``faults``. Raises one that may not be skipped.
+        """Give ``job`` stand-ins for samples with ``faults``, or raise one of these.
 
         ``decode(job, places)`` makes the crops at these places again and returns the faults that it meets.
         """
@@ -78,7 +78,7 @@ class Jobs:
         return job
 
     def skip(self, index: int, fault: UnusableImage) -> None:
-        """Record that sample ``index`` is unusable, or raise ``fault`` if ``on_error`` is "stop"."""
+        """Record that sample ``index`` is unusable; if that is to stop, raise it."""
         if self._on_error == "stop":
             raise fault
         self._dataset.bad_samples.skip(self._dataset.names[index], str(fault))

@@ -57,18 +57,10 @@ class PipelineLoader(ABC):
     crops_in_background = True  # on a GPU; off where making crops is asynchronous itself
 
     def __init__(
-        self,
-        dataset: ImageDataset,
-        plan: ViewPlan,
-        *,
-        order: BatchOrder,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        workers: int | None = None,
-        mean: Sequence[float] = IMAGENET_MEAN,
-        std: Sequence[float] = IMAGENET_STD,
-        on_error: OnError = "stop",
-    ) -> None:
+        self, dataset: ImageDataset, plan: ViewPlan, *, order: BatchOrder, device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32, workers: int | None = None, mean: Sequence[float] = IMAGENET_MEAN,
+        std: Sequence[float] = IMAGENET_STD, on_error: OnError = "stop"
+    ) -> None:  # fmt: skip
         self.dataset, self.plan, self.order, self.dtype = dataset, plan, order, dtype
         self.device = usable_device(device)
         self.workers = available_cores() if workers is None else workers
@@ -126,7 +118,7 @@ class PipelineLoader(ABC):
         return self._memory.empty(shape, np.uint8)
 
     def prefetch(self, source: Generator[Item, None, None], depth: int = 2) -> Prefetch[Item]:
-        """Run ``source`` in a thread of its own, ``depth`` items ahead, until the epoch ends."""
+        """Run ``source`` in a thread, ``depth`` items ahead, until the epoch ends."""
         return self._register(Prefetch(self._on_device(source), depth))
 
     def use_device(self) -> None:
@@ -172,14 +164,8 @@ def assemble(images: Tensor, tensors: dict[str, Tensor], plan: ViewPlan, dtype: 
     layout, size = plan.layout, plan.size
     channels_last = images.to(dtype).permute(0, 1, 4, 2, 3)
     views, original, composites = channels_last.split([layout.contrastive, layout.originals, layout.composites])
-    return Batch(
-        views,
-        original.permute(0, 1, 3, 4, 2).reshape(-1, size, size, 3).permute(0, 3, 1, 2),
-        composites,
-        tensors["composition"],
-        tensors["label"],
-        tensors["index"],
-    )
+    original = original.permute(0, 1, 3, 4, 2).reshape(-1, size, size, 3).permute(0, 3, 1, 2)
+    return Batch(views, original, composites, tensors["composition"], tensors["label"], tensors["index"])
 
 
 def usable_device(device: torch.device | str) -> torch.device:

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import wait
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from loaders.pipeline.threads import DaemonPool
@@ -27,9 +28,9 @@ _log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
 
+@dataclass
 class _Raised:
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
+    error: BaseException
 
 
 _END = object()

@@ -7,31 +7,17 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from contextlib import suppress
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class _Task:
-    future: Future[Any]
-    work: Callable[[], Any]
-
-    def __call__(self) -> None:
-        if not self.future.set_running_or_notify_cancel():
-            return
-        try:
-            result = self.work()
-        except BaseException as error:
-            self.future.set_exception(error)
-        else:
-            self.future.set_result(result)
+_Task = tuple[Future[Any], Callable[[], Any]]
 
 
 class DaemonPool(Executor):
-    """Like ``ThreadPoolExecutor``, with ``threads`` daemons. As a context, waits for them."""
+    """Executor like ``ThreadPoolExecutor``, with ``threads`` daemons."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
@@ -52,32 +38,29 @@ class DaemonPool(Executor):
         if self._closed:
             raise RuntimeError("cannot submit to a pool that is shut down")
         future: Future[Result] = Future()
-        self._tasks.put(_Task(future, lambda: fn(*args, **kwargs)))
+        self._tasks.put((future, partial(fn, *args, **kwargs)))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the threads after all tasks, or after the begun ones if ``cancel_futures``."""
         if not self._closed:
             self._closed = True
-            if cancel_futures:
-                self._cancel()
+            with suppress(queue.Empty):
+                while cancel_futures:
+                    self._tasks.get_nowait()[0].cancel()  # type: ignore[index]  # None comes after the last
             for _ in self._threads:
                 self._tasks.put(None)
         if wait:
             for thread in self._threads:
                 thread.join()
 
-    def _cancel(self) -> None:
-        while True:
-            try:
-                task = self._tasks.get_nowait()
-            except queue.Empty:
-                return
-            if task is not None:
-                task.future.cancel()
-
 
 def _work(tasks: "queue.SimpleQueue[_Task | None]") -> None:
     while (task := tasks.get()) is not None:
-        task()
-        del task  # keep no reference to its result while waiting for the next
+        future, work = task
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+        del task, future, work  # keep no reference to the result while waiting for the next

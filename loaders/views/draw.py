@@ -20,7 +20,10 @@ _FLIP_DRAW = 4 * _CROP_TRIES
 
 @jit
 def _random_resized_crop(seed, epoch, index, stream, height, width, low, high, box):  # type: ignore[no-untyped-def]
-    """Draw torchvision's RandomResizedCrop box: area share in [low, high), log-uniform aspect ratio in [3/4, 4/3)."""
+    """Draw torchvision's RandomResizedCrop box of an area share in [low, high).
+
+    Its aspect ratio is log-uniform in [3/4, 4/3).
+    """
     log_low, log_high = math.log(3.0 / 4.0), math.log(4.0 / 3.0)
     for attempt in range(_CROP_TRIES):
         number = 4 * attempt

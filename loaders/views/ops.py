@@ -17,7 +17,7 @@ END = 255
 
 
 class Op(IntEnum):
-    """Operation codes. The 14 basic ones come first, in the order of composition vectors."""
+    """Operation codes; the 14 basic ones first, in the order of composition vectors."""
 
     AUTO_CONTRAST = 0
     BRIGHTNESS = 1
@@ -64,36 +64,18 @@ ORDERS: dict[Order, tuple[Op, ...]] = {
 # (low, high, integer, random sign) of each op. FixMatch's ranges, on which the authors' code builds; ops that take no
 # magnitude are absent. Integers include both ends.
 UNIFORM: dict[Op, tuple[float, float, bool, bool]] = {
-    Op.BRIGHTNESS: (0.05, 0.95, False, False),
-    Op.COLOR: (0.05, 0.95, False, False),
-    Op.CONTRAST: (0.05, 0.95, False, False),
-    Op.POSTERIZE: (4, 8, True, False),
+    **dict.fromkeys((Op.BRIGHTNESS, Op.COLOR, Op.CONTRAST, Op.SHARPNESS), (0.05, 0.95, False, False)),
+    **dict.fromkeys((Op.SHEAR_X, Op.SHEAR_Y, Op.TRANSLATE_X, Op.TRANSLATE_Y), (0.0, 0.3, False, True)),
     Op.ROTATE: (0.0, 30.0, False, True),
-    Op.SHARPNESS: (0.05, 0.95, False, False),
-    Op.SHEAR_X: (0.0, 0.3, False, True),
-    Op.SHEAR_Y: (0.0, 0.3, False, True),
+    Op.POSTERIZE: (4, 8, True, False),
     Op.SOLARIZE: (0, 256, True, False),
-    Op.TRANSLATE_X: (0.0, 0.3, False, True),
-    Op.TRANSLATE_Y: (0.0, 0.3, False, True),
 }
 
 # The authors' fixed level 10: the weakest setting of the colour ops, the strongest of the geometric ones; Posterize
 # keeps all 8 bits and Solarize inverts the whole image.
 RELEASED: dict[Op, tuple[float, float, bool, bool]] = {
-    op: (value, value, integer, sign)
-    for op, (value, integer, sign) in {
-        Op.BRIGHTNESS: (0.95, False, False),
-        Op.COLOR: (0.95, False, False),
-        Op.CONTRAST: (0.95, False, False),
-        Op.POSTERIZE: (8.0, True, False),
-        Op.ROTATE: (30.0, False, True),
-        Op.SHARPNESS: (0.95, False, False),
-        Op.SHEAR_X: (0.3, False, True),
-        Op.SHEAR_Y: (0.3, False, True),
-        Op.SOLARIZE: (0.0, True, False),
-        Op.TRANSLATE_X: (0.3, False, True),
-        Op.TRANSLATE_Y: (0.3, False, True),
-    }.items()
+    op: (low, low, integer, sign) if op == Op.SOLARIZE else (high, high, integer, sign)
+    for op, (low, high, integer, sign) in UNIFORM.items()
 }
 
 RANGES: dict[Magnitudes, dict[Op, tuple[float, float, bool, bool]]] = {"uniform": UNIFORM, "released": RELEASED}

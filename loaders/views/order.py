@@ -1,4 +1,4 @@
-"""Sample order: a pure function of (seed, epoch), cut into batches and rank slices.
+"""Sample order: a pure function of (seed, epoch), cut into batches and ranks.
 
 The order does not depend on the number of ranks: rank r of R takes the r-th part of each *global* batch. So a run may
 stop on four GPUs and go on with two and sees the same samples. A loader's position is two integers, epoch and step.
@@ -35,16 +35,9 @@ class BatchOrder:
     """
 
     def __init__(
-        self,
-        length: int,
-        batch_size: int,
-        *,
-        seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-        shuffle: bool = True,
-        drop_last: bool = True,
-    ) -> None:
+        self, length: int, batch_size: int, *, seed: int = 0, rank: int = 0, world_size: int = 1,
+        shuffle: bool = True, drop_last: bool = True,
+    ) -> None:  # fmt: skip
         if batch_size < 1 or batch_size % world_size:
             raise UserError(f"--batch-size {batch_size} must be a positive multiple of the {world_size} ranks")
         if length < 1 or (drop_last and length < batch_size):
@@ -56,13 +49,13 @@ class BatchOrder:
 
     @property
     def steps(self) -> int:
-        """Steps in an epoch, the same on every rank."""
+        """Return the steps in an epoch, the same on every rank."""
         full, tail = divmod(self.length, self.batch_size)
         return full if self.drop_last else full + bool(tail)
 
     @property
     def local_batch_size(self) -> int:
-        """The largest number of samples in one of this rank's batches."""
+        """Return the largest number of samples in one of this rank's batches."""
         return self.batch_size // self.world_size
 
     def global_batch(self, epoch: int, step: int) -> npt.NDArray[np.int64]:
@@ -79,7 +72,7 @@ class BatchOrder:
         return np.full(len(self.indices(epoch, step)), epoch, np.int64)
 
     def stand_ins(self, epoch: int, step: int, place: int) -> Iterator[tuple[int, int]]:
-        """Yield (sample, pass) of those that may replace an unusable one, at ``place`` of :meth:`indices`.
+        """Yield (sample, pass) of those that may replace the one at ``place``.
 
         The first is at the same place of the next global batch, then come those behind it, and after the epoch's end
         those at its start. They are the same on any number of ranks.
@@ -102,7 +95,7 @@ class BatchOrder:
 
 
 class CyclicOrder(BatchOrder):
-    """Pass after pass over a small data set, in another order's epochs of ``steps`` steps.
+    """Pass after pass over a small data set, in epochs of another's ``steps``.
 
     The labelled images of the MMNN are fewer than a step or an epoch needs; here a batch may span several passes, and
     a sample's views are drawn anew in each.
@@ -116,7 +109,6 @@ class CyclicOrder(BatchOrder):
 
     @property
     def steps(self) -> int:
-        """Steps in an epoch: those of the order that this one keeps pace with."""
         return self._steps
 
     def global_batch(self, epoch: int, step: int) -> npt.NDArray[np.int64]:

@@ -17,7 +17,7 @@ _WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
 
 @jit
 def philox4x32(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
-    """Run ten rounds over the counter (c0..c3) with the key (k0, k1): four uint32 values in uint64."""
+    """Encrypt the counter (c0..c3) by the key (k0, k1): four uint32 in uint64."""
     c0, c1, c2, c3 = np.uint64(c0), np.uint64(c1), np.uint64(c2), np.uint64(c3)
     k0, k1 = np.uint64(k0), np.uint64(k1)
     for _ in range(10):
@@ -43,7 +43,7 @@ def integer(seed, epoch, index, stream, number, bound):  # type: ignore[no-untyp
 
 @jit
 def sort_keys(seed, epoch, count, stream):  # type: ignore[no-untyped-def]
-    """Draw uint64 (count,) independent keys, one for each index: sorting by them shuffles."""
+    """Draw uint64 (count,) keys, one for each index: sorting by them shuffles."""
     keys = np.empty(count, np.uint64)
     key = np.uint64(seed)
     for index in range(count):

@@ -1,4 +1,4 @@
-"""View plan: everything random about a batch, a pure function of (seed, epoch, index).
+"""View plan: all that is random about a batch, by (seed, epoch, index) alone.
 
 A view is a crop plus a program. ``draw`` gives, for every sample, the crop boxes and flips, and for every view the list
 of (op code, magnitude) to run on its crop, together with the composition vectors. Loaders and executors draw nothing
@@ -30,7 +30,7 @@ Filter = Literal["bilinear", "bicubic"]
 
 @dataclass(frozen=True)
 class Augmentation:
-    """How a contrastive view is made; the defaults are MoCo v2's. The order of the four jitter ops is random."""
+    """Settings of a contrastive view, by default MoCo v2's; jitter is in random order."""
 
     crop_scale: tuple[float, float] = (0.2, 1.0)
     brightness: float = 0.4
@@ -52,7 +52,7 @@ class Augmentation:
 
 @dataclass(frozen=True)
 class ViewLayout:
-    """How many views of each kind a sample has, in this order, and which crop each of the T views starts from."""
+    """Counts of a sample's views by kind, in this order, and the crop of each view."""
 
     contrastive: int
     originals: int
@@ -61,18 +61,18 @@ class ViewLayout:
 
     @property
     def crops(self) -> int:
-        """C, the number of crops of a sample."""
+        """Return C, the number of crops of a sample."""
         return max(self.crop_of_view) + 1
 
     @property
     def views(self) -> int:
-        """T, the number of views of a sample."""
+        """Return T, the number of views of a sample."""
         return len(self.crop_of_view)
 
 
 @dataclass(frozen=True)
 class PlannedBatch:
-    """What to make of B samples; C crops, T views, programs padded with ``END`` to P ops. Arrays are C-contiguous."""
+    """Plan of B samples: C crops, T views, programs padded with ``END`` to P ops."""
 
     index: npt.NDArray[np.int64]  # (B,)
     boxes: npt.NDArray[np.int32]  # (B, C, 4) top, left, height, width in pixels of the upright image
@@ -84,8 +84,10 @@ class PlannedBatch:
 
 @dataclass(frozen=True)
 class ViewPlan:
-    """Draws the views of a data set. ``lengths`` are the composite lengths; empty makes none. ``filter``: how loaders
-    resize crops, always antialiased; training is bilinear."""
+    """Recipe of a data set's views, which it draws.
+
+    ``lengths`` of composites may be empty. ``filter``: how loaders resize crops, antialiased; training is bilinear.
+    """
 
     size: int = 224
     seed: int = 0
@@ -124,7 +126,7 @@ class ViewPlan:
 
     @property
     def program_length(self) -> int:
-        """P, the longest program that the plan can draw (at least 1)."""
+        """Return P, the length of the longest program that the plan can draw."""
         longest = max(self.lengths, default=0)
         if self.original == "weak":
             return AUGMENTATION_LENGTH + longest
@@ -133,7 +135,7 @@ class ViewPlan:
     def draw(
         self, epoch: int | npt.NDArray[np.int64], index: npt.NDArray[np.int64], sizes: npt.NDArray[np.int32]
     ) -> PlannedBatch:
-        """Plan the samples ``index`` (B,) of upright ``sizes`` (B, 2) = (height, width) for ``epoch``, one or (B,)."""
+        """Plan samples ``index`` (B,) of ``sizes`` (B, 2) for ``epoch``, one or (B,)."""
         batch, layout = len(index), self.layout
         epochs = np.ascontiguousarray(np.broadcast_to(np.asarray(epoch, np.int64), batch))
         boxes = np.empty((batch, layout.crops, 4), np.int32)
@@ -153,7 +155,7 @@ class ViewPlan:
 
     @cached_property
     def _tables(self) -> tuple[npt.NDArray[Any], ...]:
-        """Build crop rows (C, 4), view rows (T, 10), lengths, pool codes, ranges (14, 4), places in order (14,)."""
+        """Build crop rows (C, 4), view rows (T, 10), lengths, pool, ranges, places."""
         layout, row_length = self.layout, len(self.weak.row())
         crop_rows = [[*a.crop_scale, a.flip_prob, 0.0] for a in self.contrastive]
         view_rows = [a.row() for a in self.contrastive]
@@ -166,13 +168,8 @@ class ViewPlan:
             crop_rows += [[0.0, 0.0, 0.0, 1.0] if self.original == "center" else shared] * layout.originals
             view_rows += [[0.0] * row_length] * (layout.originals + layout.composites)
         ranges = [ops.RANGES[self.magnitudes].get(op, (0.0, 0.0, False, False)) for op in ops.BASIC]
-        return (
-            np.array(crop_rows, np.float64).reshape(-1, 4),
-            np.array(view_rows, np.float64).reshape(-1, row_length),
-            np.array(self.lengths, np.int64),
-            np.array([int(op) for op in ops.POOLS[self.pool]], np.uint8),
-            np.array(ranges, np.float64),
-            np.argsort(np.array(ops.ORDERS[self.order], np.int64))
-            if ops.ORDERS[self.order]
-            else np.zeros(len(ops.BASIC), np.int64),
-        )
+        pool, order = np.array(ops.POOLS[self.pool], np.uint8), np.array(ops.ORDERS[self.order], np.int64)
+        places = np.argsort(order) if len(order) else np.zeros(len(ops.BASIC), np.int64)
+        crops, views = np.array(crop_rows, np.float64), np.array(view_rows, np.float64)
+        lengths = np.array(self.lengths, np.int64)
+        return crops.reshape(-1, 4), views.reshape(-1, row_length), lengths, pool, np.array(ranges), places

@@ -18,16 +18,14 @@ def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
 
 
-def test_caches_of_a_user_without_a_home_go_to_a_private_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_caches_without_a_home_are_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder = user_cache()
     assert folder == tmp_path / f"cocor-{os.getuid()}" / "cache"  # and not in a folder that is called ~
     assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
 
 
-def test_without_even_a_temporary_folder_there_is_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_temporary_folder_means_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     with pytest.raises(OSError, match="Not a directory"):
         user_cache().mkdir(parents=True)

@@ -19,7 +19,7 @@ def test_asking_leaves_nothing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["old.json"] and (tmp_path / "old.json").read_text() == "old"  # noqa: PTH208
 
 
-def test_what_cannot_be_written_is_named_with_its_flag(tmp_path: Path) -> None:
+def test_unwritable_places_are_named_with_the_flag(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(UserError, match=f"--output {file}/run: {file} is no folder; choose another --output"):
@@ -32,7 +32,7 @@ def test_what_cannot_be_written_is_named_with_its_flag(tmp_path: Path) -> None:
         check_folder("--output", tmp_path / ("x" * 300))
 
 
-def test_a_file_larger_than_allowed_is_not_taken_for_a_full_disk(tmp_path: Path) -> None:
+def test_the_limit_of_a_files_size_is_named(tmp_path: Path) -> None:
     with limited(resource.RLIMIT_FSIZE, 1024):
         with pytest.raises(UserError, match=r"File too large; raise the limit of a file's size \(ulimit -f\)$"):
             check_file("--json", tmp_path / "out.json")

@@ -1,28 +1,44 @@
 """What tests of loaders share: opening some and closing all of them, and comparing their batches."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 
 from loaders.batch import IMAGENET_STD, Batch, Loader
-from loaders.datasets.dataset import ImageDataset
+from loaders.datasets.dataset import ImageDataset, OnError
+from loaders.open import open_loader
 from loaders.views.order import BatchOrder
 from loaders.views.plan import ViewPlan
 
+OpenLoader = Callable[..., Loader]
 FIELDS = ("views", "original", "composites", "composition", "label", "index")
 
 
-def opening(loaders: Mapping[str, Any], dataset: ImageDataset, plan: ViewPlan) -> Iterator[Callable[..., Loader]]:
-    """For a fixture: opens a loader by name, in this process and with few threads; closes all of them at the end."""
+NAMES: list[Any] = ["torch", "dali", pytest.param("ffcv", marks=pytest.mark.ffcv)]
+
+
+def opening(
+    folder: ImageDataset, stored: ImageDataset, plan: ViewPlan, on_error: OnError = "stop"
+) -> Iterator[OpenLoader]:
+    """For a fixture: opens a loader by name, in this process and with few threads; closes all of them at the end.
+
+    Without ``images`` it shows ``folder``, or ``stored`` where it reads nothing else."""
     opened: list[Loader] = []
 
-    def open_one(name: str, images: ImageDataset | None = None, plan: ViewPlan = plan, **order: object) -> Loader:
-        images = images or dataset
-        options: dict = {"batch_size": 8, "seed": plan.seed} | order
-        workers = 0 if name == "torch" else 2
-        opened.append(loaders[name](images, plan, order=BatchOrder(len(images), **options), workers=workers))
+    def open_one(name: Any, images: ImageDataset | None = None, on_error: OnError = on_error, **options: Any) -> Loader:
+        if name == "ffcv":
+            pytest.importorskip("ffcv", reason="needs the ffcv extra", exc_type=ImportError)
+        images = images or (stored if name == "ffcv" else folder)
+        views = options.pop("plan", plan)
+        kept = {key: options.pop(key) for key in ("device", "dtype", "workers") if key in options}
+        order = options.pop("order", None) or BatchOrder(
+            len(images), **({"batch_size": 8, "seed": views.seed} | options)
+        )
+        kept = {"workers": 0 if name == "torch" else 2, "on_error": on_error} | kept
+        opened.append(open_loader(name, images, views, order, **kept))
         return opened[-1]
 
     yield open_one

@@ -56,9 +56,7 @@ def test_classes_are_no_splits(corner_folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("unlabelled_images", [0, 1])
-def test_all_labels_guide_the_mmnn_by_images_other_than_those_of_the_step(
-    photo_folder: Path, unlabelled_images: int
-) -> None:
+def test_labelled_batches_are_drawn_apart(photo_folder: Path, unlabelled_images: int) -> None:
     """Over one set the two loaders draw apart: what lowers the loss of the images just trained on proves nothing."""
     config = Config(
         data=photo_folder, loader="torch", image_size=8, batch_size=8, labelled_batch_size=8, label_fraction=1.0
@@ -75,7 +73,7 @@ def test_all_labels_guide_the_mmnn_by_images_other_than_those_of_the_step(
     assert 16 < sum(common) < 48  # 32 +- 4 by chance, 96 if they were the same
 
 
-def test_a_composite_is_the_original_of_its_batch_after_what_its_vector_counts(photo_folder: Path) -> None:
+def test_composites_are_their_originals_plus_ops(photo_folder: Path) -> None:
     config = Config(data=photo_folder, loader="torch", image_size=32, batch_size=8, mmnn="constants")
     data = open_data(config)
     with closing(training_loader(config, data, WORLD, torch.float32)) as loader:  # type: ignore[type-var]

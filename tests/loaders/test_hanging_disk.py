@@ -88,9 +88,7 @@ with closing(loader) if closes else nullcontext():
         pytest.param("ffcv", 2, "closes", marks=pytest.mark.ffcv),
     ],
 )
-def test_an_error_ends_a_process_on_a_hanging_disk(
-    request: pytest.FixtureRequest, name: str, workers: int, end: str
-) -> None:
+def test_an_error_ends_it_on_a_hanging_disk(request: pytest.FixtureRequest, name: str, workers: int, end: str) -> None:
     if name == "ffcv":
         pytest.importorskip("ffcv", reason="needs the ffcv extra", exc_type=ImportError)
     data = request.getfixturevalue("photo_beton" if name == "ffcv" else "photo_copy")
@@ -172,25 +170,9 @@ class TestBackgroundWork:
         next(thread for thread in threading.enumerate() if thread.name == "cocor-end_0").join(10)
         assert ended == ["cocor-end_0"]
 
-    def test_in_consumer_ends_without_a_thread(self) -> None:
-        ended: list[str] = []
-        gate = threading.Event()
-        gate.set()
-        items = InConsumer(self.source(gate, ended), prepare=lambda: pytest.fail("a thread was prepared"))
+        items, ended[:] = InConsumer(self.source(gate, ended), prepare=lambda: pytest.fail("a thread was prepared")), []
         assert list(items) == [1, 2] and ended == ["MainThread"]
         items.close()
-
-    def test_an_error_at_the_end_is_raised(self) -> None:
-        def source() -> Generator[int, None, None]:
-            try:
-                yield 1
-            finally:
-                raise ArithmeticError
-
-        items = InConsumer(source(), prepare=lambda: None)
-        next(items)
-        with pytest.raises(ArithmeticError):
-            items.close()
 
     def test_a_pool_returns_results_and_errors(self) -> None:
         with DaemonPool(3, "pool") as pool:

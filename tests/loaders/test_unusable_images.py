@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,21 +15,21 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
+from helpers.loading import OpenLoader, opening
 from helpers.runs import flags
 from PIL import Image, ImageOps
 
 import loaders.dali.inputs
 from cocor.train import main
-from loaders.batch import Batch, Loader
+from loaders.batch import Batch
 from loaders.datasets.dataset import ImageDataset, open_folder
 from loaders.datasets.stored import StoredDataset, open_stored
 from loaders.errors import UserError
-from loaders.open import LoaderName, open_loader
-from loaders.views.order import BatchOrder, CyclicOrder
+from loaders.views.order import CyclicOrder
 from loaders.views.plan import Filter, ViewPlan
 
 PLAN = ViewPlan(size=32, seed=3)
-NAMES: list[LoaderName] = ["torch", "dali"]
+NAMES = ("torch", "dali")
 FORMS = [("torch", "folder"), ("dali", "folder"), ("torch", "beton"), ("dali", "beton")]
 if find_spec("ffcv"):
     FORMS.append(("ffcv", "beton"))
@@ -37,18 +37,14 @@ VICTIM = 14  # of the photographs: coffee/2.jpg
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Loader]]:
-    opened: list[Loader] = []
+def images(photo_copy: Path) -> ImageDataset:
+    """The photographs, opened before a test changes them."""
+    return open_folder(photo_copy, quiet=True)
 
-    def open_one(name: LoaderName, images: ImageDataset, on_error: str = "skip", **options: object) -> Loader:
-        order = options.pop("order", None) or BatchOrder(len(images), **({"batch_size": 8, "seed": 3} | options))
-        workers = 0 if name == "torch" else 2
-        opened.append(open_loader(name, images, PLAN, order, workers=workers, on_error=on_error))
-        return opened[-1]
 
-    yield open_one
-    for loader in opened:
-        loader.close()
+@pytest.fixture
+def make(images: ImageDataset) -> Iterator[OpenLoader]:
+    yield from opening(images, images, PLAN, "skip")
 
 
 def samples(batches: list[Batch]) -> dict[int, list[torch.Tensor]]:
@@ -109,15 +105,10 @@ def beton_copy(photo_beton: Path, tmp_path: Path) -> Path:
 
 class TestSkip:
     @pytest.mark.parametrize(("name", "form"), FORMS)
-    def test_another_sample_takes_the_place_with_all_that_is_its_own(
-        self,
-        make: Callable[..., Loader],
-        photo_copy: Path,
-        beton_copy: Path,
-        name: LoaderName,
-        form: str,
+    def test_another_sample_takes_the_place(
+        self, make: OpenLoader, photo_copy: Path, beton_copy: Path, name: str, form: str,
         caplog: pytest.LogCaptureFixture,
-    ) -> None:
+    ) -> None:  # fmt: skip
         images = opened(form, photo_copy, beton_copy)
         whole = list(make(name, images).epoch(0))
         expected = samples(whole)
@@ -141,19 +132,18 @@ class TestSkip:
     @pytest.mark.parametrize("name", NAMES)
     @pytest.mark.parametrize("kind", ["gone", "half", "rubbish", "empty", "folder", "pipe"])
     def test_whatever_has_become_of_the_file(
-        self, make: Callable[..., Loader], photo_copy: Path, name: LoaderName, kind: str
+        self, make: OpenLoader, images: ImageDataset, photo_copy: Path, name: str, kind: str
     ) -> None:
-        images = open_folder(photo_copy, quiet=True)
         spoil(photo_copy / "coffee" / "2.jpg", kind)
         batches = list(make(name, images).epoch(0))
         assert [len(batch.index) for batch in batches] == [8, 8, 8] and VICTIM not in seen(batches)
 
     @pytest.mark.parametrize("name", NAMES)
     @pytest.mark.parametrize("longer", [True, False], ids=["longer file", "as long"])
-    def test_an_image_of_another_size_is_not_cropped_as_if_it_were_the_old_one(
-        self, make: Callable[..., Loader], photo_copy: Path, name: LoaderName, longer: bool
+    def test_a_new_size_is_not_cropped_as_the_old(
+        self, make: OpenLoader, images: ImageDataset, photo_copy: Path, name: str, longer: bool
     ) -> None:
-        images, victim = open_folder(photo_copy, quiet=True), photo_copy / "coffee" / "2.jpg"
+        victim = photo_copy / "coffee" / "2.jpg"
         length = victim.stat().st_size
         Image.new("RGB", (50, 40)).save(victim)
         with victim.open("r+b") as file:
@@ -162,8 +152,8 @@ class TestSkip:
         with pytest.raises(UserError, match=r"coffee/2.jpg: has 50 x 40 pixels, and had \d+ x \d+ when"):
             list(make(name, images, on_error="stop").epoch(0))
 
-    def test_a_file_that_decoders_disagree_on_is_decoded_by_pillow(
-        self, make: Callable[..., Loader], photo_copy: Path, caplog: pytest.LogCaptureFixture
+    def test_pillow_decides_where_decoders_disagree(
+        self, make: OpenLoader, images: ImageDataset, photo_copy: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         """DALI refuses bytes between a JPEG's segments, which Pillow and libjpeg-turbo step over."""
         victim = photo_copy / "coffee" / "2.jpg"
@@ -180,24 +170,18 @@ class TestSkip:
         assert len(told) == 1 and "coffee/2.jpg" in told[0]
 
     @pytest.mark.parametrize("filter", get_args(Filter))
-    def test_dali_is_not_given_a_file_that_has_changed(
-        self, photo_copy: Path, filter: Filter, caplog: pytest.LogCaptureFixture
+    def test_dali_is_not_given_changed_files(
+        self, make: OpenLoader, images: ImageDataset, filter: Filter, caplog: pytest.LogCaptureFixture
     ) -> None:
         """It would crop a larger image as if it were the old one, where it resizes itself."""
-        images, plan = open_folder(photo_copy, quiet=True), replace(PLAN, filter=filter)
+        plan = replace(PLAN, filter=filter)
         for place, enlarged in ((VICTIM, 0), (3, 40)):
             path = Path(images.paths[place])
             with Image.open(path) as image:
                 other = ImageOps.invert(image.convert("RGB"))
             path.unlink()
             other.resize((other.width + enlarged, other.height + enlarged)).save(path, "JPEG", quality=60)
-        loaders = [
-            open_loader(name, images, plan, BatchOrder(24, 8, seed=3), workers=workers, on_error="skip")
-            for name, workers in (("dali", 2), ("torch", 0))
-        ]
-        shown, expected = (list(loader.epoch(0)) for loader in loaders)
-        for loader in loaders:
-            loader.close()
+        shown, expected = (list(make(name, images, plan=plan).epoch(0)) for name in ("dali", "torch"))
         assert indices(shown) == indices(expected) and 3 not in seen(shown)
         assert all(torch.equal(*pair) for pair in zip(samples(shown)[VICTIM], samples(expected)[VICTIM], strict=True))
         lines = [record.getMessage() for record in caplog.records if "changed since" in record.getMessage()]
@@ -205,9 +189,8 @@ class TestSkip:
 
     @pytest.mark.parametrize("name", NAMES)
     def test_files_that_vanish_in_mid_epoch(
-        self, make: Callable[..., Loader], photo_copy: Path, name: LoaderName
+        self, make: OpenLoader, images: ImageDataset, photo_copy: Path, name: str
     ) -> None:
-        images = open_folder(photo_copy, quiet=True)
         expected = samples(list(make(name, images, batch_size=2).epoch(1)))
         batches = []
         for step, batch in enumerate(make(name, images, batch_size=2).epoch(1)):
@@ -220,22 +203,17 @@ class TestSkip:
             assert all(torch.equal(a, b) for a, b in zip(parts, expected[index], strict=True))
 
     @pytest.mark.parametrize("world", [2, 4])
-    def test_the_stand_in_is_the_same_on_any_number_of_ranks(
-        self, make: Callable[..., Loader], photo_copy: Path, world: int
-    ) -> None:
-        alone = open_folder(photo_copy, quiet=True)
+    def test_stand_ins_are_the_same_on_any_ranks(self, make: OpenLoader, images: ImageDataset, world: int) -> None:
         for number in (0, 1, 2):
-            spoil(photo_copy / "coffee" / f"{number}.jpg", "gone")
-        expected = indices(list(make("torch", alone).epoch(0)))
-        ranks = [
-            indices(list(make("torch", alone.subset(range(24)), rank=rank, world_size=world).epoch(0)))
-            for rank in range(world)
-        ]
+            spoil(images.root / "coffee" / f"{number}.jpg", "gone")
+        expected = indices(list(make("torch").epoch(0)))
+        parts = [make("torch", images.subset(range(24)), rank=rank, world_size=world) for rank in range(world)]
+        ranks = [indices(list(part.epoch(0))) for part in parts]
         assert [[i for part in parts for i in part] for parts in zip(*ranks, strict=True)] == expected
 
     @pytest.mark.parametrize(("name", "form"), FORMS)
     def test_small_sets_and_batches_of_one(
-        self, make: Callable[..., Loader], photo_copy: Path, beton_copy: Path, name: LoaderName, form: str
+        self, make: OpenLoader, photo_copy: Path, beton_copy: Path, name: str, form: str
     ) -> None:
         images = opened(form, photo_copy, beton_copy)
         damage(images, VICTIM)
@@ -248,10 +226,9 @@ class TestSkip:
         assert last == [[1], [1], [2]]
 
     @pytest.mark.parametrize("name", NAMES)
-    def test_an_image_that_comes_back_is_used_in_the_next_epoch(
-        self, make: Callable[..., Loader], photo_copy: Path, name: LoaderName
+    def test_an_image_that_comes_back_is_used_again(
+        self, make: OpenLoader, images: ImageDataset, photo_copy: Path, name: str
     ) -> None:
-        images = open_folder(photo_copy, quiet=True)
         (photo_copy / "coffee").rename(photo_copy / "away")
         loader = make(name, images)
         assert not {12, 13, 14, 15, 16, 17} & set(seen(list(loader.epoch(0))))
@@ -259,26 +236,22 @@ class TestSkip:
         assert sorted(seen(list(loader.epoch(1)))) == list(range(24))
 
     @pytest.mark.parametrize("name", NAMES)
-    def test_a_disk_that_is_gone_ends_it(self, make: Callable[..., Loader], photo_copy: Path, name: LoaderName) -> None:
-        images = open_folder(photo_copy, quiet=True)
+    def test_a_disk_that_is_gone_ends_it(
+        self, make: OpenLoader, images: ImageDataset, photo_copy: Path, name: str
+    ) -> None:
         photo_copy.rename(photo_copy.with_name("elsewhere"))
         with pytest.raises(UserError, match=r"photos: .* cannot be used.*; is the disk with the data still there\?"):
             list(make(name, images).epoch(0))
 
-    def test_worker_processes_change_nothing(self, make: Callable[..., Loader], photo_copy: Path) -> None:
-        images = open_folder(photo_copy, quiet=True)
+    def test_worker_processes_change_nothing(self, make: OpenLoader, images: ImageDataset, photo_copy: Path) -> None:
         spoil(photo_copy / "coffee" / "2.jpg", "half")
         expected = list(make("torch", images).epoch(0))
-        order = BatchOrder(24, 8, seed=3)
-        loader = open_loader("torch", images.subset(range(24)), PLAN, order, workers=2, on_error="skip")
-        for left, right in zip(expected, loader.epoch(0), strict=True):
+        for left, right in zip(expected, make("torch", images.subset(range(24)), workers=2).epoch(0), strict=True):
             assert torch.equal(left.index, right.index) and torch.equal(left.views, right.views)
-        loader.close()
 
     def test_subsets_share_what_is_known(
-        self, make: Callable[..., Loader], photo_copy: Path, caplog: pytest.LogCaptureFixture
+        self, make: OpenLoader, images: ImageDataset, photo_copy: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        images = open_folder(photo_copy, quiet=True)
         spoil(photo_copy / "coffee" / "2.jpg", "half")
         list(make("torch", images).epoch(0))
         part = images.subset(range(12, 18))
@@ -288,7 +261,7 @@ class TestSkip:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_goes_on_or_stops_as_it_is_told(
-    photo_copy: Path, tmp_path: Path, name: LoaderName, capsys: pytest.CaptureFixture[str]
+    photo_copy: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An image that looks right from both ends, so that opening the data set does not find it."""
     victim = photo_copy / "coffee" / "5.png"
@@ -308,16 +281,11 @@ def test_a_run_goes_on_or_stops_as_it_is_told(
 
 class TestTooLarge:
     @pytest.mark.parametrize("form", ["folder", "beton"])
-    def test_huge_images_are_decoded_on_the_host_and_named_once(
-        self,
-        make: Callable[..., Loader],
-        photo_folder: Path,
-        photo_beton: Path,
-        form: str,
-        monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
-    ) -> None:
-        images = open_stored(photo_beton) if form == "beton" else open_folder(photo_folder, quiet=True)
+    def test_huge_images_are_decoded_on_the_host(
+        self, make: OpenLoader, photo_copy: Path, photo_beton: Path, form: str,
+        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    ) -> None:  # fmt: skip
+        images = opened(form, photo_copy, photo_beton)
         pixels = images.sizes.prod(axis=1)
         limit = int(np.sort(pixels)[-4])
         monkeypatch.setattr(loaders.dali.inputs, "HOST_PIXELS", limit)
@@ -375,7 +343,7 @@ except UserError as mistake:
 
 
 @pytest.mark.parametrize(("device", "count"), [("cpu", 60), pytest.param("cuda", 600, marks=pytest.mark.gpu)])
-def test_a_file_that_breaks_within_a_large_batch_does_not_crash_dali(tmp_path: Path, device: str, count: int) -> None:
+def test_files_that_break_do_not_crash_dali(tmp_path: Path, device: str, count: int) -> None:
     """In a process of its own, which a crash would end."""
     for number in range(count):
         Image.effect_noise((97, 61), 60).convert("RGB").save(tmp_path / f"{number:03}.jpg")
@@ -406,27 +374,18 @@ for content in broken * 2:
 
 @pytest.mark.gpu
 class TestOnGpu:
-    def test_dali_goes_on_with_another_sample(self, make: Callable[..., Loader], photo_copy: Path) -> None:
-        images = open_folder(photo_copy, quiet=True)
+    def test_dali_goes_on_with_another_sample(self, make: OpenLoader, images: ImageDataset, photo_copy: Path) -> None:
         spoil(photo_copy / "coffee" / "2.jpg", "rubbish")
         spoil(photo_copy / "rocket" / "1.jpg", "gone")
-        expected = list(make("torch", images).epoch(0))
-        order = BatchOrder(24, 8, seed=3)
-        loader = open_loader("dali", images, PLAN, order, device="cuda", workers=2, on_error="skip")
+        expected, loader = list(make("torch").epoch(0)), make("dali", device="cuda")
         for _ in range(2):
             shown = list(loader.epoch(0))
             assert indices(shown) == indices(expected)
             for left, right in zip(expected, shown, strict=True):
                 assert torch.equal(left.label, right.label.cpu())
                 assert float((left.original - right.original.cpu()).abs().mean()) < 0.05
-        loader.close()
 
-    def test_huge_images_are_pillows_to_the_bit(
-        self, make: Callable[..., Loader], photo_folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        images = open_folder(photo_folder, quiet=True)
+    def test_huge_images_are_pillows_to_the_bit(self, make: OpenLoader, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(loaders.dali.inputs, "HOST_PIXELS", 0)
-        loader = open_loader("dali", images, PLAN, BatchOrder(24, 8, seed=3), device="cuda", workers=2)
-        for left, right in zip(make("torch", images).epoch(0), loader.epoch(0), strict=True):
+        for left, right in zip(make("torch").epoch(0), make("dali", device="cuda").epoch(0), strict=True):
             assert torch.equal(left.original, right.original.cpu())
-        loader.close()

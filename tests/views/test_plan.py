@@ -27,20 +27,17 @@ def draw(plan: ViewPlan, count: int, epoch: int = 0, size: tuple[int, int] = SIZ
     [
         ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
         ((2**32 - 1,) * 4, (2**32 - 1,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-        (
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            (0xA4093822, 0x299F31D0),
-            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-        ),
+        ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
+         (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
     ],
-)
+)  # fmt: skip
 def test_philox_gives_the_published_known_answers(
     counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]
 ) -> None:
     assert tuple(int(word) for word in philox4x32(*counter, *key)) == expected
 
 
-def test_uniform_draws_fill_the_unit_interval_evenly() -> None:
+def test_uniform_draws_are_uniform() -> None:
     draws = np.array([uniform(3, 1, index, 7, 0) for index in range(20_000)])
     assert draws.min() >= 0 and draws.max() < 1
     counts, _ = np.histogram(draws, bins=20, range=(0, 1))
@@ -48,7 +45,7 @@ def test_uniform_draws_fill_the_unit_interval_evenly() -> None:
 
 
 @pytest.mark.parametrize("original", ["shared", "weak", "center", "none"])
-def test_a_sample_is_planned_alike_alone_in_any_batch_and_in_any_order(original: str) -> None:
+def test_a_sample_is_planned_alike_in_any_batch(original: str) -> None:
     lengths = (1, 2, 3) if original in ("shared", "weak") else ()
     plan = ViewPlan(original=original, lengths=lengths, originals=2)  # type: ignore[arg-type]
     rng = np.random.default_rng(0)
@@ -62,7 +59,7 @@ def test_a_sample_is_planned_alike_alone_in_any_batch_and_in_any_order(original:
         assert np.array_equal(together.composition[:, at], alone.composition[:, 0])
 
 
-def test_views_differ_between_epochs_seeds_samples_and_views() -> None:
+def test_views_differ_in_all_respects() -> None:
     first, second = draw(ViewPlan(), 64, epoch=0), draw(ViewPlan(), 64, epoch=1)
     other_seed = draw(ViewPlan(seed=1), 64)
     for a, b in ((first, second), (first, other_seed)):
@@ -70,15 +67,11 @@ def test_views_differ_between_epochs_seeds_samples_and_views() -> None:
         assert not np.array_equal(a.magnitudes, b.magnitudes)
     assert len(np.unique(first.boxes.reshape(-1, 4), axis=0)) > 0.95 * 64 * 3
     assert (first.boxes[:, 0] != first.boxes[:, 1]).any(axis=1).mean() > 0.95
-
-
-def test_half_of_the_crops_are_mirrored() -> None:
-    flips = draw(ViewPlan(), 10_000).flips
-    assert abs(flips.mean(axis=0) - 0.5).max() < 0.02
+    assert abs(draw(ViewPlan(), 10_000).flips.mean(axis=0) - 0.5).max() < 0.02
 
 
 @pytest.mark.parametrize("size", [(375, 500), (64, 64), (1200, 300)])
-def test_crop_boxes_lie_inside_the_image_with_the_promised_area_and_aspect(size: tuple[int, int]) -> None:
+def test_crop_boxes_are_as_promised(size: tuple[int, int]) -> None:
     boxes = draw(ViewPlan(), 5000, size=size).boxes.reshape(-1, 4).astype(float)
     top, left, height, width = boxes.T
     assert (top >= 0).all() and (left >= 0).all()
@@ -106,7 +99,7 @@ def sides(boxes: NDArray) -> list[NDArray]:
 
 
 @pytest.mark.parametrize("size", [(375, 500), (32, 32), (200, 900)])
-def test_crop_boxes_are_distributed_as_torchvisions(size: tuple[int, int]) -> None:
+def test_crop_boxes_follow_torchvisions(size: tuple[int, int]) -> None:
     torch.manual_seed(0)
     image = torch.empty(1, *size)
     expected = np.array([RandomResizedCrop.get_params(image, [0.2, 1.0], [3 / 4, 4 / 3]) for _ in range(4000)])
@@ -126,7 +119,7 @@ def test_extreme_image_shapes_still_get_a_box(size: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("pool", ["all", "color", "affine"])
 @pytest.mark.parametrize("lengths", [(1, 2, 3), (2,), (10, 5)])
-def test_the_composition_vector_is_the_histogram_of_the_composite_program(pool: str, lengths: tuple[int, ...]) -> None:
+def test_composition_is_the_programs_histogram(pool: str, lengths: tuple[int, ...]) -> None:
     planned = draw(ViewPlan(pool=pool, lengths=lengths), 300)
     allowed = {int(op) for op in ops.POOLS[pool]}
     for at, length in enumerate(lengths):
@@ -138,12 +131,7 @@ def test_the_composition_vector_is_the_histogram_of_the_composite_program(pool: 
             assert np.array_equal(np.bincount(program, minlength=14), planned.composition[at, sample])
 
 
-def test_composites_use_every_op_of_the_pool_equally_often() -> None:
-    counts = draw(ViewPlan(lengths=(1,)), 14_000).composition[0].sum(0)
-    assert abs(counts - 1000.0).max() < 5 * np.sqrt(1000)
-
-
-def test_released_composites_count_only_the_ops_drawn_on_top_of_the_augmentation() -> None:
+def test_released_composites_count_their_own_ops() -> None:
     planned = draw(ViewPlan(original="weak", originals=5), 200)
     assert planned.boxes.shape == (200, 2 + 5 + 3, 4)
     assert planned.codes.shape == (200, 10, 10)
@@ -153,7 +141,7 @@ def test_released_composites_count_only_the_ops_drawn_on_top_of_the_augmentation
 
 
 @pytest.mark.parametrize("magnitudes", ["uniform", "released"])
-def test_magnitudes_stay_in_range_reach_its_ends_and_take_both_signs(magnitudes: ops.Magnitudes) -> None:
+def test_magnitudes_fill_their_ranges(magnitudes: ops.Magnitudes) -> None:
     planned = draw(ViewPlan(lengths=(1,), magnitudes=magnitudes), 30_000)
     codes, values = planned.codes[:, 3, 0], planned.magnitudes[:, 3, 0]
     for op, (low, high, whole, signed) in ops.RANGES[magnitudes].items():
@@ -179,7 +167,7 @@ def test_contrastive_programs_follow_moco_v2() -> None:
     assert max(abs(share - 0.25) for share in shares) < 0.02  # every order of the four ops
 
 
-def test_strengths_are_drawn_evenly_over_the_ranges_of_moco_v2_and_fixmatch() -> None:
+def test_strengths_are_drawn_evenly() -> None:
     planned = draw(ViewPlan(), 10_000)
     factor, turn, share = (0.05, 0.95), (-30.0, 30.0), (-0.3, 0.3)
     jitter = dict.fromkeys((Op.BRIGHTNESS, Op.CONTRAST, Op.COLOR), (0.6, 1.4))
@@ -192,8 +180,10 @@ def test_strengths_are_drawn_evenly_over_the_ranges_of_moco_v2_and_fixmatch() ->
             assert not unlike(strengths[codes == op], ends), op
 
 
-def test_operations_of_a_composite_are_drawn_apart() -> None:
+def test_composites_ops_are_independent() -> None:
     """In one composite, in composites of other lengths, and in other epochs, whose first operation is shown."""
+    counts = draw(ViewPlan(lengths=(1,)), 14_000).composition[0].sum(0)
+    assert abs(counts - 1000.0).max() < 5 * np.sqrt(1000)  # every one equally often
     first, second = draw(ViewPlan(), 20_000), draw(ViewPlan(), 20_000, epoch=1)
     drawn = [first.codes[:, 3, 0], *first.codes[:, 4, :2].T, *first.codes[:, 5, :3].T, second.codes[:, 3, 0]]
     for one, other in combinations(drawn, 2):
@@ -201,14 +191,14 @@ def test_operations_of_a_composite_are_drawn_apart() -> None:
         assert stats.chi2_contingency(together).pvalue > 1e-4
 
 
-def test_each_contrastive_view_may_have_its_own_augmentation() -> None:
+def test_views_may_have_their_own_augmentation() -> None:
     plan = ViewPlan(contrastive=(Augmentation(blur_prob=1.0), Augmentation(blur_prob=0.0, solarize_prob=1.0)))
     codes = draw(plan, 100).codes
     assert (codes[:, 0] == Op.GAUSSIAN_BLUR).any(-1).all() and not (codes[:, 1] == Op.GAUSSIAN_BLUR).any()
     assert (codes[:, 1] == Op.SOLARIZE).any(-1).all()
 
 
-def test_the_evaluation_plan_is_the_central_crop_and_never_changes() -> None:
+def test_evaluation_plan_is_the_central_crop() -> None:
     plan = ViewPlan(contrastive=(), original="center", lengths=())
     planned = draw(plan, 4, size=(256, 320))
     assert np.array_equal(planned.boxes[0, 0], [16, 48, 224, 224]) and not planned.flips.any()
@@ -226,7 +216,7 @@ def test_impossible_plans_are_refused() -> None:
 @pytest.mark.parametrize(
     ("order", "first", "second"), [("fixed1", Op.ROTATE, Op.BRIGHTNESS), ("fixed2", Op.COLOR, Op.SHEAR_X)]
 )
-def test_a_fixed_order_sorts_what_a_random_one_draws(original: str, order: ops.Order, first: Op, second: Op) -> None:
+def test_fixed_orders_sort_what_random_ones_draw(original: str, order: ops.Order, first: Op, second: Op) -> None:
     options = {"original": original, "lengths": (1, 3, 10)}
     drawn, fixed = draw(ViewPlan(**options), 300), draw(ViewPlan(**options, order=order), 300)  # type: ignore[arg-type]
     assert np.array_equal(drawn.composition, fixed.composition) and np.array_equal(drawn.boxes, fixed.boxes)
@@ -234,13 +224,8 @@ def test_a_fixed_order_sorts_what_a_random_one_draws(original: str, order: ops.O
     assert sorted(place) == list(ops.BASIC) and place[first] < place[second]
     composites = slice(len(fixed.codes[0]) - 3, None)
     assert np.array_equal(drawn.codes[:, : composites.start], fixed.codes[:, : composites.start])
-    for drawn_row, row, drawn_by, by in zip(
-        *(
-            array[:, composites].reshape(900, -1)
-            for array in (drawn.codes, fixed.codes, drawn.magnitudes, fixed.magnitudes)
-        ),
-        strict=True,
-    ):
+    arrays = (drawn.codes, fixed.codes, drawn.magnitudes, fixed.magnitudes)
+    for drawn_row, row, drawn_by, by in zip(*(part[:, composites].reshape(900, -1) for part in arrays), strict=True):
         assert sorted(zip(drawn_row, drawn_by, strict=True)) == sorted(zip(row, by, strict=True))
     longest = fixed.codes[:, -1]
     tails = [row[row != END][-10:] for row in longest]

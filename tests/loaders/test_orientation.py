@@ -1,0 +1,135 @@
+"""Damaged EXIF: whatever an image's header says, all loaders turn it alike."""
+
+import struct
+import tempfile
+import zlib
+from importlib.util import find_spec
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.loading import grey_levels
+from helpers.prep_cases import corner_image, jpeg_bytes, png_bytes, write_all
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from loaders.datasets.dataset import ImageDataset, open_folder
+from loaders.datasets.decode import read_header
+from loaders.datasets.stored import open_stored
+from loaders.open import LoaderName, open_loader
+from loaders.prep.convert import convert
+from loaders.prep.encode import Settings
+from loaders.prep.sources import open_source
+from loaders.views.order import BatchOrder
+from loaders.views.plan import ViewPlan
+
+SIZES = ((64, 64), (96, 64))
+PREFIX = b"Exif\0\0"
+
+
+def tiff(entries: list[tuple[int, int, int, int]], order: str = "<") -> bytes:
+    """One directory of (tag, type, count, value in two bytes)."""
+    start = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(f"{order}IH", 8, len(entries))
+    return start + b"".join(struct.pack(f"{order}HHIHH", *entry, 0) for entry in entries) + bytes(4)
+
+
+def jpeg_with(*segments: bytes, size: tuple[int, int] = SIZES[0]) -> bytes:
+    data = jpeg_bytes(corner_image(size))
+    return data[:2] + b"".join(b"\xff\xe1" + struct.pack(">H", len(part) + 2) + part for part in segments) + data[2:]
+
+
+def png_with(exif: bytes, behind_pixels: bool) -> bytes:
+    data = png_bytes(corner_image(SIZES[0]))
+    chunk = struct.pack(">I", len(exif)) + b"eXIf" + exif + struct.pack(">I", zlib.crc32(b"eXIf" + exif))
+    at = data.index(b"IEND") - 4 if behind_pixels else data.index(b"IDAT") - 4
+    return data[:at] + chunk + data[at:]
+
+
+def shown(name: LoaderName, images: ImageDataset) -> torch.Tensor:
+    """The whole images, side by side."""
+    plan, order = (
+        ViewPlan(32, contrastive=(), original="center", lengths=()),
+        BatchOrder(len(images), len(images), shuffle=False),
+    )
+    loader = open_loader(name, images, plan, order, workers=0 if name == "torch" else 2)
+    (batch,) = loader.epoch(0)
+    loader.close()
+    return batch.original
+
+
+def assert_alike(files: list[bytes]) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        root = Path(place, "images")
+        write_all(root / "a", {f"{number:02}.img": content for number, content in enumerate(files)})
+        images = open_folder(root, quiet=True)
+        expected = shown("torch", images)
+        pictures = {"dali": shown("dali", images)}
+        convert(open_source(root), Path(place, "x.beton"), "beton", Settings(), workers=1)
+        stored = open_stored(Path(place, "x.beton"))
+        pictures |= {f"{name} from .beton": shown(name, stored) for name in ("torch", "dali")}  # type: ignore[arg-type]
+        if find_spec("ffcv"):
+            pictures["ffcv"] = shown("ffcv", stored)
+        for name, picture in pictures.items():
+            for number, content in enumerate(files):
+                assert grey_levels(expected[number], picture[number]) < 12, (name, content[:80])
+
+
+@pytest.mark.parametrize(
+    ("content", "plain"),
+    [
+        *((jpeg_with(PREFIX + tiff([(0x112, 3, 1, 6)], order)), True) for order in "<>"),
+        (jpeg_with(PREFIX + tiff([(0x112, 3, 1, 1), (0x100, 3, 1, 64)])), True),
+        (jpeg_with(PREFIX + tiff([(0x100, 3, 1, 64)])), True),
+        (jpeg_with(PREFIX + PREFIX + tiff([(0x112, 3, 1, 6)])), False),  # Pillow turns it, DALI does not
+        (jpeg_with(PREFIX + tiff([(0x112, 3, 0, 6)])), False),  # DALI turns it, Pillow does not
+        (jpeg_with(PREFIX + tiff([(0x112, 4, 1, 6)])), False),
+        (jpeg_with(PREFIX + tiff([(0x112, 3, 1, 6), (0x112, 3, 1, 3)])), False),
+        (jpeg_with(PREFIX + tiff([(0x112, 3, 1, 6), (0x10F, 2, 99, 9999)])), False),
+        (jpeg_with(PREFIX + tiff([(0x112, 3, 1, 9)])), False),
+        (jpeg_with(PREFIX + tiff([(0x112, 3, 1, 6)])[:20]), False),
+        (jpeg_with(PREFIX), False),
+        (png_bytes(corner_image()), True),
+        *((png_with(tiff([(0x112, 3, 1, 6)]), behind), False) for behind in (True, False)),
+    ],
+)  # fmt: skip
+def test_who_may_decode_it(content: bytes, plain: bool) -> None:
+    assert read_header(BytesIO(content)).plain == plain
+
+
+def test_known_cases_look_the_same_everywhere() -> None:
+    turned = tiff([(0x112, 3, 1, 6)])
+    segments = [
+        PREFIX + PREFIX + turned,
+        PREFIX + tiff([(0x112, 3, 0, 6)]),
+        PREFIX + turned,
+        b"Exif\0X" + turned,
+        turned,
+    ]
+    files = [jpeg_with(segment, size=size) for segment in segments for size in SIZES]
+    assert_alike([*files, png_with(turned, True), png_with(turned, False)])
+
+
+entry = st.tuples(
+    st.sampled_from([0x112, 0x112, 0x100, 0x10F, 0x8769]), st.integers(0, 13), st.integers(0, 3), st.integers(0, 9)
+)
+right = st.tuples(st.just(0x112), st.just(3), st.just(1), st.integers(1, 8))
+
+
+@st.composite
+def damaged_jpegs(draw: st.DrawFn) -> bytes:
+    data = tiff(draw(st.lists(entry | right, max_size=3)), draw(st.sampled_from("<>")))
+    for at, value in draw(st.lists(st.tuples(st.integers(0, len(data) - 1), st.integers(0, 255)), max_size=2)):
+        data = data[:at] + bytes([value]) + data[at + 1 :]
+    if draw(st.booleans()):
+        data = data[: draw(st.integers(0, len(data)))]
+    prefixes = st.sampled_from([PREFIX, PREFIX, PREFIX, PREFIX * 2, b"", b"Exif\0", b"Exif\0\1"])
+    segments = [draw(prefixes) + data for _ in range(draw(st.sampled_from([1, 1, 1, 2])))]
+    return jpeg_with(*segments, size=draw(st.sampled_from(SIZES)))
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
+@given(st.lists(damaged_jpegs(), min_size=16, max_size=16))
+def test_damaged_exif_looks_the_same_everywhere(files: list[bytes]) -> None:
+    assert_alike(files)
