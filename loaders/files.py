@@ -58,9 +58,9 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
-        _sync(temporary)
+        sync(temporary)
         temporary.replace(path)
-        _sync_rename(path.parent)
+        sync_rename(path.parent)
     except OSError as error:
         advice = remedy(error.errno, "free some space or choose another --output")
         raise UserError(f"cannot write {path.name} in {path.parent}: {error.strerror or error}; {advice}") from error
@@ -75,15 +75,17 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def _sync_rename(folder: Path) -> None:
+def sync_rename(folder: Path) -> None:
+    """Flush the names in ``folder`` to the disk."""
     try:
-        _sync(folder)
+        sync(folder)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):  # from some network file systems
             raise
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Flush a file or folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

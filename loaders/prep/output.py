@@ -5,7 +5,6 @@ that dies leaves at most such a hidden name. Loaders skip hidden names, and the 
 those that no living process has locked.
 """
 
-import errno
 import glob
 import os
 import shutil
@@ -17,8 +16,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from loaders.datasets.manifest import FOLDER_RECORD
-from loaders.errors import UserError
-from loaders.files import check_folder
+from loaders.errors import UserError, explain
+from loaders.files import check_folder, sync, sync_rename
 from loaders.text import printable
 
 
@@ -46,7 +45,8 @@ def staged(target: Path, *, folder: bool, force: bool = False) -> Iterator[Path]
             yield content
             _publish(content, target, force)
     except OSError as error:
-        raise _explain(error, target) from error
+        reason = explain(error) or error.strerror or error
+        raise UserError(f"{printable(target)}: {reason}; nothing was kept") from error
 
 
 @contextmanager
@@ -81,22 +81,14 @@ def _publish(content: Path, target: Path, force: bool) -> None:
     if content.is_dir():
         os.sync()  # thousands of fsyncs would take minutes
     else:
-        _sync(content)
+        sync(content)
     if os.path.lexists(target):
         if not force:  # made by somebody else in the meantime
             raise _exists(target)
         if content.is_dir() or not target.is_file():  # folders do not replace, nor are replaced, in one step
             target.rename(content.with_name("replaced"))
     content.replace(target)
-    _sync(target.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_rename(target.parent)
 
 
 def _exists(target: Path) -> UserError:
@@ -147,16 +139,3 @@ def refuse_overlap(output: Path, *sources: Path | None) -> None:
         links = [entry.resolve() for entry in source.iterdir() if entry.is_symlink()] if source.is_dir() else []
         if any(inner.is_relative_to(place) for place in (outer, *links)):
             raise UserError(f"{printable(output)}: the output lies inside its source; name another output")
-
-
-def _explain(error: OSError, target: Path) -> UserError:
-    """The one-line message for an error of the operating system while making ``target``."""
-    lacks = {
-        errno.ENOSPC: f"no space left on the disk of {printable(target.parent)}; nothing was kept",
-        errno.EFBIG: "larger than the allowed file size (see ulimit -f); nothing was kept",
-        errno.EMFILE: "too many open files; lower --workers, or raise the limit (ulimit -n 8192)",
-        errno.EAGAIN: "too many processes; lower --workers, or raise the limit (ulimit -u)",
-    }
-    lacks |= {errno.EDQUOT: lacks[errno.ENOSPC], errno.ENFILE: lacks[errno.EMFILE]}
-    where = f" ({printable(os.fsdecode(error.filename))})" if isinstance(error.filename, str | bytes) else ""
-    return UserError(f"{printable(target)}: {lacks.get(error.errno or 0) or f'{error.strerror or error}{where}'}")

@@ -95,7 +95,7 @@ def test_a_file_size_limit_ends_with_one_line_and_no_file(many_photos: Path, tmp
     done = subprocess.run(
         command(many_photos, tmp_path / "out.beton"), preexec_fn=limit, capture_output=True, timeout=SECONDS
     )
-    assert done.returncode == 2 and done.stderr.count(b"\n") == 1 and b"file size" in done.stderr
+    assert done.returncode == 2 and done.stderr.count(b"\n") == 1 and b"ulimit -f" in done.stderr
     assert not list(tmp_path.iterdir())
 
 
@@ -107,7 +107,7 @@ def test_a_full_disk_ends_with_one_line_and_an_empty_disk(name: str, many_photos
         pytest.skip("mounting is not allowed here")
     try:
         done = subprocess.run(command(many_photos, tmp_path / name), capture_output=True, timeout=SECONDS)
-        assert done.returncode == 2 and done.stderr.count(b"\n") == 1 and b"no space left" in done.stderr
+        assert done.returncode == 2 and done.stderr.count(b"\n") == 1 and b"No space left" in done.stderr
         assert not list(tmp_path.iterdir())
     finally:
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
