@@ -29,20 +29,15 @@ _huge: Semaphore | None = None  # in a worker
 
 
 def one_at_a_time(pixels: int) -> AbstractContextManager[object]:
-    """Return a context in which huge images are decoded in turn by all workers, so that memory stays bounded."""
+    """Return a context in which huge images take turns, so that memory stays bounded."""
     return nullcontext() if _huge is None or pixels <= _HUGE_PIXELS else _huge
 
 
 def in_order(
-    function: Callable[[Item], Result],
-    item: Callable[[int], Item],
-    count: int,
-    workers: int | None,
-    *,
-    name: Callable[[int], str],
-    doing: str,
-) -> Generator[Result, None, None]:
-    """Yield ``function(item(i))`` for every i below ``count``, in order, computed by worker processes.
+    function: Callable[[Item], Result], item: Callable[[int], Item], count: int, workers: int | None, *,
+    name: Callable[[int], str], doing: str,
+) -> Generator[Result, None, None]:  # fmt: skip
+    """Yield ``function(item(i))`` for every i below ``count``, in order.
 
     Args:
         function: importable: a top-level function or a partial of one. Its exceptions pass on to the caller.
@@ -103,7 +98,7 @@ def in_order(
 
 
 def _work(pipe: Connection, function: Callable[[Any], Any], huge: Semaphore) -> None:
-    """Answer tasks until the parent ends: with a list of results, or the exception that ended it."""
+    """Answer tasks with a list of results, or an exception, until the parent ends."""
     global _huge
     _huge = huge
     signal.signal(signal.SIGINT, signal.SIG_IGN)
