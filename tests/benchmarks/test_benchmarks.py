@@ -23,7 +23,7 @@ from helpers.manual_clock import wound_by_hand
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from benchmarks import images, scaling, throughput
+from benchmarks import common, images, scaling, throughput
 from benchmarks.common import command
 from benchmarks.images import make_photographs, open_images, store
 from benchmarks.loading import baselines, cpu_time, timing
@@ -89,7 +89,7 @@ def test_throughput_figures_agree(result: dict) -> None:
 def test_figures_are_written_everywhere_asked(
     photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(throughput, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(throughput, "measure", lambda loader, stage, *_: Absent(loader, stage, "not measured"))
     words = ["--quick", "--gpus", "0", "--loader", "synthetic", "--data", str(photo_folder)]
     monkeypatch.setattr(sys, "argv", ["throughput.py", *words, "--save", "--json", str(tmp_path / "own.json")])
