@@ -88,6 +88,7 @@ def test_unusable_images_are_not_chosen(prep: Prep, data: Path, tmp_path: Path) 
     assert names_in(tmp_path / "list") == write(data, tmp_path / "right", 1)
     error = prep.refused("labels", tmp_path / "data", "--output", tmp_path / "no", "--on-error", "stop")
     assert "e/bad.jpg: not an image" in error
+    assert "has no labels; give class" in prep.refused("labels", data / "a", "--output", tmp_path / "no")
 
 
 def test_names_with_line_breaks_can_be_listed(prep: Prep, tmp_path: Path) -> None:
@@ -101,11 +102,6 @@ def test_names_with_line_breaks_can_be_listed(prep: Prep, tmp_path: Path) -> Non
     write_all(tmp_path / "data" / "a", {r"two\nlines.jpg": TINY})
     error = prep.refused("labels", tmp_path / "data", "--fraction", 1, "--output", tmp_path / "no")
     assert r"a/two\nlines.jpg: no line of text can tell it from others" in error
-
-
-def test_data_without_labels_is_refused(prep: Prep, tmp_path: Path) -> None:
-    write_all(tmp_path / "flat", {"a.jpg": TINY})
-    assert "--labels" in prep.refused("labels", tmp_path / "flat", "--output", tmp_path / "list")
 
 
 FORMS = ["folder", "x.beton", "small", "back", "packed.tar"]

@@ -94,9 +94,6 @@ def test_scan_and_convert_share_one_limit(tmp_path: Path) -> None:
         found = finding(tmp_path / "a.png", png_bytes(Image.new("1", size)))
         for settings in (Settings(), Settings(shorter_side=1)):
             assert encode(FileBytes(str(tmp_path / "a.png")), settings) == found.reason != ""
-
-
-def test_the_limit_on_pixels_is_an_option(tmp_path: Path) -> None:
     assert "6,143" in finding(tmp_path / "a.jpg", jpeg_bytes(PLAIN), 96 * 64 - 1).reason
     assert finding(tmp_path / "a.jpg", jpeg_bytes(PLAIN), 96 * 64).status == "good"
     assert finding(tmp_path / "a.jpg", jpeg_bytes(PLAIN.convert("L"))).status == "good"  # grey JPEGs are plain
@@ -110,7 +107,8 @@ def test_huge_images_take_bounded_memory_and_no_torch(tmp_path: Path) -> None:
         "import resource, sys; from loaders.prep.cli import main;"
         "code = main(['scan', sys.argv[1], '--workers', '2']);"
         "heavy = {'torch', 'ffcv', 'nvidia.dali', 'numba', 'pyarrow'} & set(sys.modules);"
-        "print('peak', resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss); sys.exit(code or bool(heavy) and str(heavy))"
+        "print('peak', resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss);"
+        "sys.exit(code or bool(heavy) and str(heavy))"
     )
     call = [sys.executable, "-c", script, str(tmp_path / "source")]
     done = subprocess.run(call, capture_output=True, text=True, timeout=300)

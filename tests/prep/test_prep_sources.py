@@ -276,7 +276,7 @@ def test_parquet_shards_with_class_names(prep: Prep, tmp_path: Path) -> None:
     assert stored(prep, shards) == EXPECTED
 
 
-def test_parquet_faults_name_file_and_column(prep: Prep, tmp_path: Path) -> None:
+def test_parquet_faults_are_named(prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def complaint(*content: object) -> str:
         return prep.refused("convert", write_parquet(tmp_path / "x.parquet", *content), tmp_path / "x.beton")  # type: ignore[arg-type]
 
@@ -284,8 +284,10 @@ def test_parquet_faults_name_file_and_column(prep: Prep, tmp_path: Path) -> None
     assert "keep one class an image" in complaint([(image(0), [1, 2])])
     assert "no image bytes in this row" in complaint([(b"", 0), (image(1), 1)])
     (tmp_path / "d.parquet").write_bytes(b"PAR1 not really")
-    error = prep.refused("convert", tmp_path / "d.parquet", tmp_path / "x.beton")
-    assert "d.parquet: not a readable parquet file" in error
+    assert "d.parquet: not a readable parquet file" in prep.refused("scan", tmp_path / "d.parquet")
+    for name in ("pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert "pip install pyarrow" in prep.refused("scan", tmp_path / "x.parquet")
 
 
 @pytest.mark.parametrize("form", ["parquet", "webdataset"])
@@ -303,17 +305,9 @@ def test_images_without_a_class_are_reported(form: str, prep: Prep, tmp_path: Pa
     assert file.classes == ["5"] and sorted(file.labels.tolist()) == [-1, 0]
 
 
-def test_missing_pyarrow_is_named(prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "x.parquet").write_bytes(b"PAR1")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    assert "pip install pyarrow" in prep.refused("scan", tmp_path / "x.parquet")
-
-
 def test_names_that_would_collide_are_refused(prep: Prep, tmp_path: Path) -> None:
-    write_all(tmp_path / "source" / "c", {"a.png": png_bytes(corner_image()), "a.png.jpg": image(0)})
-    error = prep.refused("convert", tmp_path / "source", tmp_path / "x.beton")
-    assert "both be stored as c/a.png.jpg" in error
+    write_all(tmp_path / "set" / "c", {"a.png": png_bytes(corner_image()), "a.png.jpg": image(0)})
+    assert "both be stored as c/a.png.jpg" in prep.refused("convert", tmp_path / "set", tmp_path / "x.beton")
 
 
 @pytest.mark.parametrize("name", ["missing", "empty", "text.txt", "zero.beton"])
