@@ -1,1 +1,1 @@
-"""Benchmarks: throughput of the loaders, cost of a step, kernels, scaling, cocor-prep, probe, and studies of CoCor."""
+"""Benchmarks of loaders, kernels, steps, scaling, cocor-prep, probe and studies."""

@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: machine description, tables, JSON files and the entry point of a command."""
+"""Common parts of all benchmarks: machine, tables, JSON files, entry point."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def script(name: str, body: Callable[[], None]) -> NoReturn:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Describe processor, memory, GPU and versions. Initialises CUDA, but allocates no GPU memory."""
+    """Describe processor, memory, GPU and versions; allocates no GPU memory."""
     found: dict[str, Any] = {
         "cpu": _cpu_name(), "cores": available_cores(), "gpus": 0, "python": platform.python_version(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
@@ -48,11 +48,11 @@ def machine_line(machine: dict[str, Any]) -> str:
     return f"{gpus}; {machine['cores']} cores of {machine['cpu']}; {versions}"
 
 
-def device_slug(machine: dict[str, Any]) -> str:
-    """Name for files of results: the GPU's, else the number of cores."""
-    name = machine["gpu"] if machine["gpus"] else f"cpu {machine['cores']} cores"
+def results_file(benchmark: str, machine: dict[str, Any]) -> Path:
+    """Name the file of results, by the GPU, else by the number of cores."""
+    device = machine["gpu"] if machine["gpus"] else f"cpu {machine['cores']} cores"
     count = f"-x{machine['gpus']}" if machine["gpus"] > 1 else ""
-    return "-".join(name.lower().split()) + count
+    return RESULTS / f"{benchmark}-{'-'.join(device.lower().split())}{count}.json"
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -62,7 +62,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Column:
-    """Column of a table: title, width in characters (negative: flush left) and format of its values."""
+    """Column of a table: title, width (negative: flush left) and format of its values."""
 
     title: str
     width: int

@@ -1,4 +1,4 @@
-"""Images to read: a bounded choice from a folder, the same in a ``.beton`` file, or photographs made for the purpose.
+"""Images to read: from a folder, the same as a ``.beton`` file, or made up.
 
 A made-up image is a part of one of scikit-image's colour photographs, with the size, bytes and colour resolution of
 most of ImageNet's files.
@@ -32,8 +32,7 @@ PHOTOGRAPHS = (
 )
 
 _SIZE, _QUALITY = (500, 375), 97  # most of ImageNet's files have this size; about 110 kB
-_FOLDERS, _CLASSES = 8, 1000  # of made-up images; made-up labels
-_VERSION = 2  # of the made-up images, part of the folder's name
+_FOLDERS, _CLASSES, _VERSION = 8, 1000, 2  # of made-up images; made-up labels; part of the folder's name
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,16 +46,14 @@ class Images:
     file_sizes: np.ndarray | None
 
     def dataset(self) -> ImageDataset:
-        """Build the data set. Labels are made up: they do not affect time, and so any folder will do."""
+        """Build the data set, with made-up labels, so that any folder will do."""
         labels = np.arange(len(self.names), dtype=np.int64) % _CLASSES
         classes = [f"{i:04d}" for i in range(_CLASSES)]
-        return ImageDataset(
-            self.root, self.names, labels, classes, self.sizes, self.plain, file_sizes=self.file_sizes
-        )  # fmt: skip
+        return ImageDataset(self.root, self.names, labels, classes, self.sizes, self.plain, file_sizes=self.file_sizes)
 
 
 def open_images(folder: Path, most: int) -> Images:
-    """Open at most ``most`` images of ``folder``, evenly spaced, each read once so that it is in the page cache."""
+    """Open at most ``most`` images of ``folder``, evenly spaced, and read each once."""
     if is_beton(folder):
         raise UserError(f"{folder}: this benchmark starts from image files; give their folder")
     dataset = open_folder(folder, on_error="skip", quiet=True)
@@ -88,7 +85,7 @@ def line(description: dict[str, Any]) -> str:
 
 
 def store(images: Images) -> Path:
-    """Convert ``images`` to a ``.beton`` file in the cache folder, unless it is there, as ``cocor-prep`` does."""
+    """Convert ``images`` to a ``.beton`` file in the cache folder, unless it is there."""
     dataset = images.dataset()
     fingerprint = hashlib.sha256(dataset.digest.encode())  # a digest is of names and pixel sizes only: not enough here
     for status in (Path(path).stat() for path in dataset.paths):
@@ -105,7 +102,7 @@ def store(images: Images) -> Path:
 
 
 def make_photographs(count: int, folder: Path | None = None) -> Path:
-    """Make ``count`` JPEG files, the same each time; a complete folder is reused. UserError without scikit-image."""
+    """Make ``count`` JPEG files, the same each time, unless they are there."""
     target = folder or cache_folder() / f"photographs-{_VERSION}-{count}"
     if target.is_dir() and len(list(target.glob("*/*.jpg"))) == count:
         return target
@@ -125,7 +122,7 @@ def cache_folder() -> Path:
 
 
 def _write(work: Path, sources: list[Image.Image], number: int) -> None:
-    """Save a random part of a photograph, shrunk up to twofold or enlarged, perhaps mirrored."""
+    """Save a random part of a photograph, shrunk up to twofold or enlarged."""
     rng = np.random.default_rng(number)
     photograph, (width, height) = sources[rng.integers(len(sources))], _SIZE
     most = min(2.0, photograph.width / width, photograph.height / height)

@@ -1,4 +1,4 @@
-"""Time the views: by the CUDA kernel, in one launch a batch, or by the CPU executor against Pillow.
+"""Time the views: by the CUDA kernel, or by the CPU executor against Pillow.
 
     python benchmarks/kernel.py                      # 64 and 256 samples of 6 views at 224 pixels, bfloat16
     python benchmarks/kernel.py --per-op --json out.json
@@ -61,7 +61,6 @@ CPU_COLUMNS = {  # by the keys of ``measure``
 }  # fmt: skip
 TYPICAL = {Op.HUE: 0.08, Op.GAUSSIAN_BLUR: 1.05, Op.BRIGHTNESS: 0.8, Op.COLOR: 0.8, Op.CONTRAST: 0.8, Op.SHARPNESS: 0.5}
 
-
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # of an executor: crops, flips, codes, parameters, on the GPU
 
 
@@ -75,7 +74,7 @@ class Case:
 
 
 def smooth_crops(batch: int, crops: int, size: int, seed: int) -> Tensor:
-    """Draw images with roughly the spectrum of photographs, sums of octaves of noise: uint8 (B, C, S, S, 3)."""
+    """Draw images with about the spectrum of photographs: uint8 (B, C, S, S, 3)."""
     generator = torch.Generator("cuda").manual_seed(seed)
     images = torch.zeros(batch * crops, 3, size, size, device="cuda")
     side = 2
@@ -87,17 +86,14 @@ def smooth_crops(batch: int, crops: int, size: int, seed: int) -> Tensor:
     return images.permute(0, 2, 3, 1).reshape(batch, crops, size, size, 3).contiguous()
 
 
-def to_gpu(array: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).cuda()
-
-
 def make_case(name: str, layout: ViewLayout, size: int, programs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Case:
     """Make sets of inputs for ``programs``, codes and magnitudes (B, V, N) each."""
     case, rng = Case(name, layout, []), np.random.default_rng(0)
     for i, (codes, magnitudes) in enumerate(programs):
         crops = smooth_crops(len(codes), layout.crops, size, i)
-        flips, params = rng.integers(0, 2, crops.shape[:2]).astype(np.uint8), lower(codes, magnitudes, size)
-        case.inputs.append((crops, to_gpu(flips), to_gpu(codes), to_gpu(params)))
+        arrays = rng.integers(0, 2, crops.shape[:2]).astype(np.uint8), codes, lower(codes, magnitudes, size)
+        flips, operations, params = (torch.from_numpy(np.ascontiguousarray(array)).cuda() for array in arrays)
+        case.inputs.append((crops, flips, operations, params))
     return case
 
 
@@ -133,7 +129,7 @@ def event_times(run: Callable[[int], Any], repeats: int) -> list[float]:
 
 
 def time_case(case: Case, executor: CudaExecutor, repeats: int) -> dict[str, Any]:
-    """Measure median milliseconds of single launches and of graph replays, microseconds of the host, GB/s."""
+    """Measure median milliseconds of launches and replays, and GB/s."""
     out = executor(*case.inputs[0])
 
     def run(i: int) -> Any:
@@ -207,7 +203,7 @@ def make_work(samples: int, size: int, seed: int) -> Work:
 
 
 def run_pillow(work: Work, box_blur: bool) -> None:
-    """Make every view with Pillow and torchvision, or with Pillow's own blur, and discard it."""
+    """Make every view with Pillow and torchvision, and discard it."""
     exact = pillow.OPERATIONS[Op.GAUSSIAN_BLUR]
     if box_blur:
         pillow.OPERATIONS[Op.GAUSSIAN_BLUR] = lambda image, sigma: image.filter(ImageFilter.GaussianBlur(sigma))
@@ -220,7 +216,7 @@ def run_pillow(work: Work, box_blur: bool) -> None:
 
 
 def executor_run(work: Work) -> Callable[[], None]:
-    """Prepare the executor's side, lowering included. It writes into memory that is already allocated."""
+    """Prepare the executor's side, lowering included, to write into one array."""
     size, views = work.crops.shape[2], work.layout.views
     executor = CpuExecutor(work.layout, size, IMAGENET_MEAN, IMAGENET_STD)
     out = np.zeros((views, len(work.crops), size, size, 3), np.float32)
@@ -246,11 +242,8 @@ def measure(work: Work, repeats: int) -> dict[str, Any]:
             run()
             times[name].append((time.thread_time() - started) * 1000 / len(work.crops))
     found = {f"{name}_ms": statistics.median(measured) for name, measured in times.items()}
-    cocor = found["cocor_ms"]
-    return {
-        "views": work.layout.views, **found, "ratio": found["pillow_ms"] / cocor,
-        "box_ratio": found["box_blur_ms"] / cocor,
-    }  # fmt: skip
+    ratios = {"ratio": found["pillow_ms"] / found["cocor_ms"], "box_ratio": found["box_blur_ms"] / found["cocor_ms"]}
+    return {"views": work.layout.views, **found, **ratios}
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -275,9 +268,7 @@ def main() -> None:
     if options.cpu or not torch.cuda.is_available():
         torch.set_num_threads(1)
         rows = [measure(make_work(options.samples, options.size, seed=0), max(1, options.repeats // 20))]
-        print(
-            f"{options.samples} samples, {options.size} px; CPU time a sample", header(CPU_COLUMNS.values()), sep="\n"
-        )
+        print(f"{options.samples} samples, {options.size} px; CPU time a sample\n{header(CPU_COLUMNS.values())}")
         print(row(CPU_COLUMNS.values(), [rows[0][key] for key in CPU_COLUMNS]))
         rates = [f"{name} {1000 * rows[0]['views'] / rows[0][f'{name}_ms']:.0f}" for name in _SIDES]
         print(f"views a second and core: {', '.join(rates)} ({1000 / rows[0]['cocor_ms']:.0f} samples)")

@@ -1,4 +1,4 @@
-"""Compare ``cocor-prep convert`` with a Pillow loop in speed (rates), or the loaders' batches (agreement).
+"""Compare ``cocor-prep convert`` with Pillow (rates), or loaders (agreement).
 
     python benchmarks/prep.py rates --data FOLDER
     python benchmarks/prep.py agreement --data FOLDER
@@ -81,7 +81,7 @@ def measure_rates(options: argparse.Namespace) -> None:
 
 
 def race(source: Source, root: Path, side: int | None, repeats: int) -> None:
-    """Time the Pillow loop and conversions to both targets, with one worker and with all."""
+    """Time the Pillow loop and conversions to both targets, with one worker and all."""
     runs: dict[str, Callable[[], object]] = {"Pillow loop": partial(pillow_loop, source, root, side)}
     targets: list[tuple[Target, Path]] = [("beton", root / "x.beton"), ("folder", root / "x")]
     for workers in sorted({1, available_cores()}):
@@ -153,7 +153,7 @@ def measure_agreement(options: argparse.Namespace) -> None:
 
 
 def epoch(name: LoaderName, dataset: ImageDataset, plan: ViewPlan, order: BatchOrder) -> Iterator[Batch]:
-    """Load one epoch, on the CPU. A rank without a share of the last batch may get an empty one, which is left out."""
+    """Load one epoch on the CPU, without empty batches of ranks that have no share."""
     with closing(open_loader(name, dataset, plan, order, workers=0 if name == "torch" else 2)) as loader:
         yield from (batch for batch in loader.epoch(_EPOCH) if len(batch.index))
 

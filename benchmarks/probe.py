@@ -1,4 +1,4 @@
-"""Time the linear probe's solver, alone and against scikit-learn on the same features and objective.
+"""Time the linear probe's solver, alone and against scikit-learn's.
 
     python benchmarks/probe.py --images 50000 --dimensions 2048 --classes 100
 
@@ -30,7 +30,7 @@ _ITERATIONS = 5000  # at most, of either solver
 
 
 def draw(images: int, dimensions: int, classes: int, seed: int) -> Features:
-    """Draw non-negative, sparse, correlated features (N, D) that a linear probe tells apart fairly well."""
+    """Draw sparse, correlated features (N, D) that a linear probe tells apart."""
     shared = torch.Generator().manual_seed(0)
     centres = torch.randn(classes, dimensions, generator=shared)
     mixing = torch.randn(64, dimensions, generator=shared) / 8
@@ -42,7 +42,7 @@ def draw(images: int, dimensions: int, classes: int, seed: int) -> Features:
 
 
 def against_sklearn(data: Features, penalty: float, device: torch.device) -> dict[str, float]:
-    """Solve the same objective on ``data`` (three classes or more) here and by scikit-learn, from zero, in float64."""
+    """Solve one objective on ``data`` here and by scikit-learn, from zero, in float64."""
     from sklearn.linear_model import LogisticRegression
 
     values = data.values.double()

@@ -1,7 +1,7 @@
-"""Isolated processes: functions run in children of a fork server that has imported the heavy modules, nothing else.
+"""Isolated processes: functions run in children of a fork server.
 
-A process inherits neither CUDA nor threads. One that raises, crashes or hangs yields a text in place of a result, and
-none outlives the caller, as it would disturb what is measured next.
+It has imported the heavy modules and nothing else: no CUDA, no threads. A process that raises, crashes or hangs
+yields a text in place of a result, and none outlives the caller, as it would disturb what is measured next.
 """
 
 import multiprocessing
@@ -30,7 +30,7 @@ def alone(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def in_processes(jobs: list[Job], seconds: float) -> list[Any]:
-    """Run all jobs at once, each in a process of its own: their results, or a text that says why there is none."""
+    """Run all jobs at once, each in a process: results, or texts that say why not."""
     default = multiprocessing.get_start_method()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)

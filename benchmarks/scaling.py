@@ -1,4 +1,4 @@
-"""Time how training speed grows with the number of GPUs, and what real data costs it.
+"""Time how training speed grows with GPUs, and what real data costs it.
 
     python benchmarks/scaling.py --data imagenet/train                # 1, 2, 4, ... GPUs, as many as there are
     python benchmarks/scaling.py --gpus 1 2 --batch-sizes 64 --loaders synthetic dali --json out.json
@@ -23,17 +23,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
 from benchmarks import throughput
-from benchmarks.common import (
-    RESULTS,
-    Column,
-    describe_machine,
-    device_slug,
-    header,
-    machine_line,
-    row,
-    script,
-    write_json,
-)
+from benchmarks.common import Column, describe_machine, header, machine_line, results_file, row, script, write_json
 from benchmarks.images import describe, line, make_photographs, open_images
 from benchmarks.loading.cases import Absent, Measured, Settings, measure
 from benchmarks.processes import alone
@@ -60,7 +50,7 @@ def main() -> None:
     gpus = sorted(options.gpus or [n for n in (1, 2, 4, 8) if n <= machine["gpus"]])  # one first, as the others need it
     if gpus[-1] > machine["gpus"]:
         raise UserError(f"--gpus {' '.join(map(str, gpus))}: there are {machine['gpus']} here")
-    target = options.json or RESULTS / f"scaling-{device_slug(machine)}.json"
+    target = options.json or results_file("scaling", machine)
     check_file("--json", target)
     chosen = alone(open_images, options.data or make_photographs(512), 512)
     print(machine_line(machine), line(describe(chosen)), header(COLUMNS.values()), sep="\n", flush=True)
@@ -80,7 +70,7 @@ def main() -> None:
 
 
 def row_of(case: Measured, settings: Settings, single: dict[tuple[str, int], float]) -> dict[str, Any]:
-    """Make a row; ``single`` remembers the rate of one GPU, by loader and images a GPU."""
+    """Make a row; ``single`` remembers rates of one GPU, by loader and images a GPU."""
     images_per_gpu = settings.batch_size // settings.ranks
     if settings.ranks == 1:
         single[case.loader, images_per_gpu] = case.samples_per_s

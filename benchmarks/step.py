@@ -5,12 +5,10 @@
     python benchmarks/step.py --kinds cocor --options none composite-size=128 composite-size=128,mmnn-every=4
     python benchmarks/step.py --json out.json
 
-Rows: {plain method, + CoCor} x methods x executions (see ``cocor/step/compile.py``) x images a GPU, and CoCor with
-each of
---options (see ``cocor/step/subsample.py``), several of which are joined by commas. Batches are noise that lies on
-the device
-already: no loader is measured (``benchmarks/throughput.py`` does that). The labelled batch is a quarter of the batch,
-the MMNN learns in every step unless an option says otherwise, and its gradient is the exact one.
+Rows: {plain method, + CoCor} x methods x executions (see ``cocor/step/compile.py``) x images a GPU, and CoCor with each
+of --options (see ``cocor/step/subsample.py``), several of which are joined by commas. Batches are noise that lies on
+the device already: no loader is measured (``benchmarks/throughput.py`` does that). The labelled batch is a quarter of
+the batch, the MMNN learns in every step unless an option says otherwise, and its gradient is the exact one.
 
 - images/s: the median of three windows of --steps steps, after the steps that compile and record; ±: the range over the
   median. Wrong if the card is shared, or hot: compare rows of one run.
@@ -20,8 +18,7 @@ the MMNN learns in every step unless an option says otherwise, and its gradient 
 - of card: F/s relative to a bare backbone's passes forward and back on batches of the same size, executed alike. Above
   100 % the step profits from passes side by side.
 - other: the share of the step that is not passes of the encoder: 1 - (the same passes alone) / (step).
-- memory: GiB of tensors at the peak. start: seconds until every kind of step is recorded; less where the compiler finds
-  its results on disk.
+- memory: GiB of tensors at the peak. start: seconds until every kind of step is recorded (less from a full cache).
 """
 
 import argparse
@@ -41,17 +38,7 @@ from torch import Tensor
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks.common import (
-    RESULTS,
-    Column,
-    describe_machine,
-    device_slug,
-    header,
-    machine_line,
-    row,
-    script,
-    write_json,
-)
+from benchmarks.common import Column, describe_machine, header, machine_line, results_file, row, script, write_json
 from cocor.config.options import Config, Execution, labelled_batch_size
 from cocor.config.parse import convert
 from cocor.config.resolve import resolve
@@ -128,7 +115,7 @@ def main() -> None:
     torch.backends.cudnn.benchmark = on_gpu
     torch.set_float32_matmul_precision("high")
     machine = describe_machine()
-    path = options.json or (RESULTS / f"step-{device_slug(machine)}.json" if on_gpu else None)
+    path = options.json or (results_file("step", machine) if on_gpu else None)
     if path is not None:
         check_file("--json", path)
     kinds = [(kind, word) for kind in options.kinds for word in (options.options if kind == "cocor" else ["none"])]
@@ -169,7 +156,7 @@ CLASSES, WINDOWS, STEPS_PER_EPOCH = 1000, 3, 10_000
 
 
 def measure_row(config: Config, execution: Execution, steps: int, device: torch.device) -> dict[str, Any]:
-    """Measure one row, in windows of ``steps`` steps. UserError for an ``execution`` that needs a GPU."""
+    """Measure one row, in windows of ``steps`` steps."""
     begin = time.perf_counter()
     precision = torch.bfloat16 if config.precision == "bf16" else torch.float32
     world = World(0, 0, 1, device)
@@ -202,7 +189,7 @@ def measure_row(config: Config, execution: Execution, steps: int, device: torch.
 
 
 def noise(config: Config, count: int, device: torch.device, dtype: torch.dtype, plain: bool = False) -> Batch:
-    """Draw a batch of Gaussian noise; ``plain``: with the original alone, as labelled batches have it."""
+    """Draw a batch of noise; ``plain``: the original alone, as of labelled batches."""
     generator = torch.Generator(device).manual_seed(count)
     lengths = 0 if plain or config.consistency == "none" else len(config.lengths)
 
@@ -230,7 +217,7 @@ def seconds_of_passes(step: TrainingStep, batch: Batch, labelled: Batch, recorde
 
 
 def all_passes(step: TrainingStep, batch: Batch, labelled: Batch | None) -> None:
-    """Run the encoder's forward and backward passes of one step, with the contrastive loss, and nothing else."""
+    """Run the encoder's passes of one step, with the contrastive loss, alone."""
     method, parameters = step.method, step.parameters
     backbone = [p for p in method.backbone.parameters() if p.requires_grad]
     if step.target is not None:
@@ -260,7 +247,7 @@ def forward_backward(step: TrainingStep, images: Tensor) -> None:
 
 
 def _warmed_up(work: Callable[[], object], recorded: bool, device: torch.device) -> Callable[[], object]:
-    """Call ``work`` twice and return it; if ``recorded``, return its replay as a CUDA graph."""
+    """Call ``work`` twice and return it, or its CUDA graph's replay if ``recorded``."""
     if not recorded:
         work()
         work()
@@ -277,7 +264,7 @@ def _warmed_up(work: Callable[[], object], recorded: bool, device: torch.device)
 
 
 def timed(work: Callable[[], object], steps: int, device: torch.device) -> tuple[float, float]:
-    """Time calls of ``work``: median seconds over windows of ``steps`` calls, and the range over the median."""
+    """Time ``work``: median seconds over windows of calls, and range over the median."""
     windows = []
     for _ in range(WINDOWS):
         _wait(device)

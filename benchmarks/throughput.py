@@ -27,8 +27,7 @@ How each figure is taken, and what would make it wrong
   and a long p99 are normal then.
 - reserved, card: GiB reserved by torch at the peak, and used on the card at the end by everything. Of several GPUs the
   rates and cores add up, and the worst latency and memory are shown.
-The generated JPEG files are like most of ImageNet's (see ``images.py``). Baselines draw their own random numbers, so
-they do equal work on average, not the same.
+Baselines draw their own random numbers, so they do equal work on average, not the same.
 """
 
 import argparse
@@ -43,7 +42,7 @@ from typing import Any, get_args
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks.common import RESULTS, describe_machine, device_slug, header, machine_line, script, write_json
+from benchmarks.common import describe_machine, header, machine_line, results_file, script, write_json
 from benchmarks.images import describe, line, make_photographs, open_images
 from benchmarks.loading.cases import Settings, measure
 from benchmarks.loading.contenders import CONTENDERS, STAGES_OF, Contender
@@ -69,7 +68,7 @@ def main() -> None:
     settings = settings_of(options, machine)
     targets = [] if options.json is None else [options.json]
     if options.save:
-        targets.append(RESULTS / f"throughput-{device_slug(machine)}.json")
+        targets.append(results_file("throughput", machine))
         check_file("--save", targets[-1])
     number = options.images or (64 if options.quick else 512)
     chosen = alone(open_images, options.data or make_photographs(number), number)
@@ -122,7 +121,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def settings_of(options: argparse.Namespace, machine: dict[str, Any]) -> Settings:
-    """Fill in defaults that depend on the machine. UserError for GPUs that it does not have."""
+    """Fill in defaults that depend on the machine. UserError for too many GPUs."""
     gpus = min(1, machine["gpus"]) if options.gpus is None else options.gpus
     if gpus > machine["gpus"]:
         raise UserError(f"--gpus {gpus}: there are {machine['gpus']} here")
@@ -140,14 +139,14 @@ def settings_of(options: argparse.Namespace, machine: dict[str, Any]) -> Setting
 
 
 def places_of(options: argparse.Namespace, settings: Settings) -> Iterator[Place]:
-    """Yield the cases to measure. Training on a CPU takes minutes, so it must be asked for."""
+    """Yield the cases to measure; training on a CPU only if asked for."""
     stages: Sequence[Stage] = options.stage or (STAGES if settings.on_gpu or options.quick else STAGES[:-1])
     for contender in options.loader or CONTENDERS:
         yield from ((contender, stage) for stage in STAGES_OF[contender] if stage in stages)
 
 
 def in_pairs(measured: Callable[[Place], Case], places: Iterable[Place], together: bool) -> Iterator[Case]:
-    """Yield the cases in order; ``together`` two at a time, which is for tests and disturbs what is measured."""
+    """Yield the cases in order; ``together``, for tests, two at a time."""
     if not together:
         yield from map(measured, places)
         return
@@ -168,10 +167,8 @@ def try_executor(quick: bool) -> dict[str, Any] | None:
 
 
 def executor_against_pillow(samples: int, size: int, repeats: int) -> dict[str, Any]:
-    """Compare the CPU executor with Pillow on one core, as ``kernel.py --cpu`` does: all views of some photographs."""
-    # Here, as torch.compile's cache key names the first module that holds ``torch``: if this file did, the processes
-    # started from it would compile again what other programs have in the cache.
-    import torch
+    """Compare the CPU executor with Pillow on one core, like ``kernel.py --cpu``."""
+    import torch  # here: torch.compile's cache key names the first module that has it, as which others know another
 
     from benchmarks.kernel import make_work, measure
 

@@ -4,7 +4,7 @@ import errno
 import os
 import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -55,9 +55,9 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
-        _sync(temporary)
+        sync(temporary)
         temporary.replace(path)
-        _sync(path.parent, (errno.EINVAL, errno.ENOTSUP, errno.EACCES))  # from some network file systems
+        sync_rename(path.parent)
     except OSError as error:
         advice = remedy(error.errno, "free some space or choose another --output")
         raise UserError(f"cannot write {path.name} in {path.parent}: {error.strerror or error}; {advice}") from error
@@ -72,16 +72,22 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def _sync(path: Path, allowed: Sequence[int] = ()) -> None:
+def sync_rename(folder: Path) -> None:
+    """Flush the names in ``folder`` to the disk."""
     try:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-    except OSError as error:
-        if error.errno not in allowed:
+        sync(folder)
+    except OSError as error:  # from some network file systems
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):
             raise
+
+
+def sync(path: Path) -> None:
+    """Flush a file or folder to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def check_file(flag: str, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Run a study of CoCor over several seeds and report means and standard deviations.
+"""Run a study of CoCor over several seeds; report means and deviations.
 
     D="--data cifar10/train --val-data cifar10/test"
     python -m benchmarks.evidence --study core $D --linear cifar10 --seeds 0 1 --epochs 100 --jobs 4
@@ -48,7 +48,7 @@ _OWN = {"config", "data", "val_data", "method", "seed", "epochs", "gpus", "outpu
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code."""
+    """Run the command and return its exit code."""
     given = sys.argv[1:] if argv is None else list(argv)
     return command("evidence", lambda: study(parser().parse_all(given), given))
 
@@ -122,7 +122,7 @@ def variants_of(options: argparse.Namespace) -> list[Variant]:
 
 
 def shared_flags(words: Sequence[str], variants: Sequence[Variant]) -> Flags:
-    """Parse ``--lr 0.1 --no-sync-bn``. UserError for flags that a study sets: equal runs would be compared."""
+    """Parse ``--lr 0.1 --no-sync-bn``. UserError for flags that a study sets."""
     known = parse.parser(Config, "cocor-train", "", {}, {}, {})
     parse.read_flags(Config, known, words)  # checks them
     flags = {key: value for key, value in vars(known.parse_args(words)).items() if value != []}
@@ -136,7 +136,7 @@ def shared_flags(words: Sequence[str], variants: Sequence[Variant]) -> Flags:
 def training(
     options: argparse.Namespace, gpus: int, shared: Flags, method: str, variant: Variant, seed: int, epochs: int
 ) -> Training:
-    """Set up one run and check its flags: the study's, the variant's and those that all runs share."""
+    """Set up one run and check its flags."""
     flags: dict[str, Any] = {
         "config": Path(options.configs.replace("{method}", method)), "method": method, "epochs": epochs, "seed": seed,
         "data": options.data, **({} if options.val_data is None else {"val_data": options.val_data}),
@@ -155,8 +155,7 @@ def training(
 
 
 def epochs_as_long(method: str, variant: Variant, seed: int, runs: Sequence[Run], epochs: int) -> int | None:
-    """Epochs that take as long as the variant that this one is like, by the speeds of the same seed's runs, so that
-    more seeds do not change finished runs. None if one of these speeds has not been measured."""
+    """Return epochs that take as long as ``variant.like``, by speeds of the same seed."""
     rates = {run["variant"]: run["images_per_s"] for run in runs if (run["method"], run["seed"]) == (method, seed)}
     ratio = rates.get("plain", math.nan) / rates.get(variant.like, math.nan)
     return max(1, round(epochs * ratio)) if math.isfinite(ratio) else None

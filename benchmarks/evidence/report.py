@@ -1,4 +1,4 @@
-"""Report of a study: figures of each run, means and deviations over seeds, a table and a picture."""
+"""Report of a study: figures of each run, a table over seeds and a picture."""
 
 import json
 import math
@@ -52,7 +52,7 @@ def measured(training: Training) -> Run:
 
 
 def spread(values: Sequence[float], scale: float = 100.0, sign: str = "") -> str:
-    """Format mean and deviation, ``76.3 ± 0.4``, of what was measured (not NaN), and how many those are."""
+    """Format mean and deviation of what was measured: ``76.3 ± 0.4``."""
     known = [value * scale for value in values if not math.isnan(value)]
     if not known:
         return "-"
@@ -67,8 +67,7 @@ def grouped(runs: Sequence[Run]) -> dict[tuple[str, str], list[Run]]:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Format accuracies, gains over the plain run of the same seed, similarities against targets, and the consistency
-    loss' share of the sum of both gradients' norms, all at the end of training."""
+    """Format accuracies, gains, similarities, and CoCor's share of the gradient."""
     accuracies: dict[str, Callable[[Run], float]] = {"k-NN accuracy, %": lambda run: run["knn"][-1][1]}
     if any("linear" in run for run in runs):
         accuracies["linear accuracy, %"] = lambda run: run.get("linear", math.nan)
@@ -94,8 +93,7 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def draw(runs: Sequence[Run], path: Path, clock: bool) -> None:
-    """Draw k-NN over epochs (with ``clock`` also over minutes) of each method, with a band of one standard deviation
-    over seeds; then similarity (solid) and target (dashed) of each length, for the first variants that have them."""
+    """Draw k-NN over epochs and similarities against targets, with deviations."""
     groups, methods = grouped(runs), dict.fromkeys(run["method"] for run in runs)
     charts = [(method, minutes) for method in methods for minutes in (False, True)[: 1 + clock]]
     consistent = [group for group in groups.values() if group[0]["similarity"]][:_MOST_SIMILARITIES]
@@ -122,7 +120,7 @@ def draw(runs: Sequence[Run], path: Path, clock: bool) -> None:
 
 
 def _band(axes: Any, curves: Sequence[Curve], colour: str, style: str, label: str | None) -> None:
-    """Draw the mean and the standard deviation of curves, at the points that all of them have in common."""
+    """Draw mean and deviation of curves at the points that they have in common."""
     values_at = [dict(curve) for curve in curves]
     at = sorted(set(values_at[0]).intersection(*values_at[1:]))
     columns = [[values[point] for values in values_at] for point in at]

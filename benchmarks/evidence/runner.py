@@ -1,4 +1,4 @@
-"""Runner of a study: trainings as processes, several at a time, resumed if they were stopped, skipped if done.
+"""Runner of a study: trainings as processes, several at a time.
 
 Beside the folder of run NAME, ``NAME.txt`` and ``NAME.linear.txt`` hold what is printed, and ``NAME.done.json`` flags,
 settings, machine and the probe's images, so that other flags, configurations or defaults are noticed, not mixed in.
@@ -33,8 +33,7 @@ _STOPPED = {signals.STOPPED, signals.INTERRUPTED, 128 + signal.SIGTERM, -signal.
 
 @dataclass(frozen=True)
 class Training:
-    """A run: its folder, its flags except ``output`` and ``resume``, all ``settings`` that affect its steps, and the
-    images of its linear probe."""
+    """Run of a study; ``settings`` affect its steps, ``linear`` is data of its probe."""
 
     method: str
     variant: Variant
@@ -48,12 +47,12 @@ class Training:
         return self.folder.with_name(f"{self.folder.name}.{ending}")
 
     def record(self) -> dict[str, Any]:
-        """Read what was recorded after training and evaluation; empty if it is not trained."""
+        """Read the record of training and evaluation; empty if it is not trained."""
         marker = self.beside("done.json")
         return json.loads(marker.read_text()) if marker.is_file() else {}
 
     def is_done(self) -> bool:
-        """Whether it is trained, and evaluated if asked for. UserError if it was trained with other settings."""
+        """Tell whether all is done. UserError if it was trained with other settings."""
         record, default = self.record(), Config().to_dict()  # the latter of keys that came later
         if not record:
             return False
@@ -82,8 +81,7 @@ class Training:
 def run_all(
     trainings: Sequence[Training], jobs: int, gpus: int, deadline: float, say: Callable[[str], None] = print
 ) -> dict[str, str]:
-    """Do all that is not done, ``jobs`` at a time, spread over ``gpus`` (0: the CPU). Returns which runs are not
-    finished, and why: at ``deadline`` (of ``time.monotonic``) or a signal, which then ends this process, they stop."""
+    """Do what is not done, ``jobs`` at a time; return why runs are unfinished."""
     waiting, slots = [training for training in trainings if not training.is_done()], SimpleQueue[int]()
     running, unfinished = set[subprocess.Popen[bytes]](), dict[str, str]()
     ending, lock = threading.Event(), threading.Lock()

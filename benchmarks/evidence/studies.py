@@ -1,4 +1,4 @@
-"""Studies: which variants of a method are compared. A variant is a set of flags of ``cocor-train``.
+"""Studies: which variants of a method are compared, as flags of ``cocor-train``.
 
 ``plain`` is the method without CoCor, ``cocor`` CoCor as configured, and the others change one thing of it.
 """
@@ -11,7 +11,7 @@ Flags = dict[str, Any]
 
 @dataclass(frozen=True)
 class Variant:
-    """Flags that change the configuration. ``like``: train as long as this variant, in time instead of epochs."""
+    """Variant of a method; ``like``: train in as much time as that variant."""
 
     key: str
     title: str

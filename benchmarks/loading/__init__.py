@@ -1,1 +1,1 @@
-"""Loader benchmark: cases (contender x stage), how each is opened, trained on, timed and reported."""
+"""Loader benchmark: cases (contender x stage), opened, timed and reported."""

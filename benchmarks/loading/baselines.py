@@ -1,4 +1,4 @@
-"""Baselines: DALI's own operators, torchvision in a plain DataLoader, and decoding of JPEG bytes in memory.
+"""Baselines: DALI's own operators, torchvision, and decoding in memory.
 
 DALI's graph is written for speed: each file is decoded once, a contrastive view takes one colour operator, and a blur
 if it gets one. torchvision is used as in tutorials: a worker opens a file, makes its views one by one and sends float32
@@ -36,8 +36,10 @@ def pipeline(
     paths: Sequence[str], stage: Stage, *, batch_size: int, size: int, threads: int, device: torch.device,
     hw_decoder_load: float,
 ) -> Any:  # fmt: skip
-    """Build a pipeline over ``paths``, endlessly shuffled. Outputs: decoded images, or for every view normalised
-    (S, S, 3), float16 on the GPU and float32 on the CPU."""
+    """Build a DALI pipeline over ``paths``, endlessly shuffled.
+
+    Outputs: decoded images, or normalised views (S, S, 3), float16 on the GPU and float32 on the CPU.
+    """
     dali = load_dali()
     fn, types = dali.fn, dali.types
     on_gpu = device.type == "cuda"
@@ -61,7 +63,7 @@ def pipeline(
 
 
 def batches(built: Any, device: torch.device) -> Iterator[list[Tensor]]:
-    """Yield the views of each batch as tensors on ``device``; none of decoded images, which differ in size."""
+    """Yield the views of each batch on ``device``; none of decoded images."""
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     while True:
         yield [torch.from_dlpack(output.as_tensor()) for output in built.run(stream) if output.is_dense_tensor()]
@@ -70,12 +72,8 @@ def batches(built: Any, device: torch.device) -> Iterator[list[Tensor]]:
 def _views(fn: Any, types: Any, images: Any, stage: Stage, size: int, on_gpu: bool) -> tuple[Any, ...]:
     """Make two contrastive views, the original, and perhaps its composites."""
     # DALI rewrites this code to find the branches of the graph, and understands only plain Python.
-    crops = [
-        fn.random_resized_crop(
-            images, size=(size, size), random_area=(0.2, 1.0), antialias=True, interp_type=types.INTERP_LINEAR
-        )
-        for _ in range(3)
-    ]
+    how = {"size": (size, size), "random_area": (0.2, 1.0), "antialias": True, "interp_type": types.INTERP_LINEAR}
+    crops = [fn.random_resized_crop(images, **how) for _ in range(3)]
     mirrors = [fn.random.coin_flip() for _ in range(3)]
     views = list(crops)
     if stage != "crops":
@@ -90,13 +88,9 @@ def _views(fn: Any, types: Any, images: Any, stage: Stage, size: int, on_gpu: bo
 def _contrastive(fn: Any, types: Any, crop: Any) -> Any:
     jitter = fn.random.coin_flip(probability=0.8)
     grey = fn.random.coin_flip(probability=0.2)
-    view = fn.color_twist(
-        crop,
-        brightness=1.0 + jitter * fn.random.uniform(range=(-0.4, 0.4)),
-        contrast=1.0 + jitter * fn.random.uniform(range=(-0.4, 0.4)),
-        saturation=(1.0 + jitter * fn.random.uniform(range=(-0.4, 0.4))) * (1.0 - grey),
-        hue=jitter * fn.random.uniform(range=(-36.0, 36.0)),
-    )
+    brightness, contrast, saturation = [1.0 + jitter * fn.random.uniform(range=(-0.4, 0.4)) for _ in range(3)]
+    hue = jitter * fn.random.uniform(range=(-36.0, 36.0))
+    view = fn.color_twist(crop, brightness=brightness, contrast=contrast, saturation=saturation * (1.0 - grey), hue=hue)
     if fn.random.coin_flip(probability=0.5, dtype=types.BOOL):
         result = fn.gaussian_blur(view, sigma=fn.random.uniform(range=(0.1, 2.0)), window_size=23)
     else:
@@ -132,7 +126,7 @@ class Decoded(Dataset):
 
 
 class Views(Dataset):
-    """Views of a stage, float32 (3, S, S) each: two contrastive ones, the original, perhaps three composites."""
+    """Views of a stage, float32 (3, S, S): contrastive, original, composites."""
 
     def __init__(self, paths: Sequence[str], stage: Stage, size: int) -> None:
         self._paths = paths
@@ -160,7 +154,7 @@ class Views(Dataset):
 def data_loader(
     dataset: Decoded | Views, batch_size: int, workers: int, steps: int, *, on_gpu: bool, sample_bytes: int
 ) -> DataLoader:
-    """Open a DataLoader with one epoch of ``steps`` batches. UserError if they do not fit into shared memory."""
+    """Open a DataLoader of ``steps`` batches. UserError if shared memory is short."""
     needed = batch_size * sample_bytes * (_AHEAD * workers + 2)
     if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free < needed:
         raise UserError(f"its batches need {needed / 2**30:.1f} GiB of shared memory (/dev/shm); lower --batch-size")
@@ -171,8 +165,7 @@ def data_loader(
 
 
 def to_batch(views: list[Tensor], device: torch.device, dtype: torch.dtype) -> Batch:
-    """Move collated views (B, 3, S, S) to the training device. Composition vectors are made up: v2 does not return
-    what it drew, and the time of a step does not depend on it."""
+    """Move collated views (B, 3, S, S) to the device, with made-up compositions."""
     here = [view.to(device, non_blocking=True).to(dtype, memory_format=torch.channels_last) for view in views]
     count, composites = len(here[0]), here[3:]
     composition = torch.zeros(len(composites), count, len(BASIC), dtype=torch.uint8, device=device)
@@ -188,7 +181,7 @@ def pillow_decode(data: bytes) -> object:
 
 
 def turbo_decoder() -> tuple[Decode, str]:
-    """Return libjpeg-turbo with as little around it as possible, and its name, which says through which library."""
+    """Return libjpeg-turbo, and the name of the library that it is called through."""
     try:
         from ffcv.libffcv import imdecode
     except ImportError:
@@ -210,7 +203,7 @@ def turbo_decoder() -> tuple[Decode, str]:
 
 
 def decodable(decode: Decode, name: str, paths: Sequence[str]) -> tuple[list[bytes], str]:
-    """Read the files that can be decoded, as failing takes no time, and note how many. UserError if there are none."""
+    """Read the files that can be decoded, as failing takes no time; note how many."""
     found = []
     for data in (Path(path).read_bytes() for path in paths):
         try:

@@ -1,7 +1,7 @@
-"""Case: one contender at one stage, measured in processes of its own, one a GPU.
+"""Case: one contender at one stage, measured in processes of its own.
 
 So no case inherits memory pools, threads or compiled kernels from another, and a loader that crashes or hangs costs
-one row only.
+one row only. There is one process a GPU.
 """
 
 import gc
@@ -43,7 +43,7 @@ _STEPS = 100_000  # of an epoch; the learning-rate schedule must not end
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of all cases. ``batch_size`` is over all ranks, ``workers`` is that of each."""
+    """Settings of all cases; ``batch_size`` is over all ranks, ``workers`` of each."""
 
     on_gpu: bool
     ranks: int
@@ -58,7 +58,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Measured:
-    """Figures of a case, over all ranks. See the docstring of ``throughput.py``."""
+    """Figures of a case, over all ranks; see ``throughput.py``."""
 
     loader: Contender
     stage: Stage
@@ -148,7 +148,7 @@ def _measure_loader(request: Request, seconds: float) -> _Rank:
 
 
 def _measure_step(request: Request, world: World, settings: Settings) -> _Rank:
-    """Time training on a premade batch, on the loader's batches, and premade again, as clocks drift with heat."""
+    """Time training on premade batches before and after those of the loader."""
     with closing(open_source(request)) as source:  # first, as it may fail for what is missing
         trainer = Trainer(request, world, settings.backbone, settings.execution)
         before = _premade_seconds(request, world, trainer, settings.seconds / 2)
@@ -183,7 +183,7 @@ def _premade_seconds(request: Request, world: World, trainer: "Trainer", seconds
 
 
 def _gpu_memory(device: torch.device) -> tuple[float | None, float | None]:
-    """GiB: torch's peak reservation, and what is in use on the whole card now (DALI's pools do not shrink)."""
+    """Measure GiB: torch's peak reservation, and what is in use on the whole card."""
     if device.type != "cuda":
         return None, None
     free, total = torch.cuda.mem_get_info(device)
@@ -191,7 +191,7 @@ def _gpu_memory(device: torch.device) -> tuple[float | None, float | None]:
 
 
 def _combine(contender: Contender, stage: Stage, ranks: list[_Rank]) -> Measured:
-    """Add up rates and cores over ranks; latencies and memory are those of the worst rank."""
+    """Add up rates and cores over ranks; take latency and memory of the worst."""
     rounds = [sum(w.rate for w in together) for together in zip(*(rank.windows for rank in ranks), strict=False)]
     rate = statistics.median(rounds)
     cores = sum(statistics.median(w.cores for w in rank.windows) for rank in ranks)
@@ -228,8 +228,7 @@ class Trainer:
         self._number = 0
 
     def train(self, source: Source, with_labelled_loader: bool) -> Generator[int]:
-        """Train on the batches of ``source`` and yield their sizes. Labelled batches come from a loader of the same
-        kind, or one finished batch is used again and again."""
+        """Train on the batches of ``source`` and yield their sizes."""
         plan, world, size = labelled_plan(self.config), self._world, labelled_batch_size(self.config, self._world.size)
         order = CyclicOrder(len(self._request.dataset), size, steps=_STEPS, rank=world.rank, world_size=world.size)
         loader = labelled(self._request, plan, order) if with_labelled_loader else None

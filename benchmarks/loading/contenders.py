@@ -1,4 +1,4 @@
-"""Contenders: our loaders and the baselines, each opened for a stage as an endless stream of batches on the device.
+"""Contenders: our loaders and the baselines, as endless streams of batches.
 
 All go round and round the images in one long epoch: at the end of one, loaders start anew, torch's with new worker
 processes, which no window should contain. A missing library is a UserError, which the table shows.
@@ -56,7 +56,7 @@ class Request:
 
 @dataclass
 class Source:
-    """Stream of batches, of which ``burst`` are finished at about the same time, and the loader to close after it."""
+    """Stream of batches, ``burst`` of which end at about the same time."""
 
     batches: Generator[Sized]
     burst: int = 1
@@ -64,7 +64,7 @@ class Source:
     loader: Loader | None = None
 
     def close(self) -> None:
-        """End its threads and processes."""
+        """End the threads and processes."""
         self.batches.close()
         if self.loader is not None:
             self.loader.close()
@@ -96,7 +96,7 @@ def synthetic_batch(request: Request, plan: ViewPlan, order: BatchOrder, workers
 
 
 def labelled(request: Request, plan: ViewPlan, order: BatchOrder) -> Loader | None:
-    """Open the loader of labelled images as ``cocor-train`` does. None for baselines: they have none of their own."""
+    """Open the loader of labelled images; None for baselines, which have none."""
     return _open(request, plan, order, max(1, request.workers // 4)) if request.contender in OURS else None
 
 
@@ -123,7 +123,7 @@ def _order(request: Request) -> CyclicOrder:
 def _data_loader_decode(
     request: Request, decoder: Callable[[Any], object], files: Sequence[Any] = (), note: str = ""
 ) -> Source:
-    """Decode ``files`` (default: the data set's paths) in one process a core; the pixels are thrown away."""
+    """Decode ``files``, by default all, in one process a core."""
     dataset = baselines.Decoded(files or request.dataset.paths, decoder)
     loader = baselines.data_loader(dataset, request.batch_size, request.workers, STEPS, on_gpu=False, sample_bytes=8)
     return Source(((len(batch), None) for _ in itertools.count() for batch in loader), request.workers, note)

@@ -1,4 +1,4 @@
-"""CPU time of this process and its descendants, each reading with the moment at which it was taken.
+"""CPU time of this process and its descendants, at known moments.
 
 A reading may take long, and the CPU works on meanwhile: over a wall-clock time taken elsewhere, CPU time could add up
 to more cores than there are. So processes are read in one go, which is repeated if it took more than a millisecond.
@@ -21,7 +21,7 @@ class Reading:
     used: float
 
     def cores_since(self, earlier: "Reading") -> float:
-        """Average number of busy cores since ``earlier``."""
+        """Average the number of busy cores since ``earlier``."""
         return (self.used - earlier.used) / (self.moment - earlier.moment)
 
 
@@ -42,7 +42,7 @@ def read() -> Reading:
 
 
 def _used(process: int) -> float:
-    """CPU seconds of a process and its awaited children; 0 once it has ended, as it then counts at its parent."""
+    """Read CPU seconds of a process and its awaited children; 0 once it has ended."""
     return sum(map(int, _fields(process)[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -58,7 +58,7 @@ def _descendants() -> list[int]:
 
 
 def _fields(process: int) -> list[str]:
-    """Fields of /proc/PID/stat from the state on; none if the process has ended."""
+    """Read fields of /proc/PID/stat from the state on; none if the process has ended."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

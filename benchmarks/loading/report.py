@@ -1,4 +1,4 @@
-"""Report of the loader benchmark: rows of its table, summary, ratios, JSON content and picture."""
+"""Report of the loader benchmark: table, summary, ratios and picture."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -49,7 +49,7 @@ def summary(cases: Sequence[Case]) -> str:
 
 
 def ratios(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
-    """Yield samples a second of one case, and samples a second and core, over another's, if both are there."""
+    """Yield one case's samples a second, and a core, over another's."""
     found = {(case.loader, case.stage): case for case in cases if isinstance(case, Measured)}
     for ours, theirs, stage in _RATIOS:
         one, other = found.get((ours, "composites")), found.get((theirs, stage))
@@ -62,7 +62,7 @@ def ratios(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
 
 
 def ratio_lines(cases: Sequence[Case], executor: dict[str, Any] | None) -> list[str]:
-    """Format the ratios, one a line, with that of the CPU executor against Pillow if it was measured."""
+    """Format the ratios, and that of the CPU executor against Pillow."""
     lines = [f"{r['name']}: {r['samples_per_s']:.2f}x samples/s, {r['per_core']:.2f}x a core" for r in ratios(cases)]
     if executor is not None:
         both = f"{executor['ratio']:.1f}x ({executor['box_ratio']:.1f}x box blur)"
@@ -71,8 +71,7 @@ def ratio_lines(cases: Sequence[Case], executor: dict[str, Any] | None) -> list[
 
 
 def plot(cases: Sequence[Case], title: str, path: Path) -> None:
-    """Draw samples a second: a group of bars for each loader, a bar for each stage. Those of ``synthetic``, which
-    reads no files, are cut off at the longest of the others."""
+    """Draw bars of samples a second; those of ``synthetic`` end at the longest other."""
     rates = {(case.loader, case.stage): case.samples_per_s for case in cases if isinstance(case, Measured)}
     loaders = list(dict.fromkeys(loader for loader, _ in rates))
     stages = [stage for stage in STAGES if any(stage == there for _, there in rates)]

@@ -1,4 +1,4 @@
-"""Timing of a stream of batches: consecutive windows of completed batches, and the CPU time behind them.
+"""Timing of a stream: windows of completed batches, and CPU time behind them.
 
 A batch counts when the device has finished it; two may be in flight, as in training. Warm-up lies before the first
 window. Windows follow one another without a gap: batches that become ready while the CPU time is read must not come for
@@ -24,7 +24,7 @@ _SECONDS_TO_SETTLE = 1.0
 
 @dataclass(frozen=True)
 class Window:
-    """Consecutive batches: samples, wall-clock seconds together and one by one (``intervals``), and busy cores."""
+    """Consecutive batches: samples, seconds, busy cores, seconds one by one."""
 
     samples: int
     seconds: float
@@ -33,12 +33,12 @@ class Window:
 
     @property
     def rate(self) -> float:
-        """Samples a second."""
+        """Return samples a second."""
         return self.samples / self.seconds
 
 
 def completed(counts: Iterable[int], device: torch.device) -> Iterator[int]:
-    """Yield sizes of batches, each once ``device`` has completed what the current stream holds for it."""
+    """Yield sizes of batches, each once ``device`` has completed it."""
     if device.type != "cuda":
         yield from counts
         return
@@ -54,7 +54,7 @@ def completed(counts: Iterable[int], device: torch.device) -> Iterator[int]:
 
 
 def time_windows(counts: Iterable[int], seconds: float, burst: int = 1, warm_up: int = 2) -> list[Window]:
-    """Time the endless ``counts`` for ``seconds``, in one (of a slow stream) to ``WINDOWS`` windows, after warm-up."""
+    """Time the endless ``counts`` for ``seconds``, in up to ``WINDOWS`` windows."""
     stream = iter(counts)
     _warm_up(stream, min(_SECONDS_TO_SETTLE, seconds / 4), max(warm_up, burst), burst)
     watch = _Stopwatch(stream, burst)
@@ -65,7 +65,7 @@ def time_windows(counts: Iterable[int], seconds: float, burst: int = 1, warm_up:
 
 
 def time_together(counts: Iterable[int], seconds: float, agree: Callable[[int], int], burst: int = 1) -> list[Window]:
-    """Time equally many batches on all ranks, which wait for each other; ``agree`` returns the main rank's number."""
+    """Time equally many batches on all ranks; ``agree`` returns rank 0's number."""
     stream = iter(counts)
     for _ in range(_WARM_UP * burst):
         next(stream)
@@ -78,7 +78,7 @@ def time_together(counts: Iterable[int], seconds: float, agree: Callable[[int], 
 
 
 def _warm_up(stream: Iterator[int], seconds: float, batches: int, burst: int) -> None:
-    """Drop ``batches``, and then more for ``seconds``: during a slow start finished batches pile up."""
+    """Drop batches, and more for ``seconds``: during a slow start they pile up."""
     for _ in range(batches):
         next(stream)
     start = time.perf_counter()
@@ -88,7 +88,7 @@ def _warm_up(stream: Iterator[int], seconds: float, batches: int, burst: int) ->
 
 
 class _Stopwatch:
-    """Cuts a stream into windows, each of which begins where the one before it ended; the first one begins now."""
+    """Stopwatch that cuts a stream into windows without gaps."""
 
     def __init__(self, stream: Iterator[int], burst: int) -> None:
         self._stream, self._burst = stream, burst
@@ -96,7 +96,7 @@ class _Stopwatch:
         self._cpu = cpu_time.read()
 
     def window(self, seconds: float, fewest: int = _FEWEST_BATCHES) -> Window:
-        """Time the next ``seconds``, rounded up to whole bursts and to the ``fewest`` batches."""
+        """Time the next ``seconds``, rounded up to bursts and the ``fewest`` batches."""
         start, samples = self._last, 0
         intervals: list[float] = []
         while self._last - start < seconds or len(intervals) < fewest or len(intervals) % self._burst:
@@ -109,6 +109,6 @@ class _Stopwatch:
 
 
 def milliseconds(windows: Iterable[Window], percentile: float) -> float:
-    """Percentile of the time from one batch to the next; of fewer than 100 batches the 99th is the longest."""
+    """Take a percentile of the time from one batch to the next."""
     intervals = [interval for window in windows for interval in window.intervals]
     return 1000 * float(np.percentile(intervals, percentile, method="higher"))

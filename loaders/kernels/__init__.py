@@ -1,4 +1,4 @@
-"""Executors of view programs: numba on the CPU, one CUDA kernel on the GPU, the same bits from both."""
+"""Executors of view programs on CPU and GPU, which give the same bits."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -9,10 +9,10 @@ from loaders.views.plan import ViewLayout
 
 
 class Executor(Protocol):
-    """Makes all views of a batch from its crops."""
+    """Executor: makes all views of a batch from its crops."""
 
     def __call__(self, crops: Any, flips: Any, codes: Any, params: Any, out: Any = None) -> Any:
-        """Normalised views (T, B, S, S, 3) of ``crops`` (B, C, S, S, 3) uint8.
+        """Make normalised views (T, B, S, S, 3) of ``crops`` (B, C, S, S, 3) uint8.
 
         ``flips`` (B, C) uint8, ``codes`` (B, T, P) uint8, ``params`` (B, T, P, 8) int32 from
         :func:`loaders.kernels.lower.lower`; all on the executor's device, as is ``out``, into which they are written if
@@ -21,7 +21,7 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None:
-        """End its threads, if it has any. It can still be used, and then starts new ones."""
+        """End the threads, if there are any; a later call starts new ones."""
         ...
 
 
@@ -34,7 +34,7 @@ def make_executor(
     std: Sequence[float],
     threads: int,
 ) -> Executor:
-    """The executor for ``device``; ``threads`` matters on the CPU only."""
+    """Make the executor for ``device``; ``threads`` matters on the CPU only."""
     if device.type == "cuda":
         from loaders.kernels.cuda import CudaExecutor
 

@@ -1,7 +1,7 @@
-"""The CPU executor: crops and lowered programs in, views out, spread over a pool of threads.
+"""CPU executor: view programs by numba, spread over a pool of threads.
 
 A thread takes a few samples at a time. Each crop is packed into pixel words once and serves all views that start from
-it; each view is run (``loaders.kernels.program``) and then written through one table per channel, in which the pending
+it; each view is run (``loaders.kernels.program``) and written through one table per channel, in which the pending
 per-channel operations and the normalisation are already composed. The functions release the GIL.
 """
 
@@ -28,7 +28,7 @@ _STARTING = threading.Lock()
 
 
 class CpuExecutor:
-    """Runs the programs of a batch; see ``__call__``. ``mean`` and ``std`` are per channel, of values in [0, 1]."""
+    """CPU executor; ``mean`` and ``std`` are per channel, of values in [0, 1]."""
 
     def __init__(
         self, layout: ViewLayout, size: int, mean: Sequence[float], std: Sequence[float], threads: int = 1
@@ -41,15 +41,14 @@ class CpuExecutor:
         self._scratches: queue.SimpleQueue[Scratch] | None = None
 
     def __call__(self, crops: Any, flips: Any, codes: Any, params: Any, out: Any = None) -> Any:
-        """The views as float32 (T, B, S, S, 3), normalised; view t of the layout is ``out[t]``.
+        """Make normalised views, float32 (T, B, S, S, 3), into ``out`` if given.
 
-        ``crops`` uint8 (B, C, S, S, 3), ``flips`` uint8 (B, C), ``codes`` uint8 (B, T, P) and ``params`` int32
-        (B, T, P, 8) from ``lower``: arrays or CPU tensors. Writes into ``out``, an array or CPU tensor, if given.
+        Takes arrays or CPU tensors; see :class:`loaders.kernels.Executor`. View t of the layout is ``out[t]``.
         """
         return self._execute(self.normalise, crops, flips, codes, params, out)
 
     def execute_uint8(self, crops: Any, flips: Any, codes: Any, params: Any, out: Any = None) -> Any:
-        """The views before normalisation, uint8 (T, B, S, S, 3). For tests and pictures: it costs a float copy."""
+        """Make views before normalisation, uint8 (T, B, S, S, 3), at the cost of a copy."""
         views = self._execute(_VALUES, crops, flips, codes, params, None).astype(np.uint8)
         if out is None:
             return views
@@ -57,7 +56,7 @@ class CpuExecutor:
         return out
 
     def close(self) -> None:
-        """End the threads. The executor can still be used; it starts new ones."""
+        """End the threads; a later call starts new ones."""
         if self._pool is not None:
             self._pool.shutdown()
         self._pool = self._scratches = None
@@ -88,7 +87,7 @@ class CpuExecutor:
         return out
 
     def _start(self) -> "queue.SimpleQueue[Scratch]":
-        """Threads are started on first use, so that an executor can be made before a fork and pickled."""
+        """Start threads on first use: an executor may be made before a fork, and pickled."""
         with _STARTING:
             if self._scratches is None:
                 self._scratches = queue.SimpleQueue()
@@ -101,7 +100,7 @@ class CpuExecutor:
     def _check(
         self, crops: NDArray[Any], flips: NDArray[Any], codes: NDArray[Any], params: NDArray[Any], out: NDArray[Any]
     ) -> None:
-        """The compiled code trusts what it is given."""
+        """Check shapes and types, which the compiled code trusts."""
         batch, count, size, views = len(crops), int(self.crop_of_view.max()) + 1, self.size, len(self.crop_of_view)
         length = codes.shape[-1]
         wanted = {
@@ -151,7 +150,7 @@ def _run_samples(
 def _finish(
     s: Scratch, at: int, warped: bool, size: int, lookup: NDArray[np.float32], out: NDArray[np.float32]
 ) -> None:
-    """Write a view: one look-up per value, for all that is pending and the normalisation together."""
+    """Write a view: one look-up per value for all that is pending, normalised."""
     composed = np.empty_like(lookup)
     for c in range(3):
         for v in range(256):

@@ -1,15 +1,13 @@
-"""The CUDA executor: crops and lowered programs in, views out, in one kernel launch on torch's current stream.
+"""CUDA executor: view programs in one kernel launch on torch's current stream.
 
-``views.cu`` holds the kernel and explains it. NVRTC compiles it when it is first needed, for one image size and output
-type at a time, through NVIDIA's ``cuda.bindings`` package, which PyTorch's CUDA builds bring along. Other routes fail:
-Triton cannot express gathers between the operations of one launch, each image its own; numba-cuda breaks with current
-NumPy and refuses the shared memory; nvcc or torch's cpp_extension would ask every user for a compiler.
+``views.cu`` holds the kernel and explains it. NVRTC compiles it on first use, for one image size and output type at a
+time, through NVIDIA's ``cuda.bindings`` package, which PyTorch's CUDA builds bring along. Other routes fail: Triton
+cannot express gathers between the operations of one launch, each image its own; numba-cuda breaks with current NumPy
+and refuses the shared memory; nvcc or torch's cpp_extension would ask every user for a compiler.
 
-    uint8 crops, flips, codes, params (all on the GPU) -> views.cu -> bfloat16, float16 or float32 views
-
-A call never waits for the GPU and can be captured in a CUDA graph (call once before, so that the kernel is compiled).
-Memory beside the views: scratch from torch's allocator, 12 * S * S bytes for each resident block (159 MB at 224 pixels
-on an H100), at most 512 MiB, given back at the end of the call.
+A call never waits for the GPU and can be captured in a CUDA graph (call once before, to compile the kernel). Scratch
+from torch's allocator, 12 * S * S bytes for each resident block (159 MB at 224 pixels on an H100), at most 512 MiB,
+is given back at the end of the call.
 """
 
 import ctypes
@@ -35,7 +33,7 @@ _WORD = 4
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a module is compiled for."""
+    """Configuration that a module is compiled for."""
 
     size: int
     out_bytes: int
@@ -44,7 +42,7 @@ class Configuration:
     blocks: int  # resident on a multiprocessor
 
     def definitions(self) -> list[str]:
-        """Compiler options: the macros that ``views.cu`` asks for."""
+        """Return compiler options: the macros that ``views.cu`` asks for."""
         macros = {
             "SIZE": self.size,
             "OUT_BYTES": self.out_bytes,
@@ -58,7 +56,7 @@ class Configuration:
 
 
 def configure(size: int, out_bytes: int, aligned: bool) -> Configuration:
-    """The settings for ``size``; images that cannot feed a whole block get smaller ones."""
+    """Choose a configuration; images too small for a whole block get smaller ones."""
     tiles = -(-size * size * out_bytes // 512)  # of a warp
     threads = min(BLOCK_THREADS, max(64, 32 * tiles))
     aligned = aligned and size * size * 3 * out_bytes % 16 == 0
@@ -66,7 +64,7 @@ def configure(size: int, out_bytes: int, aligned: bool) -> Configuration:
 
 
 class Job(ctypes.Structure):
-    """``struct Job`` of ``views.cu``: the arguments of a launch."""
+    """Arguments of a launch: ``struct Job`` of ``views.cu``."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("crops", "flips", "codes", "params", "schedule")),
@@ -76,12 +74,12 @@ class Job(ctypes.Structure):
 
 
 def scratch_words(size: int) -> int:
-    """uint32 words of scratch that a block needs: three images, of an even number of pixels each."""
+    """Return uint32 words of scratch for a block: three images of even length."""
     return 3 * ((size * size + 1) // 2 * 2)
 
 
 class CudaExecutor:
-    """Runs the programs of a batch; see ``__call__``. ``mean`` and ``std`` are per channel, of values in [0, 1]."""
+    """CUDA executor; ``mean`` and ``std`` are per channel, of values in [0, 1]."""
 
     def __init__(
         self,
@@ -108,11 +106,10 @@ class CudaExecutor:
         params: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The views (T, B, S, S, 3), normalised, in the executor's dtype; view t of the layout is ``out[t]``.
+        """Make normalised views (T, B, S, S, 3) in the executor's dtype.
 
-        Permuted to (T, B, 3, S, S) they are channels-last images. ``crops`` uint8 (B, C, S, S, 3), ``flips`` uint8
-        (B, C), ``codes`` uint8 (B, T, P) and ``params`` int32 (B, T, P, 8) from ``lower``, contiguous, on the
-        executor's device and ready on its current stream. Writes into ``out`` (contiguous) if given.
+        Permuted to (T, B, 3, S, S) they are channels-last images. Inputs, as of :class:`loaders.kernels.Executor`, and
+        ``out`` are contiguous, on the executor's device and ready on its current stream.
         """
         return self._execute(self._normalise, crops, flips, codes, params, out)
 
@@ -124,11 +121,11 @@ class CudaExecutor:
         params: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The views as they are before normalisation, uint8 (T, B, S, S, 3)."""
+        """Make views before normalisation, uint8 (T, B, S, S, 3)."""
         return self._execute(self._identity, crops, flips, codes, params, out)
 
     def close(self) -> None:
-        """Nothing to end: compiled modules stay with the process."""
+        """Do nothing: compiled modules stay with the process."""
 
     @cached_property
     def _identity(self) -> torch.Tensor:
@@ -167,7 +164,7 @@ class CudaExecutor:
 
 
 def schedule(layout: ViewLayout) -> list[tuple[int, int]]:
-    """(view, its crop) in the order of work: what takes long first, so that no block is left alone at the end."""
+    """Order (view, its crop) by work: long ones first, so that no block ends alone."""
     first_composite = layout.contrastive + layout.originals
     order = [
         *range(layout.contrastive),
@@ -178,7 +175,7 @@ def schedule(layout: ViewLayout) -> list[tuple[int, int]]:
 
 
 def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
-    """The kernel checks no bounds, so the shapes are checked here."""
+    """Check shapes, as the kernel checks no bounds."""
     if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
         raise ValueError(
             f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device} with strides {tensor.stride()}; "
@@ -187,13 +184,13 @@ def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int
 
 
 def sources() -> dict[str, bytes]:
-    """``views.cu`` and the files that it includes, by name."""
+    """Read ``views.cu`` and the files that it includes, by name."""
     files = [file for file in resources.files("loaders.kernels").iterdir() if file.name.endswith(".cu")]
     return {file.name: file.read_bytes() for file in files}
 
 
 def compile_kernel(configuration: Configuration, architecture: str) -> bytes:
-    """Machine code (a cubin) of ``views.cu`` for ``architecture``, such as ``sm_90``. Needs no GPU."""
+    """Compile ``views.cu`` to a cubin for ``sm_90`` or the like, without a GPU."""
     nvrtc = _bindings("nvrtc")
     files = sources()
     main = files.pop("views.cu")
@@ -213,7 +210,7 @@ def compile_kernel(configuration: Configuration, architecture: str) -> bytes:
 
 
 class Kernel:
-    """``make_views`` of one compiled module, on one device. Made with that device current."""
+    """``make_views`` of one compiled module, on one device, which is current."""
 
     def __init__(self, device: int, configuration: Configuration) -> None:
         driver = _bindings("driver")
@@ -232,7 +229,7 @@ class Kernel:
         self._driver = driver
 
     def resources(self) -> str:
-        """Registers a thread, bytes of local memory a thread (spills) and of shared memory a block."""
+        """Describe registers and local bytes (spills) a thread, shared bytes a block."""
         attributes = self._driver.CUfunction_attribute
         wanted = {
             "registers": attributes.CU_FUNC_ATTRIBUTE_NUM_REGS,
@@ -254,7 +251,7 @@ class Kernel:
 
 @cache
 def load_kernel(device: int, configuration: Configuration) -> Kernel:
-    """The compiled kernel, made on first use (about a second)."""
+    """Return the compiled kernel, made on first use (about a second)."""
     return Kernel(device, configuration)
 
 
@@ -267,7 +264,7 @@ def _bindings(name: str) -> Any:
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    """The value of a call to the bindings, (status, value...); errors are raised."""
+    """Return the value of a call to the bindings, (status, value...), or raise."""
     status, *values = result
     if int(status) != 0:
         raise RuntimeError(f"CUDA call failed: {status!r}")

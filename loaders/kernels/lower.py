@@ -1,10 +1,8 @@
-"""Lower programs to integers: (op code, magnitude) -> eight int32 parameters, the same for both executors.
+"""Lower programs: (op code, magnitude) -> eight int32 parameters for any executor.
 
 All transcendental arithmetic (the cosine of a rotation, the bell of a blur) happens here, once, on the host; what is
 left for the executors is integer and single-precision arithmetic, which gives the same bits on every machine.
 Affine maps are Pillow's own 16.16 fixed-point coefficients, so its NEAREST warps are reproduced pixel by pixel.
-
-``normalisation_table`` serves the same end: the executors look normalised values up instead of computing them.
 """
 
 import math
@@ -28,7 +26,7 @@ TRANSLATE_X, TRANSLATE_Y = int(Op.TRANSLATE_X), int(Op.TRANSLATE_Y)
 
 
 def lower(codes: NDArray[np.uint8], magnitudes: NDArray[np.float32], size: int) -> NDArray[np.int32]:
-    """Integer parameters of every op of every program.
+    """Compute the integer parameters of every op of every program.
 
     ``codes`` uint8 and ``magnitudes`` float32 have the same shape, any (..., P); views are ``size`` x ``size`` pixels.
     Returns int32 (..., P, 8), zero where an op takes no parameter:
@@ -51,7 +49,7 @@ def lower(codes: NDArray[np.uint8], magnitudes: NDArray[np.float32], size: int) 
 
 
 def normalisation_table(mean: Sequence[float], std: Sequence[float]) -> NDArray[np.float32]:
-    """(3, 256) float32: the normalised value of each uint8 value of each channel, (v / 255 - mean) / std.
+    """Compute (v / 255 - mean) / std of every uint8 value: (3, 256) float32.
 
     Computed in single precision in this order, and so equal to torchvision's ToTensor and Normalize to the bit.
     """
@@ -89,7 +87,7 @@ def _lower_all(codes: NDArray[np.uint8], magnitudes: NDArray[np.float32], size: 
 
 @jit
 def _affine(a: float, b: float, c: float, d: float, e: float, f: float, out: NDArray[np.int32]) -> None:
-    """Pillow's ``Image.transform(AFFINE, (a, .., f), NEAREST)`` in its fixed point; c and f move to pixel centres."""
+    """Convert to the fixed point of Pillow's AFFINE; c and f move to pixel centres."""
     out[0], out[1], out[2] = _fixed(a), _fixed(b), _fixed(c + a * 0.5 + b * 0.5)
     out[3], out[4], out[5] = _fixed(d), _fixed(e), _fixed(f + d * 0.5 + e * 0.5)
 
@@ -101,7 +99,7 @@ def _fixed(value: float) -> int:
 
 @jit
 def _rotation(degrees: float, size: int, out: NDArray[np.int32]) -> None:
-    """Pillow's ``Image.rotate``: about the centre, counter-clockwise; quarter turns come out exact."""
+    """Follow Pillow's ``rotate``: about the centre; quarter turns come out exact."""
     angle = -(degrees % 360.0) * (math.pi / 180.0)
     cos, sin = _round15(math.cos(angle)), _round15(math.sin(angle))
     centre = size / 2.0
@@ -117,7 +115,7 @@ def _round15(value: float) -> float:
 
 @jit
 def _blur_weights(sigma: float, out: NDArray[np.int32]) -> None:
-    """A Gaussian of 23 taps in 15-bit integers. The centre takes what rounding leaves, so a flat image stays flat."""
+    """Compute a Gaussian of 23 taps in 15 bits; the centre takes what rounding leaves."""
     bell = np.zeros(BLUR_TAPS)
     bell[0] = 1.0
     total = 1.0

@@ -18,7 +18,7 @@ LAST = RING - 1
 
 @jit
 def sharpness(source: Pixels, size: int, factor: Scalar, sums: NDArray[np.int32], out: Pixels) -> None:
-    """Blend with Pillow's SMOOTH filter; as in Pillow, the border of one pixel is copied.
+    """Blend with Pillow's SMOOTH filter; the border of one pixel is copied.
 
     Scratch: ``sums`` (4 * S,).
     """
@@ -54,7 +54,7 @@ def _sharpen_row(
 
 @jit
 def mirrored(index: int, size: int) -> int:
-    """Reflection without repeating the edge, as often as needed."""
+    """Reflect an index without repeating the edge, as often as needed."""
     if size == 1:
         return 0
     index = abs(index) % (2 * size - 2)
@@ -71,7 +71,7 @@ def gaussian_blur(
     sums: NDArray[np.int32],
     out: Pixels,
 ) -> None:
-    """Separable blur with the integer weights of ``lower``: rows into 8.8 fixed point, then columns.
+    """Blur rows into 8.8 fixed point, then columns, with the weights of ``lower``.
 
     Scratch: ``ring`` (32 * 4 * S,), ``padded`` (S + 24,), ``sums`` (4 * S,).
     """

@@ -1,7 +1,7 @@
-"""View programs run by Pillow and torchvision, one library call an op: what the fast executors must reproduce.
+"""Reference executor: view programs run by Pillow and torchvision, op by op.
 
-This is the usual CPU data path of contrastive learning (colour images as PIL objects, then ToTensor and Normalize).
-Tests compare the executors with it and ``benchmarks/kernel.py --cpu`` times it; training never uses it.
+This is the usual CPU data path of contrastive learning (PIL images, then ToTensor and Normalize). Tests compare the
+executors with it and ``benchmarks/kernel.py --cpu`` times it; training never uses it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -48,7 +48,7 @@ OPERATIONS: dict[Op, Callable[[Image.Image, float], Image.Image]] = {
 
 
 def run_program(image: Image.Image, codes: Iterable[int], magnitudes: Iterable[float]) -> Image.Image:
-    """Apply the ops one after the other until ``END``. Magnitudes are the plan's physical values."""
+    """Apply ops until ``END``; magnitudes are the physical values of the plan."""
     for code, magnitude in zip(codes, magnitudes, strict=True):
         if code == END:
             break
@@ -57,7 +57,7 @@ def run_program(image: Image.Image, codes: Iterable[int], magnitudes: Iterable[f
 
 
 def view(crop: NDArray[np.uint8], flip: bool, codes: Iterable[int], magnitudes: Iterable[float]) -> Image.Image:
-    """One view (an RGB image) of a crop, uint8 (S, S, 3)."""
+    """Make one view, an RGB image, of a crop, uint8 (S, S, 3)."""
     image = Image.fromarray(crop)
     if flip:
         image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
@@ -65,5 +65,5 @@ def view(crop: NDArray[np.uint8], flip: bool, codes: Iterable[int], magnitudes: 
 
 
 def normalise(image: Image.Image, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
-    """ToTensor and Normalize: float32 (3, S, S)."""
+    """Apply ToTensor and Normalize: float32 (3, S, S)."""
     return functional.normalize(functional.to_tensor(image), list(mean), list(std))

@@ -25,7 +25,7 @@ def copy(source: Pixels, out: Pixels) -> None:
 
 @jit
 def pack(crop: NDArray[np.uint8], out: Pixels) -> None:
-    """(S, S, 3) uint8 to words. On even sides (whole, aligned words) four pixels are cut from three words at a time."""
+    """Pack (S, S, 3) uint8 into words; on even sides four pixels from three words."""
     values, mask = crop.reshape(-1), np.uint32(0xFFFFFF)
     if crop.shape[0] % 2 == 0:
         words = values.view(np.uint32)
@@ -56,20 +56,20 @@ def join(red: Scalar, green: Scalar, blue: Scalar) -> Scalar:
 
 @jit
 def channel(pixel: Scalar, c: int) -> Scalar:
-    """Red, green or blue (``c`` = 0, 1, 2) of a pixel word."""
+    """Extract red, green or blue (``c`` = 0, 1, 2) from a pixel word."""
     return np.int32(np.uint32(pixel >> np.uint32(8 * c)) & np.uint32(255))
 
 
 @jit
 def luma(pixel: Scalar) -> Scalar:
-    """Pillow's convert("L"): ITU-R 601 in 16-bit fixed point, rounded."""
+    """Convert to L like Pillow: ITU-R 601 in 16-bit fixed point, rounded."""
     total = 19595 * channel(pixel, 0) + 38470 * channel(pixel, 1) + 7471 * channel(pixel, 2) + 0x8000
     return np.int32(np.uint32(total) >> np.uint32(16))
 
 
 @jit
 def blend(base: Scalar, value: Scalar, factor: Scalar) -> Scalar:
-    """Pillow's ImageBlend, base + factor * (value - base) truncated and clipped; all arguments are float32.
+    """Compute Pillow's ImageBlend, base + factor * (value - base), clipped; float32.
 
     Pillow's shortcuts for factors 0 and 1, and its unclipped branch between them, give the same results.
     """
@@ -79,7 +79,7 @@ def blend(base: Scalar, value: Scalar, factor: Scalar) -> Scalar:
 
 @jit
 def blend_constant(source: Pixels, base: Scalar, factor: Scalar, out: Pixels) -> None:
-    """Brightness (base 0) and Contrast (base the mean luma)."""
+    """Apply Brightness (base 0) or Contrast (base the mean luma)."""
     base, factor = np.float32(base), np.float32(factor)
     for i in range(source.size):
         p = source[i]
@@ -113,7 +113,7 @@ def grayscale(source: Pixels, out: Pixels) -> None:
 
 @jit
 def mean_luma(source: Pixels) -> int:
-    """The grey level that Contrast blends with: the mean of L, rounded half up."""
+    """Compute the grey level that Contrast blends with: mean L, rounded half up."""
     total = np.int64(0)
     for i in range(source.size):
         total += luma(source[i])
@@ -122,7 +122,7 @@ def mean_luma(source: Pixels) -> int:
 
 @jit
 def shift_hue(source: Pixels, shift: Scalar, out: Pixels) -> None:
-    """RGB to Pillow's 8-bit HSV, H + ``shift`` modulo 256, and back, in one pass.
+    """Add ``shift`` to H, modulo 256, in Pillow's 8-bit HSV, in one pass.
 
     Pillow goes through single and double precision. The shorter arithmetic here rounds to the same 8-bit values for
     all 2**24 colours, as the tests check.
@@ -154,7 +154,7 @@ def shift_hue(source: Pixels, shift: Scalar, out: Pixels) -> None:
 
 @jit
 def _from_hsv(turn: Scalar, saturation: Scalar, value: Scalar) -> Scalar:
-    """HSV to RGB, where a full turn is 6 * 255; along it each channel falls from ``value`` and back by a trapezium."""
+    """Convert HSV to RGB; over a turn of 6 * 255 each channel follows a trapezium."""
     full, zero = np.float32(255), np.float32(0)
     red = np.float32(510) - abs(turn - np.float32(765))
     green = abs(turn - np.float32(510)) - full

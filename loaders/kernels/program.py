@@ -1,13 +1,12 @@
-"""Run one program on one crop, with as few passes over the pixels as give the same bits.
+"""Run one program on one crop, with as few passes over the pixels as possible.
 
-The result is that of the ops in order, but not every op takes a pass. Operations are deferred beside the stored pixels:
+The result is that of the ops in order, to the bit, but operations are deferred beside the stored pixels:
 
 - ``table``: the chain of per-channel operations since the pixels were last written, composed exactly;
 - ``warp``: the last warp, if it has not been carried out, and ``fill``: what its black has become since.
 
 A table and a NEAREST warp commute, except in the fill, which is kept apart. So per-channel operations and one warp cost
-nothing until the finished view is written through them. Operations that mix channels or pixels first ``settle`` what is
-pending.
+nothing until the finished view is written. Operations that mix channels or pixels first ``settle`` what is pending.
 """
 
 from typing import NamedTuple
@@ -32,7 +31,7 @@ HUE, GRAYSCALE, GAUSSIAN_BLUR = int(Op.HUE), int(Op.GRAYSCALE), int(Op.GAUSSIAN_
 
 
 class Scratch(NamedTuple):
-    """The memory of one thread; see ``scratch``."""
+    """Memory of one thread; see ``scratch``."""
 
     pixels: NDArray[np.uint32]  # (3, S * S): the crop, and two to work in
     table: NDArray[np.uint8]  # (3, 256)
@@ -46,7 +45,7 @@ class Scratch(NamedTuple):
 
 
 def scratch(size: int) -> Scratch:
-    """About 15 * S * S bytes."""
+    """Allocate the memory of one thread, about 15 * S * S bytes."""
     return Scratch(
         pixels=np.zeros((3, size * size), np.uint32),
         table=np.zeros((3, 256), np.uint8),
@@ -118,7 +117,7 @@ def _begin_warp(param: NDArray[np.int32], s: Scratch) -> None:
 
 @jit
 def settle(size: int, at: int, tabled: bool, warped: bool, s: Scratch) -> int:
-    """Carry out what is pending. Returns which of ``s.pixels`` holds the result."""
+    """Carry out what is pending; return which of ``s.pixels`` holds the result."""
     if tabled:
         tables.apply(s.pixels[at], s.table, s.pixels[_other(at)])
         tables.reset(s.table)
@@ -133,7 +132,7 @@ def settle(size: int, at: int, tabled: bool, warped: bool, s: Scratch) -> int:
 def _mix(
     code: int, param: NDArray[np.int32], size: int, source: NDArray[np.uint32], s: Scratch, out: NDArray[np.uint32]
 ) -> None:
-    """The operations that mix the channels of a pixel, or neighbouring pixels."""
+    """Apply an operation that mixes the channels of a pixel, or neighbouring pixels."""
     if code == COLOR:
         pointwise.color(source, _factor(param), out)
     elif code == GRAYSCALE:
@@ -160,7 +159,7 @@ def _extend_by_histogram(code: int, at: int, tabled: bool, s: Scratch) -> None:
 
 @jit
 def _mixes_later(codes: NDArray[np.uint8], start: int) -> bool:
-    """Whether an operation from ``start`` on will settle what is pending."""
+    """Tell whether an operation from ``start`` on will settle what is pending."""
     for i in range(start, codes.size):
         if codes[i] == END:
             return False
@@ -171,7 +170,7 @@ def _mixes_later(codes: NDArray[np.uint8], start: int) -> bool:
 
 @jit
 def _other(at: int) -> int:
-    """A buffer to write to: never the crop itself, which other views start from."""
+    """Return a buffer to write to: never the crop, which other views start from."""
     return 2 if at == 1 else 1
 
 

@@ -1,4 +1,4 @@
-"""Crops of a decoded image on the CPU: Pillow's antialiased bilinear filter, twenty times as fast, nearly to the bit.
+"""Resize crops by Pillow's antialiased bilinear filter, 20 times as fast.
 
 The triangle filter is separable. Down: source rows are mixed into rows of the output, 128 bytes of 32 rows at a time,
 and these are transposed, so that a value of 32 rows lies together. Across: 32 rows are mixed at once, with one weight
@@ -41,10 +41,10 @@ def _address(context: Any, builder: Any, array_type: Any, array: Any, offset: An
 
 
 def _make_weigh(vectors: int) -> Any:
-    """An intrinsic: the weighted sum of ``taps`` runs of ``vectors`` * 32 bytes, ``step`` bytes apart, into ``out``.
+    """Make an intrinsic that sums weighted runs of ``vectors`` * 32 bytes in ``out``.
 
-    A vector is read as 16-bit lanes, whose even and odd bytes are summed separately. Weights (uint32, the same 16 bits
-    twice) are ``stride`` apart. Bounds are not checked.
+    ``taps`` runs are ``step`` bytes apart. A vector is read as 16-bit lanes, whose even and odd bytes are summed apart.
+    Weights (uint32, the same 16 bits twice) are ``stride`` apart. Bounds are not checked.
     """
 
     @intrinsic
@@ -87,7 +87,7 @@ _weigh_pixel, _weigh_chunk = _make_weigh(3), _make_weigh(_CHUNK // _ROWS)
 
 @intrinsic
 def _transpose(typing_context, source, first, pitch, out, at, out_pitch):  # type: ignore[no-untyped-def]
-    """Transpose 16 x 16 bytes between two pitches: four times, halves of the lines are interleaved."""
+    """Transpose 16 x 16 bytes: four times, halves of the lines are interleaved."""
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
         source, first, pitch, out, at, out_pitch = args
@@ -152,10 +152,11 @@ def _copy(source, first, out, start, count):  # type: ignore[no-untyped-def]
 
 @jit
 def _filters(begin, length, limit, size):  # type: ignore[no-untyped-def]
-    """For each output position the first source position, int32 (S,), and its 8-bit weights, uint32 (taps, S), twice.
+    """Compute source positions, int32 (S,), and 8-bit weights, uint32 (taps, S).
 
-    A triangle around the position's centre, as wide as the scale or one pixel, cut off at the image's edges only: as in
-    Pillow, a crop's border sees what lies just outside the crop. All taps lie inside the image; some have no weight.
+    A triangle around the position's centre, as wide as the scale or one pixel, is cut off at the image's edges only: as
+    in Pillow, a crop's border sees what lies just outside the crop. All taps lie inside the image; some have no weight.
+    Each weight stands twice in its word.
     """
     scale = length / size
     reach = max(scale, 1.0)
@@ -189,7 +190,7 @@ def _filters(begin, length, limit, size):  # type: ignore[no-untyped-def]
 
 @jit
 def _mix_down(pixels, pitch, left, rows, weights, y, filled, used, chunk, mixed):  # type: ignore[no-untyped-def]
-    """Mix ``used`` values from ``left`` on for ``filled`` output rows from ``y`` on: ``mixed`` (used, 32)."""
+    """Mix ``used`` values into ``filled`` output rows from ``y`` on: (used, 32)."""
     taps, size = weights.shape
     for start in range(0, used, _CHUNK):
         begin, length = start, min(_CHUNK, used - start)
@@ -217,7 +218,7 @@ def _mix_few(pixels, first, pitch, weights, y, count, out, at):  # type: ignore[
 
 @jit
 def _mix_across(mixed, columns, weights, strip, out, start, pitch):  # type: ignore[no-untyped-def]
-    """Mix the pixels of 32 rows, ``mixed`` (pixels, 3, 32), into rows of ``out`` from ``start`` on."""
+    """Mix pixels of 32 rows, ``mixed`` (pixels, 3, 32), into rows of ``out``."""
     taps, size = weights.shape
     for begin in range(0, size, _STRIP):
         for x in range(begin, min(begin + _STRIP, size)):

@@ -1,4 +1,4 @@
-"""Per-channel lookup tables: operations on one value at a time, some of which need the histogram first.
+"""Lookup tables per channel, for operations on single values.
 
 Brightness, Contrast (once its mean is known), Posterize, Solarize, AutoContrast and Equalize are functions of a single
 8-bit value. Any chain of them is one (3, 256) uint8 table, exactly, and costs nothing until a pixel has to be written.
@@ -75,7 +75,7 @@ def then_auto_contrast(table: Table, counts: NDArray[np.uint32]) -> None:
 
 @jit
 def then_equalize(table: Table, counts: NDArray[np.uint32]) -> None:
-    """Compose with Pillow's equalize: integer arithmetic, and nothing to do when all but the last count are few."""
+    """Compose with Pillow's equalize, in its integer arithmetic."""
     mapped = np.empty(256, np.uint8)
     for c in range(3):
         total, last = np.int64(0), np.int64(0)
@@ -95,7 +95,7 @@ def then_equalize(table: Table, counts: NDArray[np.uint32]) -> None:
 
 @jit
 def histogram(source: Pixels, table: Table, partial: NDArray[np.uint32], counts: NDArray[np.uint32]) -> None:
-    """Counts of the current values (3, 256): those of the stored pixels, moved to where the table maps them.
+    """Count current values (3, 256): stored ones, moved to where the table maps them.
 
     ``partial`` (4, 3, 256) is scratch: four interleaved histograms keep runs of equal pixels from waiting for a store.
     """
@@ -118,9 +118,9 @@ def histogram(source: Pixels, table: Table, partial: NDArray[np.uint32], counts:
 
 @jit
 def extremes(source: Pixels, counts: NDArray[np.uint32]) -> None:
-    """A cheaper ``histogram`` for AutoContrast alone: ``counts`` marks only each channel's least and largest value.
+    """Mark each channel's least and largest value in ``counts``, for AutoContrast.
 
-    Valid while the table is the identity; a table need not be monotone.
+    Cheaper than ``histogram``; valid while the table is the identity, as a table need not be monotone.
     """
     most, none = np.int32(255), np.int32(0)
     low0, low1, low2, high0, high1, high2 = most, most, most, none, none, none

@@ -1,4 +1,4 @@
-"""Pillow's NEAREST warps, and the writing of a finished view.
+"""Warp pixels like Pillow's NEAREST, and write finished views.
 
 A warp is an index map in 16.16 fixed point (see ``loaders.kernels.lower``). Along a row of the output both source
 coordinates are linear, so the outputs whose source lies inside the image form one interval, found by division, and the
@@ -17,7 +17,7 @@ from loaders.kernels.pointwise import Pixels, Scalar, channel, copy
 
 @jit
 def _interval(start: Scalar, step: Scalar, size: int) -> tuple[int, int]:
-    """The x with 0 <= start + step * x < size * 2**16, as a half-open interval (perhaps empty or far too large)."""
+    """Solve 0 <= start + step * x < size * 2**16: a half-open interval of x."""
     limit = size * 65536 - 1
     if step == 0:
         return (0, 1 << 40) if 0 <= start <= limit else (0, 0)
@@ -28,7 +28,7 @@ def _interval(start: Scalar, step: Scalar, size: int) -> tuple[int, int]:
 
 @jit
 def inside(warp: NDArray[np.int32], y: int, size: int) -> tuple[Scalar, Scalar]:
-    """The half-open interval of x whose source pixel exists, in row ``y`` of the output."""
+    """Return the half-open interval of x whose source pixel exists, in row ``y``."""
     first, last = _interval(np.int64(warp[2]) + np.int64(warp[1]) * y, np.int64(warp[0]), size)
     first_y, last_y = _interval(np.int64(warp[5]) + np.int64(warp[4]) * y, np.int64(warp[3]), size)
     first = min(max(first, first_y, 0), size)
@@ -37,7 +37,7 @@ def inside(warp: NDArray[np.int32], y: int, size: int) -> tuple[Scalar, Scalar]:
 
 @jit
 def _row_start(warp: NDArray[np.int32], y: int) -> tuple[Scalar, Scalar]:
-    """The fixed-point source coordinates of the first output pixel of row ``y``."""
+    """Return source coordinates, in fixed point, of the first pixel of row ``y``."""
     return np.int64(warp[2]) + np.int64(warp[1]) * y, np.int64(warp[5]) + np.int64(warp[4]) * y
 
 
@@ -64,7 +64,7 @@ def gather(source: Pixels, size: int, warp: NDArray[np.int32], fill: Scalar, out
 
 @jit
 def write(source: Pixels, lookup: NDArray[Any], out: NDArray[Any]) -> None:
-    """Look every value up in ``lookup`` (3, 256) and store it in ``out`` (S, S, 3), of the same type."""
+    """Look every value up in ``lookup`` (3, 256) and store it in ``out`` (S, S, 3)."""
     flat = out.reshape(-1)
     for i in range(source.size):
         _store(source[i], lookup, flat, i)
@@ -74,7 +74,7 @@ def write(source: Pixels, lookup: NDArray[Any], out: NDArray[Any]) -> None:
 def write_warped(
     source: Pixels, size: int, warp: NDArray[np.int32], lookup: NDArray[Any], fill: NDArray[Any], out: NDArray[Any]
 ) -> None:
-    """``write`` through a pending warp; the values ``fill`` (3,) go outside."""
+    """Write through a pending warp; the values ``fill`` (3,) go outside."""
     step_x, step_y = np.int64(warp[0]), np.int64(warp[3])
     for y in range(size):
         row = out[y].reshape(-1)

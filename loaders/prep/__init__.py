@@ -1,1 +1,1 @@
-"""Preparation of image data: scan, verify, repair, convert, subset and label split. ``cocor-prep`` is its command."""
+"""Preparation of image data: what the command ``cocor-prep`` does."""

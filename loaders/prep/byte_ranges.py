@@ -1,6 +1,6 @@
-"""Where the bytes of one source image lie: small objects that are sent to worker processes and read there.
+"""Locators: where one image's bytes lie, small enough to send to workers.
 
-``read`` gives the bytes of the image, and raises :class:`ImageFault` or :class:`OSError`.
+``read`` returns the bytes of the image, and raises :class:`ImageFault` or :class:`OSError`.
 """
 
 import functools
@@ -9,28 +9,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from loaders.datasets.decode import ImageFault
+from loaders.files import without_waiting
 
-LARGEST_FILE = 1 << 28
-"""Bytes. A larger file is not read: no photograph needs it, and workers must not run out of memory."""
+LARGEST_FILE = 1 << 28  # bytes: no photograph needs more, and workers must not run out of memory
 _LARGEST_GROUP = 1 << 31
 
 
 @dataclass(frozen=True)
 class FileBytes:
-    """A whole file."""
+    """Whole file."""
 
     path: str
 
     def read(self) -> bytes:
-        # A pipe put in the file's place since the listing must not block: O_NONBLOCK does nothing to regular files.
-        with open(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123
+        with open(self.path, "rb", opener=without_waiting) as file:
             _check_length(os.fstat(file.fileno()).st_size)
             return file.read(LARGEST_FILE)
 
 
 @dataclass(frozen=True)
 class ByteRange:
-    """A range of bytes of another file, such as an uncompressed tar."""
+    """Range of bytes of another file, such as an uncompressed tar."""
 
     path: str
     offset: int
@@ -47,7 +46,7 @@ class ByteRange:
 
 @dataclass(frozen=True)
 class RawPixels:
-    """RGB pixels somewhere in a file, read as if they were a PPM file."""
+    """RGB pixels in a file, read as if they were a PPM file."""
 
     path: str
     offset: int
@@ -61,7 +60,7 @@ class RawPixels:
 
 @dataclass(frozen=True)
 class ParquetBytes:
-    """A row of a parquet file whose column holds image files."""
+    """Row of a parquet file whose column holds image files."""
 
     path: str
     column: str
@@ -94,9 +93,7 @@ def _row_group(path: str, column: str, group: int) -> Any:
         parts = [about.column(i) for i in range(about.num_columns)]
         length = sum(part.total_uncompressed_size for part in parts if part.path_in_schema.startswith(column))
         if length > _LARGEST_GROUP:
-            raise ImageFault(
-                f"{length:,} bytes of images in one row group are more than the limit of {_LARGEST_GROUP:,}"
-            )
+            raise ImageFault(f"{length:,} bytes in one row group are more than the limit of {_LARGEST_GROUP:,}")
         return file.read_row_group(group, columns=[column]).column(column).combine_chunks()
 
 

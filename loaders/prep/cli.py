@@ -1,4 +1,4 @@
-"""The command ``cocor-prep``: scan, convert, subset, labels, verify and info.
+"""Command-line interface ``cocor-prep``.
 
 Exit codes: 0 done, 2 a mistake in the call or damage in the data, 130 Ctrl-C, 141 broken pipe, 143 SIGTERM.
 """
@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 from loaders.arguments import Parser, fraction, seed, whole
@@ -26,7 +25,7 @@ _SOURCES = "a folder, ILSVRC's tars, a folder of WebDataset tars or parquet shar
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit code."""
+    """Run the command and return its exit code."""
     print_everything()
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary files are removed
     try:
@@ -130,7 +129,7 @@ def _open(options: argparse.Namespace) -> Source:
 
 
 def _check_output(options: argparse.Namespace, output: Path | None) -> None:
-    """Refuse, before any work is done, an output that may not be made or that would replace what it is made from."""
+    """Refuse early an output that may not be made or replaces its own source."""
     if output is None:
         return
     lists = (Path(name) for key in ("labels", "classes") if (name := getattr(options, key, None)) is not None)
@@ -141,18 +140,17 @@ def _check_output(options: argparse.Namespace, output: Path | None) -> None:
 def _scan(options: argparse.Namespace) -> int:
     from loaders.prep.convert import unusable
     from loaders.prep.output import staged
-    from loaders.prep.scan import print_summary, scan, write_finding
+    from loaders.prep.scan import print_summary, scan
 
-    report = options.report
-    _check_output(options, report)
+    _check_output(options, options.report)
     source = _open(options)
     stop = options.on_error == "stop"
     with ExitStack() as stack:
         file = None
-        if report:
-            work = stack.enter_context(staged(report, folder=False, force=options.force))
+        if options.report:
+            work = stack.enter_context(staged(options.report, folder=False, force=options.force))
             file = stack.enter_context(work.open("w", encoding="ascii"))
-        summary = scan(source, options.max_pixels, options.workers, stop, partial(write_finding, file))
+        summary = scan(source, options.max_pixels, options.workers, stop, file)
     print_summary(source, summary)
     if summary.rejected and stop:
         raise unusable(source, *summary.rejected[0])

@@ -1,9 +1,8 @@
-"""From any source to a ``.beton`` file or a tree of class folders, in one pass, complete or not at all.
+"""Convert any source to a ``.beton`` file or class folders, in one pass.
 
     source -> locators -> worker processes: read, decode, encode -> this process: write in order -> record -> rename
 
-The order of the source decides the order of writing and its names decide the order of rows, so the output's bytes
-depend neither on the number of workers nor on their speed.
+The output's bytes depend on the source alone, not on the number of workers or their speed.
 """
 
 import os
@@ -20,7 +19,7 @@ from loaders.datasets.dataset import OnError
 from loaders.datasets.manifest import Record, content_digest
 from loaders.errors import UserError
 from loaders.prep.encode import Settings, encode
-from loaders.prep.output import refuse_existing, refuse_overlap, staged
+from loaders.prep.output import refuse_overlap, staged
 from loaders.prep.pool import in_order
 from loaders.prep.source import LONGEST_NAME, Source
 from loaders.prep.writers import BetonWriter, FolderWriter
@@ -32,7 +31,7 @@ _ROW = np.dtype([("mode", "u1"), ("height", "i4"), ("width", "i4"), ("source_crc
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion did: images by treatment ("kept", "resized", ...), and (name, reason) of those left out."""
+    """Counts of images by treatment, and (name, reason) of those left out."""
 
     images: int
     treatments: dict[str, int]
@@ -40,22 +39,14 @@ class Converted:
 
 
 def convert(
-    source: Source,
-    output: Path,
-    target: Target,
-    settings: Settings,
-    *,
-    workers: int | None = None,
-    on_error: OnError = "stop",
-    force: bool = False,
-) -> Converted:
-    """Make ``output`` from ``source``.
+    source: Source, output: Path, target: Target, settings: Settings, *,
+    workers: int | None = None, on_error: OnError = "stop", force: bool = False,
+) -> Converted:  # fmt: skip
+    """Make ``output`` from ``source``, complete or not at all.
 
-    ``on_error``: "stop" ends at the first unusable image, "skip" leaves such images out and lists them. Raises
-    :class:`UserError`, and then nothing is left behind.
+    ``on_error``: "stop" ends at the first unusable image (UserError), "skip" leaves such images out and lists them.
     """
     refuse_overlap(output, source.path)
-    refuse_existing(output, force)
     if source.faults and on_error == "stop":
         raise unusable(source, *source.faults[0])
     names = stored_names(source)
@@ -89,27 +80,20 @@ def convert(
             labels, crcs, rows = source.labels[chosen], rows["source_crc"][order].tolist(), rows[order]
             stored = [names[i] for i in chosen]
             digest = content_digest(stored, labels, source.classes, crcs)
-            facts = {"target": target, "settings": asdict(settings)} | _facts(source, digest, done)
+            facts = {
+                "target": target, "settings": asdict(settings),
+                "source": {"name": printable(source.path.name), "kind": source.kind, "digest": digest},
+                "images": done.images, "treatments": done.treatments,
+                "skipped": [[printable(name), reason] for name, reason in done.skipped],
+            }  # fmt: skip
             sizes = np.stack([rows["height"], rows["width"]], axis=1)
             record = Record(stored, labels, source.classes, sizes, rows["crc"], facts)
             writer.finish(order, rows["mode"], record)
     return done
 
 
-def _facts(source: Source, digest: str, done: Converted) -> dict[str, object]:
-    return {
-        "source": {"name": printable(source.path.name), "kind": source.kind, "digest": digest},
-        "images": done.images,
-        "treatments": done.treatments,
-        "skipped": [[printable(name), reason] for name, reason in done.skipped],
-    }
-
-
 def stored_names(source: Source) -> list[str]:
-    """The names under which images are stored: those of the source, with ``.jpg`` added to any that is no JPEG's.
-
-    A name that has no room for it stays: loaders go by what a file holds.
-    """
+    """Return the names under which images are stored, ``.jpg`` added where needed."""
     longer = [name if name.lower().endswith((".jpg", ".jpeg")) else f"{name}.jpg" for name in source.names]
     fits = [len(os.fsencode(name.rpartition("/")[2])) <= LONGEST_NAME for name in longer]
     names = [new if room else old for new, old, room in zip(longer, source.names, fits, strict=True)]
@@ -120,6 +104,6 @@ def stored_names(source: Source) -> list[str]:
 
 
 def unusable(source: Source, name: str, reason: str) -> UserError:
-    """The error that names an unusable image of ``source``."""
+    """Return the error that names an unusable image of ``source``."""
     where = printable(source.path / name) if source.kind == "folder" else f"{printable(source.path)}: {printable(name)}"
     return UserError(f"{where}: {reason}; remove it, or pass --on-error skip")

@@ -1,18 +1,15 @@
-"""A small labelled set of image tiles, cut from photographs that scikit-image's wheel ships: no download.
+"""Demo data: tiles of ten classes, cut from scikit-image's photographs.
 
-Each class is one photograph: cat fur, a retina, galaxies, tissue, grass, gravel, bricks, coins, handwriting, print.
-Validation tiles come from cells of the photograph that no training tile touches. Tiles vary in scale.
+Validation tiles come from cells of a photograph that no training tile touches. Tiles vary in scale.
 
 Colour and brightness say nothing about the class: a tile keeps the photograph's structure (the order of its pixels by
-luminance), but its tones follow one fixed curve, and its colours are those of a tile drawn at random from seven colour
-photographs. A colour histogram therefore classifies at chance, an untrained network somewhat above it, and a trained
-one far above: a place to watch learning happen, not a benchmark.
+luminance), but its tones follow one fixed curve, and its colours are those of a tile drawn at random. A colour
+histogram classifies at chance, an untrained network somewhat above it, and a trained one far above.
 """
 
 import importlib.util
 import os
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
 
@@ -40,48 +37,31 @@ NOTE = (
 LUMA = np.array([0.299, 0.587, 0.114])
 
 
-@dataclass(frozen=True)
-class Photograph:
-    """One class: a file of ``skimage/data`` and the rows into which its grid of cells is divided."""
-
-    name: str
-    file: str
-    rows: int = 4
-
-
-CLASSES = (
-    Photograph("bricks", "brick.png"),
-    Photograph("coins", "coins.png", rows=3),
-    Photograph("fur", "chelsea.png", rows=3),
-    Photograph("galaxies", "hubble_deep_field.jpg"),
-    Photograph("grass", "grass.png"),
-    Photograph("gravel", "gravel.png"),
-    Photograph("handwriting", "text.png", rows=2),
-    Photograph("print", "page.png", rows=2),
-    Photograph("retina", "retina.jpg"),
-    Photograph("tissue", "ihc.png"),
-)
+CLASSES = {  # a file of ``skimage/data``, and the rows of its grid of cells
+    "bricks": ("brick.png", 4), "coins": ("coins.png", 3), "fur": ("chelsea.png", 3),
+    "galaxies": ("hubble_deep_field.jpg", 4), "grass": ("grass.png", 4), "gravel": ("gravel.png", 4),
+    "handwriting": ("text.png", 2), "print": ("page.png", 2), "retina": ("retina.jpg", 4), "tissue": ("ihc.png", 4),
+}  # fmt: skip
 PALETTES = ("astronaut.png", "chelsea.png", "coffee.png", "ihc.png", "motorcycle_left.png", "retina.jpg", "rocket.jpg")
 
 
 def or_demo(path: Path) -> Path:
-    """``path``, or the folder of the demo's images if ``path`` is "demo" and no folder or file is called so."""
+    """Return ``path``, or the demo's folder if it is "demo" and there is no such file."""
     return make_demo() if str(path) == DEMO and not path.exists() else path
 
 
 def make_demo(folder: Path | None = None) -> Path:
-    """Make the set (once, atomically, the same bytes each time) and return its folder with ``train/`` and ``val/``.
+    """Make the set, once, and return its folder with ``train/`` and ``val/``.
 
-    Args:
-        folder: where to make it; default ``cocor/demo`` in the user's cache folder. A complete one is reused.
-
-    Raises:
-        UserError: scikit-image or one of its photographs is missing, or the folder holds something else.
+    ``folder`` is ``cocor/demo`` in the user's cache by default. UserError if scikit-image or one of its photographs is
+    missing, or if the folder holds something else.
     """
     target = default_folder() if folder is None else Path(folder)
     if _complete(target):
         return target
-    photographs = {name: _open(photograph_folder() / name) for name in {*PALETTES, *(c.file for c in CLASSES)}}
+    photographs = {
+        name: _open(photograph_folder() / name) for name in {*PALETTES, *(file for file, _ in CLASSES.values())}
+    }
     empty = target.is_dir() and not any(target.iterdir())
     try:
         with staged(target, folder=True, force=empty) as work:
@@ -93,10 +73,9 @@ def make_demo(folder: Path | None = None) -> Path:
 
 
 def _complete(target: Path) -> bool:
-    try:
+    with suppress(OSError):
         return (target / ORIGIN).read_text() == NOTE
-    except OSError:
-        return False
+    return False
 
 
 def _write(work: Path, photographs: dict[str, Image.Image]) -> None:
@@ -106,20 +85,17 @@ def _write(work: Path, photographs: dict[str, Image.Image]) -> None:
         for name in PALETTES
         for tile in _cut(photographs[name], rows=4, val=False, count=TRAIN // 5, rng=rng)
     ]
-    for photograph in CLASSES:
+    for name, (file, rows) in CLASSES.items():
         for split, count in (("train", TRAIN), ("val", VAL)):
-            place = work / split / photograph.name
-            place.mkdir(parents=True)
-            tiles = _cut(photographs[photograph.file], photograph.rows, split == "val", count, rng)
-            for number, tile in enumerate(tiles):
+            (work / split / name).mkdir(parents=True)
+            for number, tile in enumerate(_cut(photographs[file], rows, split == "val", count, rng)):
                 painted = _repaint(tile, palettes[rng.integers(len(palettes))], rng)
-                painted.save(place / f"{photograph.name}_{number:03d}.jpg", quality=95, subsampling=0)
+                painted.save(work / split / name / f"{name}_{number:03d}.jpg", quality=95, subsampling=0)
     (work / ORIGIN).write_text(NOTE)
 
 
 def default_folder() -> Path:
-    """``cocor/demo`` in the user's cache folder (``$XDG_CACHE_HOME``, else ``~/.cache``), in a folder that exists and
-    can be written unless the set is there already; else in the temporary folder. UserError if there is no place."""
+    """Return a writable place for the set: the cache folder, else the temporary one."""
     cache = user_cache()
     for place in (lambda: cache, private_folder):
         with suppress(OSError):
@@ -133,7 +109,7 @@ def default_folder() -> Path:
 
 
 def photograph_folder() -> Path:
-    """The folder of scikit-image's photographs, found without importing the package."""
+    """Find the folder of scikit-image's photographs without importing the package."""
     spec = importlib.util.find_spec("skimage")
     if spec is None or not spec.submodule_search_locations:
         raise UserError("the demo data needs scikit-image: pip install scikit-image")
@@ -148,7 +124,7 @@ def _open(path: Path) -> Image.Image:
 
 
 def _cut(photograph: Image.Image, rows: int, val: bool, count: int, rng: np.random.Generator) -> list[Image.Image]:
-    """``count`` random squares that lie wholly inside (``val``) or wholly outside the validation cells."""
+    """Cut random squares that lie wholly inside (``val``) or outside validation cells."""
     width, height = photograph.size
     held_out = np.zeros((height + 1, width + 1), np.int64)
     for row in range(rows):
@@ -169,7 +145,7 @@ def _cut(photograph: Image.Image, rows: int, val: bool, count: int, rng: np.rand
 
 
 def _palette(tile: np.ndarray) -> np.ndarray:
-    """float64 (TILE * TILE, 3): the colour of each luminance rank, dark to bright, chroma taken from ``tile``."""
+    """Compute the colour of each luminance rank, dark to bright: float64 (TILE**2, 3)."""
     pixels = tile.reshape(-1, 3).astype(np.float64)
     pixels = pixels[np.argsort(pixels @ LUMA, kind="stable")]
     window = len(pixels) // 32 | 1
@@ -181,7 +157,7 @@ def _palette(tile: np.ndarray) -> np.ndarray:
 
 
 def _repaint(tile: Image.Image, palette: np.ndarray, rng: np.random.Generator) -> Image.Image:
-    """``tile`` with its pixels, ordered by luminance (ties at random), given the colours of ``palette``."""
+    """Give the pixels, ordered by luminance (ties at random), the palette's colours."""
     luminance = np.asarray(tile).reshape(-1, 3) @ LUMA + rng.random(TILE * TILE)
     painted = np.empty((TILE * TILE, 3), np.uint8)
     painted[np.argsort(luminance, kind="stable")] = np.rint(palette)

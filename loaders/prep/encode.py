@@ -1,9 +1,8 @@
-"""From an image's source bytes to the bytes that are stored: unchanged where possible, else re-encoded.
+"""Encode an image for storage: its own bytes where possible, else a new JPEG.
 
 A JPEG that every decoder shows upright and in the right colours, and that needs no resize, keeps its bytes. Anything
-else goes through :mod:`loaders.datasets.decode`, the reference decoder, and is written as JPEG (or raw pixels).
-Nothing is ever enlarged. Either way the image is decoded once here, so that a damaged one is found now and not in
-training.
+else goes through :mod:`loaders.datasets.decode`. Nothing is enlarged. Every image is decoded here, so that a damaged
+one is found now and not in training.
 """
 
 import zlib
@@ -21,23 +20,17 @@ from loaders.prep.pool import one_at_a_time
 
 @dataclass(frozen=True)
 class Settings:
-    """How images are stored.
+    """Settings of a conversion."""
 
-    - ``shorter_side``: larger images shrink until their shorter side has this many pixels; None keeps sizes.
-    - ``quality``: of JPEGs that must be encoded anew, 1 to 100.
-    - ``raw``: store pixels instead of JPEG.
-    - ``max_pixels``: a larger image is refused.
-    """
-
-    shorter_side: int | None = None
-    quality: int = 95
-    raw: bool = False
-    max_pixels: int = MAX_PIXELS
+    shorter_side: int | None = None  # pixels, to which that of larger images shrinks; None keeps sizes
+    quality: int = 95  # of JPEGs that must be encoded anew, 1 to 100
+    raw: bool = False  # store pixels instead of JPEG
+    max_pixels: int = MAX_PIXELS  # a larger image is unusable
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """An image of ``height`` x ``width`` as stored: bytes, FFCV mode, and the CRC-32s of source and stored bytes."""
+    """Stored image: its bytes, FFCV's mode, and CRC-32s of source and stored bytes."""
 
     data: bytes
     mode: int
@@ -49,10 +42,9 @@ class Encoded:
 
 
 def encode(place: Locator, settings: Settings) -> Encoded | str:
-    """Read and encode one image. Returns the reason, as text, if it is unusable."""
+    """Read and encode one image, or return the reason why it is unusable."""
     try:
-        data = place.read()
-        return _encode(data, settings)
+        return _encode(place.read(), settings)
     except (ImageFault, OSError) as fault:
         if no_fault_of_a_file(fault):
             raise
@@ -84,7 +76,7 @@ def _encode(data: bytes, settings: Settings) -> Encoded:
 
 
 def storable_header(data: bytes, max_pixels: int) -> Header:
-    """Header of an image file. Raises :class:`ImageFault` if it is none, or too large for a JPEG or ``max_pixels``."""
+    """Read an image file's header. ImageFault if it is none, or too large."""
     header = read_header(BytesIO(data))
     if header.height * header.width > max_pixels:
         raise ImageFault(f"{header.width} x {header.height} pixels are more than the limit of {max_pixels:,}")
@@ -94,7 +86,7 @@ def storable_header(data: bytes, max_pixels: int) -> Header:
 
 
 def target_size(width: int, height: int, shorter_side: int | None) -> tuple[int, int]:
-    """(width, height) after shrinking the shorter side to ``shorter_side`` pixels, if it is longer than that."""
+    """Return (width, height) with the shorter side reduced to ``shorter_side``."""
     shorter = min(width, height)
     if shorter_side is None or shorter <= shorter_side:
         return width, height
@@ -102,7 +94,7 @@ def target_size(width: int, height: int, shorter_side: int | None) -> tuple[int,
 
 
 def _read_through(data: bytes) -> None:
-    """Raise :class:`ImageFault` if a JPEG is truncated: decodes all of it, but at an eighth of the size, in grey."""
+    """Raise :class:`ImageFault` if a JPEG is truncated."""
     try:
         with Image.open(BytesIO(data)) as image:
             image.draft("L", (1, 1))

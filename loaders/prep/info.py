@@ -1,4 +1,4 @@
-"""What is in a data set: a table for the terminal and a contact sheet of example images."""
+"""Describe a data set: a table for the terminal and a contact sheet."""
 
 from io import BytesIO
 from pathlib import Path
@@ -19,7 +19,7 @@ _COLUMNS, _ROWS, _TILE, _CAPTION = 10, 8, 96, 14  # of the sheet: counts, then p
 
 
 def describe_source(source: Source) -> list[tuple[str, str]]:
-    """(heading, text) lines about a data set."""
+    """List (heading, text) lines about a data set."""
     counts = np.bincount(source.labels[source.labels >= 0], minlength=len(source.classes))
     lines = [("data", f"{printable(source.path)} ({source.kind})"), ("images", f"{len(source):,}")]
     if len(counts):
@@ -47,7 +47,7 @@ def describe_source(source: Source) -> list[tuple[str, str]]:
 
 
 def contact_sheet(source: Source, output: Path, force: bool = False) -> int:
-    """Write a PNG with images spread evenly over the data set, their class below each. Returns how many."""
+    """Write a PNG of images spread evenly over the set; return their number."""
     if not len(source):
         raise UserError(f"{printable(source.path)}: no images to show")
     shown = np.unique(np.linspace(0, len(source) - 1, min(len(source), _COLUMNS * _ROWS)).round().astype(int))

@@ -1,9 +1,8 @@
 """Label splits as text files: which few images count as labelled.
 
-The choice is that of :func:`loaders.datasets.labels.stratified_split`, so ``cocor-train`` without a list and a list
-written here with the same fraction and seed mean the same images. Comment lines say where the file comes from, then
-follows one relative name a line. A digest over these lines shows later edits, one over the data set's names and labels
-whether the list was written for it. A list fits a folder and everything that was converted from it.
+The choice is :func:`loaders.datasets.labels.stratified_split`'s, so ``cocor-train`` chooses the same images by itself.
+After comment lines follows one relative name a line. Digests in the comments show later edits, and whether the list
+was written for this data set. A list fits a folder and everything that was converted from it.
 """
 
 import hashlib
@@ -25,7 +24,7 @@ _DIGEST, _DATA = b"# sha256 of the names: ", b"# sha256 of the data set's names 
 
 @dataclass(frozen=True)
 class Checked:
-    """A list that fits a data set: how many images it names, and what is worth knowing besides."""
+    """List that fits a data set: its images, those of each class, and remarks."""
 
     images: int
     per_class: npt.NDArray[np.int64]
@@ -33,7 +32,7 @@ class Checked:
 
 
 def write_labels(source: Source, fraction: float, seed: int, output: Path, force: bool = False) -> int:
-    """Write the split. Returns its number of images. Raises :class:`UserError` if the source has no labels."""
+    """Write a split and return its number of images. UserError without labels."""
     if not (source.labels >= 0).any():
         raise UserError(f"{printable(source.path)}: has no labels; give class folders, or --labels with a label file")
     order = np.array(source.order(), np.int64)  # the order in which training sees them
@@ -57,8 +56,7 @@ def write_labels(source: Source, fraction: float, seed: int, output: Path, force
 def check_labels(path: Path, source: Source) -> Checked:
     """Check a list, written by cocor-prep or not, against a data set.
 
-    Raises :class:`UserError` naming the line of an image that is unknown, doubled or without label, and if a digest
-    in the list's head shows that names were changed after it was written.
+    UserError naming the line of an image that is unknown, doubled or without label, or if a digest shows later edits.
     """
     places = np.array(read_names(path, source.names), np.int64)  # named class first
     lines = path.read_bytes().splitlines(keepends=True)
@@ -93,10 +91,9 @@ def _line(name: str) -> bytes:
 
 
 def names_digest(source: Source) -> str:
-    """SHA-256 over names and labels alone, which survive conversion and resizing.
+    """Compute SHA-256 over names and labels, which survive conversion.
 
-    It is made of the classes, and of "name NUL class" of every image in sorted order, names without the suffixes of
-    image files: the same for a folder and for all that was converted from it.
+    It is made of the classes, and of "name NUL class" of every image in sorted order, names without image suffixes.
     """
     digest = hashlib.sha256("\0".join(source.classes).encode("utf-8", "surrogateescape") + b"\0\0")
     of = [source.classes[label] if label >= 0 else "" for label in source.labels]

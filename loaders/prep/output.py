@@ -1,11 +1,9 @@
-"""Outputs that appear only when complete.
+"""Atomic outputs of ``cocor-prep``: they appear only when complete.
 
-A file or folder is made under a hidden temporary name beside its target, flushed to the disk and renamed. A process
-that dies leaves at most such a hidden name. Loaders skip hidden names, and the next run for the same target removes
-those that no living process has locked.
+An output is made in a hidden, locked folder beside its target, flushed to the disk and renamed. A process that dies
+leaves at most this folder, which loaders skip and the next run for the same target removes.
 """
 
-import errno
 import glob
 import os
 import shutil
@@ -17,23 +15,17 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from loaders.datasets.manifest import FOLDER_RECORD
-from loaders.errors import UserError
-from loaders.files import check_folder
+from loaders.errors import UserError, explain
+from loaders.files import check_folder, sync, sync_rename
 from loaders.text import printable
 
 
 @contextmanager
 def staged(target: Path, *, folder: bool, force: bool = False) -> Iterator[Path]:
-    """Yield a temporary path that becomes ``target`` when the block ends without an error.
+    """Yield a temporary path that becomes ``target`` if the block succeeds.
 
-    Args:
-        target: the file or folder to make; its parent must exist.
-        folder: yield an empty folder instead of the path of a file to be written.
-        force: replace an existing ``target``, at the end.
-
-    Raises:
-        UserError: ``target`` exists and ``force`` is off or may not replace it, its parent is missing, or the disk is
-            full.
+    ``folder``: the path is that of an empty folder, not of a file to write. ``force``: replace an existing target.
+    UserError if ``target`` exists or may not be replaced, its parent is missing, or the disk is full.
     """
     target = target.absolute()
     refuse_existing(target, force)
@@ -46,12 +38,13 @@ def staged(target: Path, *, folder: bool, force: bool = False) -> Iterator[Path]
             yield content
             _publish(content, target, force)
     except OSError as error:
-        raise _explain(error, target) from error
+        reason = explain(error) or error.strerror or error
+        raise UserError(f"{printable(target)}: {reason}; nothing was kept") from error
 
 
 @contextmanager
 def _locked_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder beside ``target``, locked while the block runs and then removed."""
+    """Yield a folder beside ``target``, locked and in the end removed."""
     while True:
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
         lock = _lock(work)
@@ -81,22 +74,14 @@ def _publish(content: Path, target: Path, force: bool) -> None:
     if content.is_dir():
         os.sync()  # thousands of fsyncs would take minutes
     else:
-        _sync(content)
+        sync(content)
     if os.path.lexists(target):
         if not force:  # made by somebody else in the meantime
             raise _exists(target)
         if content.is_dir() or not target.is_file():  # folders do not replace, nor are replaced, in one step
             target.rename(content.with_name("replaced"))
     content.replace(target)
-    _sync(target.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_rename(target.parent)
 
 
 def _exists(target: Path) -> UserError:
@@ -104,8 +89,7 @@ def _exists(target: Path) -> UserError:
 
 
 def refuse_existing(target: Path, force: bool) -> None:
-    """Raise a :class:`UserError` unless ``target`` may be made (it does not exist or ``force``; its parent exists and
-    can be written)."""
+    """Raise a UserError unless ``target`` can be made, or replaced if ``force``."""
     if not os.path.isdir(target.parent):  # noqa: PTH112 (a Path's own would raise where a folder on the way is locked)
         parent, name = printable(target.parent), printable(target.name)
         raise UserError(f"{parent}: no such folder for the output {name}; make it first")
@@ -115,48 +99,25 @@ def refuse_existing(target: Path, force: bool) -> None:
     if not force:
         raise _exists(target)
     if not _replaceable(target):
-        raise UserError(
-            f"{printable(target)}: --force replaces files and folders that cocor-prep made, and this is neither; "
-            "name another output"
-        )
+        only = "--force replaces files and folders that cocor-prep made, and this is neither; name another output"
+        raise UserError(f"{printable(target)}: {only}")
 
 
 def _replaceable(target: Path) -> bool:
-    """Whether an existing output may be replaced as a whole: never a device, nor a folder of anything else."""
+    """Tell whether ``target`` may be replaced: a file, or a folder that was made here."""
     if target.is_symlink() or target.is_file():
         return True
-    if not target.is_dir():
-        return False
-    names = os.listdir(target)  # noqa: PTH208 (names, not paths)
-    return not names or FOLDER_RECORD in names
+    return target.is_dir() and (not any(target.iterdir()) or (target / FOLDER_RECORD).exists())
 
 
-def refuse_overlap(output: Path, *sources: Path | None) -> None:
-    """Raise a :class:`UserError` if ``output`` is one of ``sources``, would replace it, or lies inside it.
-
-    An output inside a folder of images would become one of them.
-    """
+def refuse_overlap(output: Path, *sources: Path) -> None:
+    """Raise a UserError if ``output`` would replace or lie inside one of ``sources``."""
     itself = output.name in ("", "..")  # such as "."
     inner = output.resolve() if itself else output.absolute().parent.resolve() / output.name
     for source in sources:
-        if source is None:
-            continue
         outer = source.resolve()
         if inner == outer or outer.is_relative_to(inner):
             raise UserError(f"{printable(output)}: the output would replace its own source; name another output")
         links = [entry.resolve() for entry in source.iterdir() if entry.is_symlink()] if source.is_dir() else []
         if any(inner.is_relative_to(place) for place in (outer, *links)):
             raise UserError(f"{printable(output)}: the output lies inside its source; name another output")
-
-
-def _explain(error: OSError, target: Path) -> UserError:
-    """The one-line message for an error of the operating system while making ``target``."""
-    lacks = {
-        errno.ENOSPC: f"no space left on the disk of {printable(target.parent)}; nothing was kept",
-        errno.EFBIG: "larger than the allowed file size (see ulimit -f); nothing was kept",
-        errno.EMFILE: "too many open files; lower --workers, or raise the limit (ulimit -n 8192)",
-        errno.EAGAIN: "too many processes; lower --workers, or raise the limit (ulimit -u)",
-    }
-    lacks |= {errno.EDQUOT: lacks[errno.ENOSPC], errno.ENFILE: lacks[errno.EMFILE]}
-    where = f" ({printable(os.fsdecode(error.filename))})" if isinstance(error.filename, str | bytes) else ""
-    return UserError(f"{printable(target)}: {lacks.get(error.errno or 0) or f'{error.strerror or error}{where}'}")

@@ -1,7 +1,7 @@
-"""Parquet shards with embedded images, as data hubs publish them: a column of image files and one of class numbers.
+"""Parquet shards with embedded images, as data hubs publish them.
 
-The image column is a struct with the field "bytes" (and "path"), or plain binary. Class names are read from the
-hub's notes in the file ("huggingface" metadata) where there are any.
+The image column is a struct with the field "bytes", or plain binary; another one has class names or numbers, whose
+names are read from the hub's notes in the file ("huggingface" metadata) where there are any.
 """
 
 import json
@@ -22,7 +22,7 @@ _LABEL_NAMES = ("label", "labels", "fine_label", "cls", "class", "target")
 
 
 def open_parquet(path: Path, shards: list[Path]) -> Source:
-    """The images in ``shards``. Raises :class:`UserError` naming shard and column."""
+    """List the images in ``shards``. UserError naming shard and column."""
     try:
         import pyarrow.parquet as parquet
     except ImportError as fault:
@@ -84,16 +84,14 @@ def _readable(shard: Path) -> Iterator[None]:
 
 
 def _known_names(shard: Path, schema: Any, label: str | None) -> list[str] | None:
-    """The class names in the hub's notes, JSON in the file's metadata; None if there are none."""
+    """Read class names from the hub's notes, JSON in the metadata; None without any."""
     if label is None:
         return None
     try:
         notes = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     except (ValueError, RecursionError) as fault:
-        raise UserError(
-            f"{printable(shard)}: its 'huggingface' metadata, which names the classes, is not JSON ({fault}); "
-            "fetch it again, or write it without that metadata"
-        ) from fault
+        what = f"its 'huggingface' metadata, which names the classes, is not JSON ({fault})"
+        raise UserError(f"{printable(shard)}: {what}; fetch it again, or write it without that metadata") from fault
     for key in ("info", "features", label, "names"):
         notes = notes.get(key) if isinstance(notes, dict) else None
     if notes is not None and not (isinstance(notes, list) and all(isinstance(name, str) for name in notes)):
@@ -102,7 +100,7 @@ def _known_names(shard: Path, schema: Any, label: str | None) -> list[str] | Non
 
 
 def _columns(shard: Path, schema: Any) -> tuple[str, str | None]:
-    """The image column and the label column."""
+    """Find the image column and the label column."""
     import pyarrow
 
     def holds_files(kind: Any) -> bool:
@@ -122,13 +120,12 @@ def _columns(shard: Path, schema: Any) -> tuple[str, str | None]:
 
 
 def _label_names(path: Path, labels: list[Any], known: list[str] | None) -> list[str | None]:
-    """The class name of every row; -1 in the file means no label, as on hubs' test splits."""
+    """Return every row's class name; -1 means no label, as on hubs' test splits."""
     values = [None if label == -1 else label for label in labels]
     strange = next((value for value in values if not isinstance(value, int | str | None)), None)
     if strange is not None:
-        raise UserError(
-            f"{printable(path)}: the label {strange!r} is neither a number nor text; keep one class an image"
-        )
+        what = f"the label {strange!r} is neither a number nor text"
+        raise UserError(f"{printable(path)}: {what}; keep one class an image")
     if known is None:
         return pad_numbers([None if value is None else str(value) for value in values])
     beyond = next((value for value in values if value is not None and value not in range(len(known))), None)

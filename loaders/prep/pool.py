@@ -1,4 +1,4 @@
-"""Images spread over worker processes, with results in the order of the images."""
+"""Process pool that maps a function over images and yields the results in order."""
 
 import multiprocessing
 import os
@@ -6,13 +6,12 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from multiprocessing import connection
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Semaphore
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from loaders.cpus import available_cores
 from loaders.errors import UserError
@@ -23,86 +22,93 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _CHUNK = 8  # images a task
+_IN_HAND = 2  # tasks that a worker holds, so that it never waits for the next one
 _AHEAD = 8  # tasks per worker that are handed out, or done and waiting for an earlier one
 _HUGE_PIXELS = 32_000_000
-_LOOK_S = 1.0
 _huge: Semaphore | None = None  # in a worker
 
 
 def one_at_a_time(pixels: int) -> AbstractContextManager[object]:
-    """Context for decoding: huge images take turns across workers, so that memory stays bounded."""
+    """Return a context in which huge images take turns, so that memory stays bounded."""
     return nullcontext() if _huge is None or pixels <= _HUGE_PIXELS else _huge
 
 
 def in_order(
-    function: Callable[[Item], Result],
-    item: Callable[[int], Item],
-    count: int,
-    workers: int | None,
-    *,
-    name: Callable[[int], str],
-    doing: str,
-) -> Generator[Result, None, None]:
-    """Yield ``function(item(i))`` for every i below ``count``, in order, computed by worker processes.
+    function: Callable[[Item], Result], item: Callable[[int], Item], count: int, workers: int | None, *,
+    name: Callable[[int], str], doing: str,
+) -> Generator[Result, None, None]:  # fmt: skip
+    """Yield ``function(item(i))`` for every i below ``count``, in order.
 
     Args:
         function: importable: a top-level function or a partial of one. Its exceptions pass on to the caller.
         item: makes the i-th argument, which should be small.
-        workers: the number of processes; None for one a core.
-        name: says what the i-th image is called.
-        doing: the word of the progress line.
+        workers: number of processes; None for one a core.
+        name: returns what the i-th image is called.
+        doing: word of the progress line.
 
     Raises:
         UserError: a worker died (killed, out of memory, crashed in a decoder); names the image.
     """
-    starts = range(0, count, _CHUNK)
-    workers = max(1, min(workers or available_cores(), len(starts)))
+    workers = max(1, min(workers or available_cores(), -(-count // _CHUNK)))
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads may inherit a held lock
-    waiting, held = context.Pipe(duplex=False)
-    pool = ProcessPoolExecutor(workers, context, _begin, (waiting, context.Semaphore()))
+    huge, processes = context.Semaphore(), list[BaseProcess]()
+    tasks: dict[Connection, deque[int]] = {}  # of each worker: first images of those that it has not answered
 
     def chunks() -> Iterator[list[Result]]:
-        pending: deque[Future[list[Result]]] = deque()
+        done: dict[int, list[Result]] = {}  # by first image
         given = 0
-        for done, start in enumerate(starts):
-            try:
-                for at in starts[given : done + _AHEAD * workers]:
-                    items = [item(i) for i in range(at, min(at + _CHUNK, count))]
-                    pending.append(pool.submit(_apply, function, items))
-                    given += 1
-                result = _result(pool, pending.popleft())
-            except BrokenProcessPool:
-                raise UserError(
-                    f"a worker process died at or soon after {printable(name(start))} (killed, out of memory, or a "
-                    "crash); nothing was kept: run again, with fewer --workers if memory is short"
-                ) from None
-            yield result
+        for start in range(0, count, _CHUNK):
+            while start not in done:
+                pipe = min(tasks, key=lambda pipe: len(tasks[pipe]))
+                try:
+                    if given < min(count, start + _AHEAD * workers * _CHUNK) and len(tasks[pipe]) < _IN_HAND:
+                        tasks[pipe].append(given)
+                        pipe.send([item(i) for i in range(given, min(given + _CHUNK, count))])
+                        given += _CHUNK
+                        continue
+                    for pipe in connection.wait(list(tasks)):  # type: ignore[assignment]
+                        done[tasks[pipe].popleft()] = pipe.recv()
+                except (EOFError, OSError):  # it has closed its end, perhaps in the middle of an answer
+                    image = printable(name((tasks[pipe] or [start])[0]))
+                    raise UserError(
+                        f"a worker process died at or soon after {image} (killed, out of memory, or a crash); nothing "
+                        "was kept: run again, with fewer --workers if memory is short"
+                    ) from None
+            answer = done.pop(start)
+            if isinstance(answer, Exception):
+                raise answer
+            yield answer
 
     try:
+        for _ in range(workers):
+            ours, theirs = context.Pipe()
+            tasks[ours] = deque()
+            with theirs:
+                processes.append(context.Process(target=_work, args=(theirs, function, huge), daemon=True))
+                processes[-1].start()
         for chunk in track(chunks(), count, doing, "images", _CHUNK):
             yield from chunk
     finally:
-        held.close()  # the workers end at once, whatever they are doing
-        pool._result_queue._writer.close()  # type: ignore[attr-defined]  # else half a result is read for ever
-        pool.shutdown(cancel_futures=True)
-        waiting.close()
+        for process in processes:
+            if process.pid:  # else it could not be started
+                process.kill()
+                process.join()
+        for pipe in tasks:
+            pipe.close()
 
 
-def _result(pool: ProcessPoolExecutor, future: Future[Result]) -> Result:
-    # A worker that is killed while it writes a result leaves the pool waiting for the rest of it: look as well.
-    while not wait([future], timeout=_LOOK_S).done:
-        if connection.wait([process.sentinel for process in pool._processes.values()], timeout=0):
-            raise BrokenProcessPool
-    return future.result()
-
-
-def _apply(function: Callable[[Item], Result], items: list[Item]) -> list[Result]:
-    return [function(item) for item in items]
-
-
-def _begin(waiting: Connection, huge: Semaphore) -> None:
-    """Prepare a worker: ignore Ctrl-C, and end once the other end of ``waiting`` is closed, or its process dead."""
+def _work(pipe: Connection, function: Callable[[Any], Any], huge: Semaphore) -> None:
+    """Answer tasks with a list of results, or an exception, until the parent ends."""
     global _huge
     _huge = huge
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=lambda: waiting.poll(None) and os._exit(1), daemon=True).start()
+    parent: Any = multiprocessing.parent_process()
+    threading.Thread(target=lambda: parent.join() or os._exit(1), daemon=True).start()
+    with suppress(EOFError, ConnectionError):
+        while True:
+            items = pipe.recv()
+            try:
+                answer: object = [function(item) for item in items]
+            except Exception as fault:
+                answer = fault
+            pipe.send(answer)

@@ -1,12 +1,11 @@
-"""Looking at every image of a source: which are fine, which need repair, which are unusable, and why.
+"""Scan a source: which images are fine, need repair or are unusable, and why.
 
-Each image is decoded completely, in worker processes with bounded memory. The findings go to a JSON-lines report, one
-image a line; names with undecodable bytes are escaped there in such a way that ``json.loads`` gives them back.
+Findings go to a JSON-lines report; names with undecodable bytes are escaped such that ``json.loads`` restores them.
 """
 
+import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -39,19 +38,15 @@ _SUFFIXES = {"JPEG": (".jpg", ".jpeg"), "MPO": (".jpg", ".jpeg"), "PNG": (".png"
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found in one image.
-
-    ``status``: "good" can be stored as it is, "repair" reads well but is not a plain upright JPEG (``notes`` say why;
-    cocor-prep convert re-encodes it), "reject" cannot be used (``reason``).
-    """
+    """Finding in one image."""
 
     name: str
-    status: Status
+    status: Status  # can be stored as it is; reads well, but is not a plain upright JPEG; cannot be used
     format: str = ""
     height: int = 0
     width: int = 0
-    notes: list[str] = field(default_factory=list)
-    reason: str = ""
+    notes: list[str] = field(default_factory=list)  # why it needs repair
+    reason: str = ""  # why it cannot be used
 
 
 @dataclass
@@ -73,28 +68,26 @@ class Summary:
             self.largest = (finding.height, finding.width, finding.name)
 
 
-def scan(
-    source: Source, max_pixels: int, workers: int | None, stop: bool, report: Callable[[Finding], None]
-) -> Summary:
-    """Decode every image of ``source``; each finding goes to ``report``. ``stop``: end at the first unusable one."""
+def scan(source: Source, max_pixels: int, workers: int | None, stop: bool, report: TextIO | None) -> Summary:
+    """Decode every image, report the findings, ``stop`` at an unusable image."""
     summary = Summary()
-    with closing(_findings(source, max_pixels, workers)) as findings:
-        for finding in findings:
-            report(finding)
+    examined = in_order(
+        partial(_examine_named, max_pixels=max_pixels), lambda i: (source.origin(i), source.locate(i)),
+        len(source), workers, name=source.origin, doing="scanning",
+    )  # fmt: skip
+    known = (Finding(name, "reject", reason=reason) for name, reason in source.faults)
+    with closing(examined):
+        for finding in itertools.chain(known, examined):
+            if report is not None:
+                report.write(json.dumps(asdict(finding)) + "\n")
             summary.add(finding)
             if finding.status == "reject" and stop:
                 break
     return summary
 
 
-def write_finding(file: TextIO | None, finding: Finding) -> None:
-    """Append a line to a JSON-lines report, in ASCII; without a file, do nothing."""
-    if file is not None:
-        file.write(json.dumps(asdict(finding)) + "\n")
-
-
 def print_summary(source: Source, summary: Summary) -> None:
-    """One screen on what a scan found."""
+    """Print one screen on what a scan found."""
     total = sum(summary.statuses.values())
     print(f"{printable(source.path)} ({source.kind}): {total:,} images, {len(source.classes):,} classes")
     print(f"  {summary.statuses['good']:,} good: upright JPEGs, stored as they are")
@@ -111,17 +104,6 @@ def print_summary(source: Source, summary: Summary) -> None:
     height, width, name = summary.largest
     if name:
         print(f"  largest: {width} x {height} pixels, {printable(name)}")
-
-
-def _findings(source: Source, max_pixels: int, workers: int | None) -> Generator[Finding, None, None]:
-    for name, reason in source.faults:
-        yield Finding(name, "reject", reason=reason)
-    findings = in_order(
-        partial(_examine_named, max_pixels=max_pixels), lambda i: (source.origin(i), source.locate(i)),
-        len(source), workers, name=source.origin, doing="scanning",
-    )  # fmt: skip
-    with closing(findings):
-        yield from findings
 
 
 def _examine_named(image: tuple[str, Locator], max_pixels: int) -> Finding:
@@ -149,7 +131,7 @@ def examine(name: str, place: Locator, max_pixels: int) -> Finding:
 
 
 def _notes(name: str, image: Image.Image, data: bytes) -> list[str]:
-    """Why an image, whose file is ``data``, is no plain, upright JPEG."""
+    """List why an image is no plain, upright JPEG."""
     kind = image.format or "unknown format"
     jpeg = kind in ("JPEG", "MPO")
     notes = [] if jpeg else [kind]
@@ -163,21 +145,17 @@ def _notes(name: str, image: Image.Image, data: bytes) -> list[str]:
         notes.append("several EXIF segments" if len(exif_segments(image)) > 1 else "damaged EXIF")
     if jpeg and has_stray_bytes(BytesIO(data)):
         notes.append("stray bytes between JPEG segments")
-    if image.mode in ("CMYK", "YCCK"):
-        notes.append("CMYK" if image.info.get("adobe_transform") != 2 else "YCCK")
-    elif image.mode.startswith("I"):
-        notes.append("16-bit grey")
-    elif image.mode == "P":
-        notes.append("palette")
-    elif image.mode == "1":
-        notes.append("black and white")
+    cmyk = "CMYK" if image.info.get("adobe_transform") != 2 else "YCCK"
+    modes = {"CMYK": cmyk, "YCCK": cmyk, "P": "palette", "1": "black and white"}
+    named = modes.get(image.mode, "16-bit grey" if image.mode.startswith("I") else "")
+    notes += [named] if named else []
     if image.has_transparency_data:
         notes.append("transparency")
     return notes or ["JPEG stored as RGB" if jpeg else f"{kind} {image.mode}"]
 
 
 def _reason(data: bytes, reason: str) -> str:
-    """``reason``, or what the file is instead of an image, if its first bytes show that."""
+    """Return what a file is if it is clearly no image, else ``reason``."""
     start = data[:256].lstrip().lower()
     if start.startswith((b"<!doctype html", b"<html", b"<?xml", b"<head")):
         return "a web page or XML, not an image"

@@ -1,4 +1,4 @@
-"""A source of images as cocor-prep sees it, whatever its form: names, labels, classes, and where the bytes lie."""
+"""Source of images, whatever its form: names, labels, classes and locators."""
 
 import os
 from collections import Counter
@@ -23,50 +23,39 @@ _MOST_DIGITS = 20  # of a class number
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """N images and where they lie.
-
-    - ``names``: relative names, class first; ``labels`` int64 (N,), place in ``classes`` or -1.
-    - ``faults``: (name, reason) of what is already known to be unusable.
-    - ``locate(i)``: where image i's bytes are.
-    - ``origins``: what the images are called in the source itself, if that is not their names.
-    - ``sizes`` int32 (N, 2): height and width of the upright images, where they are known already.
-    - ``hidden``: how many hidden files and folders were passed over, where that was counted.
-    - ``in_order``: the images already have the order in which training sees them.
-    """
+    """N images and where they lie."""
 
     path: Path
     kind: str
-    names: list[str]
-    labels: npt.NDArray[np.int64]
+    names: list[str]  # relative, class first
+    labels: npt.NDArray[np.int64]  # (N,): place in ``classes`` or -1
     classes: list[str]
-    faults: list[tuple[str, str]]
-    locate: Callable[[int], Locator]
-    origins: Sequence[str] = ()
-    sizes: npt.NDArray[np.int32] | None = None
-    hidden: int = 0
-    in_order: bool = False
+    faults: list[tuple[str, str]]  # (name, reason) of what is already known to be unusable
+    locate: Callable[[int], Locator]  # where image i's bytes are
+    origins: Sequence[str] = ()  # names in the source itself, if they are others
+    sizes: npt.NDArray[np.int32] | None = None  # (N, 2): height and width of the upright images, if known
+    hidden: int = 0  # files and folders that were passed over, if counted
+    in_order: bool = False  # images already have the order in which training sees them
 
     def __len__(self) -> int:
         return len(self.names)
 
     def origin(self, index: int) -> str:
-        """What an image is called in the source itself."""
+        """Return the image's name in the source itself."""
         return (self.origins or self.names)[index]
 
     def order(self) -> list[int]:
-        """The order in which images are stored and training sees them: by name, or as they are if ``in_order``."""
+        """List image indices in the order of training: by name unless ``in_order``."""
         if self.in_order:
             return list(range(len(self)))
         return sorted(range(len(self)), key=lambda i: sort_key(self.names[i]))
 
     def keep_classes(self, wanted: Sequence[str]) -> "Source":
-        """Only the images of the classes ``wanted``, numbered in sorted order. Raises on an unknown class."""
+        """Select and renumber classes. UserError for an unknown one."""
         unknown = sorted(set(wanted) - set(self.classes))
         if unknown:
-            raise UserError(
-                f"{printable(self.path)}: has no class {printable(unknown[0])}"
-                + (f" (nor {len(unknown) - 1} more of the list)" if len(unknown) > 1 else "")
-            )
+            more = f" (nor {len(unknown) - 1} more of the list)" if len(unknown) > 1 else ""
+            raise UserError(f"{printable(self.path)}: has no class {printable(unknown[0])}{more}")
         classes = sorted(set(wanted))
         places = {name: i for i, name in enumerate(classes)}
         new = np.array([places.get(name, -1) for name in self.classes] + [-1], np.int64)[self.labels]
@@ -86,10 +75,7 @@ class Source:
 
 
 def read_classes(name: str) -> list[str]:
-    """The classes of the shipped list ``name``, or of the file of that name: the first word of every line.
-
-    Raises :class:`UserError` naming file and line.
-    """
+    """Read a shipped list of classes, or the first word of each line of a file."""
     if name in CLASS_LISTS:
         text = resources.files("loaders.prep").joinpath(CLASS_LISTS[name]).read_text()
         return [line for line in text.split("\n") if line and not line.startswith("#")]
@@ -99,9 +85,8 @@ def read_classes(name: str) -> list[str]:
     for number, line in read_lines(Path(name)):
         wanted = line.split()[0]
         if wanted in line_of:
-            raise UserError(
-                f"{printable(name)}:{number}: {printable(wanted)} is listed already in line {line_of[wanted]}"
-            )
+            again = f"{printable(wanted)} is listed already in line {line_of[wanted]}"
+            raise UserError(f"{printable(name)}:{number}: {again}")
         line_of[wanted] = number
     if not line_of:
         raise UserError(f"{printable(name)}: lists no classes; write one a line")
@@ -111,7 +96,7 @@ def read_classes(name: str) -> list[str]:
 def labels_from_list(
     path: str | Path, names: Sequence[str]
 ) -> tuple[list[int], list[str | None], list[tuple[str, str]]]:
-    """Places of the images that a label file names, their labels, and (name, reason) of what does not fit."""
+    """Read a label file: places of its images, their labels, and faults."""
     found, faults = read_labels(Path(path), names)
     missing = f"no label in {printable(path)}"
     faults += [(name, missing) for i, name in enumerate(names) if i not in found]
@@ -120,17 +105,13 @@ def labels_from_list(
 
 
 def make_source(
-    path: Path,
-    kind: str,
-    names: Sequence[str],
-    label_of: Sequence[str | None],
-    faults: list[tuple[str, str]],
-    locate: Callable[[int], Locator],
-    classes: Sequence[str] = (),
-    origins: Sequence[str] = (),
-) -> Source:
-    """A source from class names instead of numbers, its images named class first. ``classes`` may add empty ones;
-    ``origins`` are the images' names in the source itself, if not ``names``."""
+    path: Path, kind: str, names: Sequence[str], label_of: Sequence[str | None], faults: list[tuple[str, str]],
+    locate: Callable[[int], Locator], classes: Sequence[str] = (), origins: Sequence[str] = (),
+) -> Source:  # fmt: skip
+    """Make a source from class names instead of numbers.
+
+    Images are named class first. ``classes`` may add empty ones; ``origins`` are the names in the source itself.
+    """
     if not names and not faults:
         raise UserError(f"{printable(path)}: holds no images; check the path")
     known = sorted({label for label in label_of if label is not None}.union(classes))
@@ -159,7 +140,7 @@ def _names_a_folder(label: str) -> bool:
 
 
 def pad_numbers(labels: Sequence[str | None]) -> list[str | None]:
-    """Numeric labels with leading zeros, so that text order is their order by value; other labels as they are."""
+    """Pad numeric labels with zeros, so that text order is their order by value."""
     if all(label is None or (label.isdecimal() and len(label) <= _MOST_DIGITS) for label in labels):
         width = max((len(label) for label in labels if label is not None), default=0)
         return [None if label is None else label.zfill(width) for label in labels]

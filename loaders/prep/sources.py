@@ -1,8 +1,7 @@
-"""The forms in which people have their images, as one: names, labels, classes, and where each image's bytes lie.
+"""Open any form of images as one: folders, tars, parquet shards, ``.beton`` files.
 
-Folders (class folders, or flat with a label file), tars (ILSVRC's, class folders in a tar, WebDataset shards), parquet
-shards and ``.beton`` files. Whatever the form, an image of a class is named ``class/...``: a prepared set shows its
-images in the order that :func:`loaders.datasets.dataset.open_folder` gives to class folders of these names.
+An image of a class is named ``class/...``: a prepared set shows its images in the order that
+:func:`loaders.datasets.dataset.open_folder` gives to class folders of these names.
 """
 
 import os
@@ -27,10 +26,9 @@ _ACCEPTED = "a folder, .tar, .parquet or .beton"
 def open_source(
     path: str | Path, labels: str | Path | None = None, *, workers: int | None = None, allow_empty: bool = False
 ) -> Source:
-    """Recognise what ``path`` is and list its images; pixels are not read yet.
+    """Recognise what ``path`` is and list its images, without reading pixels.
 
     ``labels`` is a label file for images without class folders; ``allow_empty`` accepts class folders without images.
-    Raises :class:`UserError` naming the file and saying what is accepted.
     """
     place = Path(path)
     if not os.path.exists(place):  # noqa: PTH110 (a Path's own would raise where a folder on the way is locked)
@@ -59,9 +57,9 @@ def _refuse_labels(path: Path, labels: str | Path | None) -> None:
 
 
 def shards_in(folder: Path) -> list[Path]:
-    """The tar or parquet shards in a folder or in its ``data`` folder, in order; none in a folder of images.
+    """List the tar or parquet shards in a folder or its ``data`` folder, in order.
 
-    Raises :class:`UserError` where there are folders beside them, which may hold the same images, unpacked.
+    UserError where there are folders beside them, which may hold the same images, unpacked.
     """
     for place in (folder, folder / "data"):
         for pattern in ("*.tar", "*.parquet"):
@@ -92,7 +90,7 @@ def _from_folder(path: Path, labels: str | Path | None, workers: int | None, all
 
 
 def _count_hidden(path: Path) -> int:
-    """Hidden names in a folder and its class folders, but for cocor's own."""
+    """Count hidden names in a folder and its class folders, but for cocor's own."""
     own = {CACHE_NAME, FOLDER_RECORD}
     places = [path, *(entry for entry in path.iterdir() if entry.is_dir() and not is_hidden(entry.name))]
     return sum(is_hidden(name) and name not in own for place in places for name in os.listdir(place))  # noqa: PTH208 (names, not paths)

@@ -1,22 +1,17 @@
-"""Tars as sources, read in place: nothing is unpacked.
+"""Tars as sources, read in place.
 
 - ILSVRC's training tar: one tar a class inside the tar; or these tars, whose images are named after them, in a folder.
 - Class folders in a tar, and flat tars (ILSVRC's validation tar) with or without a label file.
 - WebDataset shards: ``key.jpg`` beside ``key.cls`` (or ``key.json`` with a "label"), in one or many tars.
-
-Python's tarfile takes a cut between two members, or a damaged header, for the end of a tar, and reads a tar inside
-another one past its end. Here a tar is read within its bounds and must end as tars do, with two blocks of zeros and
-nothing but zeros behind them: a cut download costs an error, never images.
 """
 
-import io
 import json
 import os
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from loaders.datasets.decode import describe
 from loaders.datasets.folder import is_hidden
@@ -44,7 +39,7 @@ class _Members:
 
 
 def open_tars(path: Path, shards: list[Path], labels: str | Path | None) -> Source:
-    """The images in ``shards`` (the file ``path`` itself, or those of the folder ``path``)."""
+    """List the images in ``shards``: the file ``path``, or those in that folder."""
     members = _Members()
     starts = []
     for shard in shards:
@@ -88,7 +83,7 @@ def _plain(path: Path, members: _Members, labels: str | Path | None) -> Source:
 
 
 def _without_common_folders(names: list[str]) -> list[str]:
-    """``imagenet/train/n0/x.JPEG`` becomes ``n0/x.JPEG`` where all names begin alike."""
+    """Shorten ``imagenet/train/n0/x.JPEG`` to ``n0/x.JPEG`` if all names begin alike."""
     while names and names[0].count("/") > 1:
         top = names[0].partition("/")[0] + "/"
         if not all(name.startswith(top) and name.count("/") > 1 for name in names):
@@ -139,7 +134,7 @@ def _webdataset_class(shard: Path, name: str, text: ByteRange) -> str | None:
 
 
 class Member(NamedTuple):
-    """A visible file: ``fault`` says why it must not be used ("" for nothing)."""
+    """Visible file; ``fault`` says why it must not be used ("" for nothing)."""
 
     name: str
     place: ByteRange
@@ -147,12 +142,12 @@ class Member(NamedTuple):
 
 
 def list_tar(shard: Path) -> Iterator[Member]:
-    """The visible members of ``shard`` in order; a tar within it is opened and names a folder.
+    """Yield the visible members in order; a tar within is opened and names a folder.
 
-    Raises :class:`UserError` naming ``shard``, and the tar within it, if one cannot be read to its end.
+    UserError naming ``shard``, and the tar within it, if one cannot be read to its end.
     """
     with open_regular(shard, "an uncompressed tar") as file:
-        path, size = str(shard.absolute()), file.seek(0, io.SEEK_END)
+        path, size = str(shard.absolute()), file.seek(0, os.SEEK_END)
         for member in _members(file, path, 0, size, printable(shard)):
             if member.fault or not member.name.endswith(".tar"):
                 yield member
@@ -168,8 +163,8 @@ def list_tar(shard: Path) -> Iterator[Member]:
 
 
 def _members(file: BinaryIO, path: str, start: int, size: int, where: str) -> Iterator[Member]:
-    """The visible members of the tar in ``size`` bytes from ``start`` on. ``where`` names it in errors."""
-    window = io.BufferedReader(_Window(file, start, size), tarfile.RECORDSIZE)
+    """Yield the visible members of the tar in ``size`` bytes from ``start`` on."""
+    window: Any = _Window(file, start, size)
     try:
         with tarfile.open(fileobj=window, mode="r:") as tar:
             for member in _forwards(tar):
@@ -180,13 +175,12 @@ def _members(file: BinaryIO, path: str, start: int, size: int, where: str) -> It
                 yield Member(member.name.removeprefix("./"), place, _fault(member))
             _check_end(window, tar.offset, where)
     except _UNREADABLE as fault:
-        raise UserError(
-            f"{where}: not a readable, uncompressed tar ({describe(fault)}); fetch or unpack it again"
-        ) from fault
+        why = f"not a readable, uncompressed tar ({describe(fault)})"
+        raise UserError(f"{where}: {why}; fetch or unpack it again") from fault
 
 
 def _forwards(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """The members of a tar. A negative size would lead tarfile back to what it has read, again and again."""
+    """Yield the members of a tar, refusing those that lead back."""
     for member in tar:
         if member.size < 0 or tar.offset <= member.offset:
             raise ValueError("a member of negative size")
@@ -194,8 +188,8 @@ def _forwards(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
         yield member
 
 
-def _check_end(file: BinaryIO, end: int, where: str) -> None:
-    """Raise unless there are two blocks of zeros at ``end``, where tarfile stopped, and only zeros behind them."""
+def _check_end(file: Any, end: int, where: str) -> None:
+    """Check that a tar ends with two blocks of zeros and nothing else behind them."""
     file.seek(end)
     closing = file.read(_END)
     if any(closing):
@@ -218,30 +212,23 @@ def _fault(member: tarfile.TarInfo) -> str:
     return ""
 
 
-class _Window(io.RawIOBase):
+class _Window:
     """``size`` bytes of ``file`` from ``start`` on, as a file of its own."""
 
     def __init__(self, file: BinaryIO, start: int, size: int) -> None:
         self._file, self._start, self._size, self._at = file, start, size, 0
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
     def tell(self) -> int:
         return self._at
 
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+    def seek(self, at: int) -> int:
         if at < 0:
             raise ValueError("a place before its beginning")
         self._at = at
         return at
 
-    def readinto(self, buffer) -> int:  # type: ignore[no-untyped-def]
-        room = max(0, min(len(buffer), self._size - self._at))
-        count = os.preadv(self._file.fileno(), [memoryview(buffer)[:room]], self._start + self._at)
-        self._at += count
-        return count
+    def read(self, count: int) -> bytes:
+        room = max(0, min(count, self._size - self._at))
+        data = os.pread(self._file.fileno(), room, self._start + self._at)
+        self._at += len(data)
+        return data

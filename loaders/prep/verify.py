@@ -1,12 +1,12 @@
-"""Verify that a prepared data set is still what was written: structure, checksums, and every image's decoded size.
+"""Verify a prepared data set: structure, checksums, and decoded sizes.
 
-Works on ``.beton`` files and on folders that ``cocor-prep convert`` made. Damage is listed image by image. A ``.beton``
-file of FFCV's own writer has no checksums; there all that the coded pixels themselves tell has to do.
+Works on ``.beton`` files and on folders that ``cocor-prep convert`` made. A ``.beton`` file of FFCV's own writer has
+no checksums; there the coded pixels must fill the image.
 """
 
 import os
 import zlib
-from contextlib import closing
+from contextlib import closing, suppress
 from io import BytesIO
 from pathlib import Path
 
@@ -25,9 +25,9 @@ _Check = tuple[Locator, int | None, int, int, bool]  # where, CRC-32, height, wi
 
 
 def verify(path: Path, workers: int | None = None) -> tuple[int, list[tuple[str, str]]]:
-    """The number of images in a prepared set, and (name, fault) of each damaged, missing or surplus one.
+    """Count a prepared set's images, and list (name, fault) of what is damaged.
 
-    Raises :class:`UserError` if its structure is broken or it was not prepared by cocor.
+    Missing and surplus images are listed too. UserError if its structure is broken or it was not prepared by cocor.
     """
     names, checks, faults = _from_beton(path) if is_beton(path) else _from_folder(path)
     found = in_order(_check, checks.__getitem__, len(checks), workers, name=names.__getitem__, doing="verifying")
@@ -37,7 +37,7 @@ def verify(path: Path, workers: int | None = None) -> tuple[int, list[tuple[str,
 
 
 def _check(check: _Check) -> str:
-    """What is wrong with a stored image, "" for nothing."""
+    """Return what is wrong with a stored image, "" for nothing."""
     place, crc, height, width, raw = check
     try:
         data = place.read()
@@ -56,14 +56,12 @@ def _check(check: _Check) -> str:
 
 
 def _complete(data: bytes) -> bool:
-    """Whether a JPEG decodes without any complaint; Pillow and most decoders fill gaps in silence."""
+    """Tell whether a JPEG has all its pixels; most decoders fill gaps in silence."""
     if data[:2] != b"\xff\xd8":
         return True
-    try:
-        simplejpeg.decode_jpeg(data, "GRAY", strict=True)
-    except ValueError:
-        return False
-    return True
+    with suppress(ValueError):
+        return simplejpeg.decode_jpeg(data, "GRAY", strict=True) is not None
+    return False
 
 
 def _from_beton(path: Path) -> tuple[list[str], list[_Check], list[tuple[str, str]]]:
@@ -79,14 +77,10 @@ def _from_beton(path: Path) -> tuple[list[str], list[_Check], list[tuple[str, st
 
 def _from_folder(path: Path) -> tuple[list[str], list[_Check], list[tuple[str, str]]]:
     if not path.is_dir():
-        raise UserError(
-            f"{printable(path)}: no such prepared set; give a .beton file or a folder made by cocor-prep convert"
-        )
+        raise UserError(f"{printable(path)}: no such prepared set; give a .beton file or folder made by cocor-prep")
     record = read_folder_record(path)
     if record is None:
-        raise UserError(
-            f"{printable(path)}: not made by cocor-prep convert, so there are no checksums; use cocor-prep scan"
-        )
+        raise UserError(f"{printable(path)}: not made by cocor-prep, so there are no checksums; use cocor-prep scan")
     surplus = sorted(set(list_folder(str(path)).names) - set(record.names))
     root = os.fspath(path.absolute())
     checks: list[_Check] = [

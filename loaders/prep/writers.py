@@ -1,7 +1,6 @@
 """Writers of prepared sets: ``.beton`` files and class folders of images.
 
-FFCV's own writer polls a shared counter and waits for ever if a worker raises or dies, and the layout of its files
-depends on which worker was faster. The one here never waits, and equal images give equal bytes.
+FFCV's own writer waits for ever if a worker dies, and its layout depends on which worker was faster.
 """
 
 import hashlib
@@ -21,7 +20,7 @@ LARGEST_PAGE = 1 << 31
 
 
 class BetonWriter:
-    """Writer of a ``.beton`` file of at most ``capacity`` images, in the order in which they arrive."""
+    """Writer of a ``.beton`` file of at most ``capacity`` images, in order of arrival."""
 
     def __init__(self, path: Path, capacity: int) -> None:
         self._file: BinaryIO = path.open("wb", buffering=1 << 20)
@@ -46,7 +45,7 @@ class BetonWriter:
         self._count += 1
 
     def finish(self, order: np.ndarray, modes: np.ndarray, record: Record) -> None:
-        """Write rows, index and header, and close. Row i is the ``order[i]``-th added image, stored in ``modes[i]``."""
+        """Write rows, index and header. Row i is the ``order[i]``-th added image."""
         allocations = self._stored[order]
         allocations["sample_id"] = np.arange(len(order))
         table = np.zeros(len(order), SAMPLE)
@@ -71,7 +70,7 @@ class BetonWriter:
 
 
 class FolderWriter:
-    """Writer of class folders below the existing, empty folder ``root``; their record is its file ``.cocor-prep``."""
+    """Writer of class folders and their record, below an existing, empty folder."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -96,4 +95,4 @@ class FolderWriter:
         (self._root / FOLDER_RECORD).write_bytes(record.to_bytes())
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: no file is held open."""

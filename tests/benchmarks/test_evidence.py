@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,90 +20,106 @@ from benchmarks.evidence.report import spread, table
 from benchmarks.evidence.runner import Training, run_all
 from benchmarks.evidence.studies import STUDIES, Variant
 from cocor.config.resolve import load
+from cocor.methods import METHODS
 from loaders.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--backbone", "test_resnet", "--stem", "imagenet", "--image-size=32", "--loader", "torch", "--workers", "1"]
 TINY += ["--batch-size", "8", "--queue-size", "16", "--key-bn-splits", "2", "--log-every", "1", "--knn-k", "3"]
-Study = tuple[Path, Path]
 
 
-def command(data: Path, output: Path, *more: str, flags: list[str] | None = None) -> list[str]:
-    where = ["--data", str(data), "--val-data", str(data), "--output", str(output)]
-    which = ["--study", "core", "--methods", "moco", "--only", "plain", "cocor", "--seeds", "0", "--epochs", "2"]
-    return [*which, *where, "--gpus", "0", "--jobs", "2", *more, "--", *TINY, *(flags or [])]
+class Study:
+    """Study of two tiny runs on ``images``, with its results in ``output``."""
+
+    def __init__(self, images: Path, output: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.images, self.output, self._capsys = images, output, capsys
+
+    def command(self, *more: str, flags: Sequence[str] = ()) -> list[str]:
+        where = ["--data", str(self.images), "--val-data", str(self.images), "--output", str(self.output)]
+        which = ["--study", "core", "--methods", "moco", "--only", "plain", "cocor", "--seeds", "0", "--epochs", "2"]
+        return [*which, *where, "--gpus", "0", "--jobs", "2", *more, "--", *TINY, *flags]
+
+    def __call__(self, *more: str, flags: Sequence[str] = (), code: int = 0) -> str:
+        """All that the command prints, which ends with ``code``."""
+        self._capsys.readouterr()
+        assert evidence.main(self.command(*more, flags=flags)) == code
+        return "".join(self._capsys.readouterr())
+
+    def runs(self) -> list[dict[str, Any]]:
+        return json.loads((self.output / "core.json").read_text())["runs"]
 
 
 @pytest.fixture(scope="module")
-def study(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Study:
-    """The images, and the output of a finished study of two runs."""
-    output = tmp_path_factory.mktemp("evidence") / "out"
-    assert evidence.main(command(photo_folder, output)) == 0
-    return photo_folder, output
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("evidence") / "out"
 
 
-def test_a_study_leaves_numbers_table_and_picture(study: Study, capsys: pytest.CaptureFixture[str]) -> None:
-    images, output = study
-    content = json.loads((output / "core.json").read_text())
-    assert [(run["variant"], run["seed"]) for run in content["runs"]] == [("plain", 0), ("cocor", 0)]
-    plain, cocor = content["runs"]
+@pytest.fixture
+def study(photo_folder: Path, output: Path, capsys: pytest.CaptureFixture[str]) -> Study:
+    """A finished study, which all tests share."""
+    study = Study(photo_folder, output, capsys)
+    if not output.exists():
+        study()
+    return study
+
+
+@pytest.fixture
+def fresh(photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Study:
+    return Study(photo_folder, tmp_path / "out", capsys)
+
+
+def test_a_study_leaves_numbers_and_a_picture(study: Study) -> None:
+    plain, cocor = study.runs()
+    assert [(run["variant"], run["seed"]) for run in (plain, cocor)] == [("plain", 0), ("cocor", 0)]
     assert [at for at, _ in cocor["knn"]] == [0, 1, 2] and plain["similarity"] == {}
     assert cocor["last"]["gradient_consistency"] > 0 and cocor["last"]["hypergradient_norm"] >= 0
     assert set(cocor["similarity"]) == {"1", "2", "3"} and cocor["images_per_s"] > 0 and cocor["minutes"] > 0
     assert "data" not in cocor["flags"] and cocor["flags"]["batch_size"] == "8"
     assert cocor["settings"]["consistency_weight"] == 10 and cocor["machine"]["cores"] >= 1
-    text = (output / "core.md").read_text()
+    text = (study.output / "core.md").read_text()
     assert "| MoCo v2 + CoCor |" in text and "benchmarks.evidence --study core" in text
-    assert (output / "core.png").stat().st_size > 10_000
-    before = {path: path.stat().st_mtime_ns for path in output.rglob("metrics.jsonl")}
-    assert evidence.main(command(images, output)) == 0
-    assert "2 runs, 2 of them done" in capsys.readouterr().out
-    assert len(before) == 2 and {path: path.stat().st_mtime_ns for path in output.rglob("metrics.jsonl")} == before
+    assert (study.output / "core.png").stat().st_size > 10_000
+    before = {path: path.stat().st_mtime_ns for path in study.output.rglob("metrics.jsonl")}
+    assert "2 runs, 2 of them done" in study()
+    assert len(before) == 2 and {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_results_of_other_settings_are_not_mixed(study: Study, capsys: pytest.CaptureFixture[str]) -> None:
-    images, output = study
-    assert evidence.main(command(images, output, flags=["--lr", "0.5"])) == 2
-    assert "a finished run with other lr; choose another --output" in capsys.readouterr().err
-    assert evidence.main(command(images, output, "--report-only", flags=["--lr", "0.5"])) == 0  # of what was measured
-    assert len(json.loads((output / "core.json").read_text())["runs"]) == 2
-    marker = output / "runs" / "moco-cocor-seed0.done.json"
+def test_results_of_other_settings_are_not_mixed(study: Study) -> None:
+    assert "a finished run with other lr; choose another --output" in study(flags=["--lr", "0.5"], code=2)
+    study("--report-only", flags=["--lr", "0.5"])  # of what was measured
+    assert len(study.runs()) == 2
+    marker = study.output / "runs" / "moco-cocor-seed0.done.json"
     before = marker.read_text()
     done = json.loads(before)
     done["settings"] |= {"lr": 0.06, "consistency_beta": 1.0}  # as of an edited file, or of other defaults
     marker.write_text(json.dumps(done))
-    assert evidence.main(command(images, output)) == 2
-    error = capsys.readouterr().err
-    assert "moco-cocor-seed0: a finished run with other consistency_beta, lr; choose another --output" in error
+    other = "moco-cocor-seed0: a finished run with other consistency_beta, lr; choose another --output"
+    assert other in study(code=2)
     done = json.loads(before)
     del done["settings"]["composite_size"]  # as if it were newer than the run
     done["machine"]["cores"] = 1234  # a report may be made elsewhere
     marker.write_text(json.dumps(done))
-    assert evidence.main(command(images, output)) == 0
-    assert "1234 cores" in (output / "core.md").read_text()
+    study()
+    assert "1234 cores" in (study.output / "core.md").read_text()
     marker.write_text(before)
 
 
-def test_a_run_that_was_stopped_goes_on(study: Study, capsys: pytest.CaptureFixture[str]) -> None:
-    images, output = study
-    runs = output / "runs"
+def test_a_run_that_was_stopped_goes_on(study: Study) -> None:
+    runs = study.output / "runs"
     (runs / "moco-cocor-seed0.done.json").unlink()
-    assert evidence.main(command(images, output, "--report-only")) == 0  # the other one
-    assert len(json.loads((output / "core.json").read_text())["runs"]) == 1
-    assert evidence.main(command(images, output)) == 0
-    assert "2 runs, 1 of them done" in capsys.readouterr().out
+    study("--report-only")
+    assert len(study.runs()) == 1  # the other one
+    assert "2 runs, 1 of them done" in study()
     assert "going on from" in (runs / "moco-cocor-seed0" / "log.txt").read_text()
-    assert len(json.loads((output / "core.json").read_text())["runs"]) == 2
+    assert len(study.runs()) == 2
 
 
-def test_a_finished_study_is_evaluated(study: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    images, output = study
+def test_a_finished_study_is_evaluated(study: Study, tmp_path: Path) -> None:
     for name in ("train", "test"):
-        (tmp_path / name).symlink_to(images)
-    with_probe = command(images, output, "--linear", str(tmp_path))
-    runs = output / "runs"
+        (tmp_path / name).symlink_to(study.images)
+    probe, runs = ("--linear", str(tmp_path)), study.output / "runs"
     printed = {path: path.stat().st_mtime_ns for path in runs.glob("moco-*-seed0.txt")}
-    script = [sys.executable, "-u", "-m", "benchmarks.evidence", *with_probe]
+    script = [sys.executable, "-u", "-m", "benchmarks.evidence", *study.command(*probe)]
     with subprocess.Popen(script, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -111,17 +128,14 @@ def test_a_finished_study_is_evaluated(study: Study, tmp_path: Path, capsys: pyt
                 process.send_signal(signal.SIGTERM)
     assert process.returncode == 130 and not list(runs.glob("*/linear/linear.json"))
 
-    assert evidence.main(with_probe) == 0
-    said = capsys.readouterr().out
+    said = study(*probe)
     assert "2 runs, 0 of them done" in said and "finished moco-plain-seed0" in said and "| linear accuracy, % |" in said
     assert {path: path.stat().st_mtime_ns for path in printed} == printed  # nothing was trained
-    plain, cocor = json.loads((output / "core.json").read_text())["runs"]
-    probe = json.loads((runs / "moco-plain-seed0" / "linear" / "linear.json").read_text())
-    assert plain["linear"] == probe["result"]["top1"] > 0 and 0 < cocor["linear"] <= 1
-    assert evidence.main(with_probe) == 0
-    assert "2 runs, 2 of them done" in capsys.readouterr().out
-    assert evidence.main(command(images, output)) == 0  # without the flag no column
-    assert "linear" not in capsys.readouterr().out and '"linear"' not in (output / "core.json").read_text()
+    plain, cocor = study.runs()
+    result = json.loads((runs / "moco-plain-seed0" / "linear" / "linear.json").read_text())["result"]
+    assert plain["linear"] == result["top1"] > 0 and 0 < cocor["linear"] <= 1
+    assert "2 runs, 2 of them done" in study(*probe)
+    assert "linear" not in study() and "linear" not in study.runs()[0]  # without the flag no column
 
 
 class Fake(Training):
@@ -140,7 +154,7 @@ def fake(folder: Path, seed: int = 0, method: str = "moco", linear: Path | None 
     return Fake(method, Variant("plain", "plain"), seed, folder, {}, {}, linear)
 
 
-def test_an_evaluation_takes_the_place_of_its_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_follows_its_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     fakes = [fake(tmp_path / f"{seed}", seed, linear=tmp_path) for seed in range(4)]
     said: list[str] = []
@@ -155,48 +169,35 @@ def test_an_evaluation_takes_the_place_of_its_training(tmp_path: Path, monkeypat
     assert said[-3:] == ["started 0", "started 0: linear probe", "finished 0"]  # trained anew: evaluated anew
 
 
-def test_failures_are_named(photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = command(photo_folder, tmp_path / "out", "--only", "plain", flags=["--backbone", "resnet19"])
-    assert evidence.main(wrong) == 2
-    error = capsys.readouterr().err
+def test_failures_are_named(fresh: Study) -> None:
+    error = fresh("--only", "plain", flags=["--backbone", "resnet19"], code=2)
     assert "moco-plain-seed0: cocor-train: error: --backbone resnet19: timm has no such model" in error
-    assert evidence.main(command(photo_folder, tmp_path / "out", "--minutes", "0")) == 0
-    assert "moco-plain-seed0 is not finished: stopped; the same command goes on" in capsys.readouterr().out
-    words = ["--study", "clock", "--only", "plain", "cocor", "as-long", "--minutes", "0"]
-    assert evidence.main(command(photo_folder, tmp_path / "out", *words)) == 0
-    assert "moco-plain-as-long-seed0 is not finished: waits for those that it is" in capsys.readouterr().out
+    said = fresh("--minutes", "0")
+    assert "moco-plain-seed0 is not finished: stopped; the same command goes on" in said
+    said = fresh("--study", "clock", "--only", "plain", "cocor", "as-long", "--minutes", "0")
+    assert "moco-plain-as-long-seed0 is not finished: waits for those that it is" in said
 
 
 @pytest.mark.parametrize(
     ("more", "flags", "words"),
     [
-        (["--only", "nothing"], [], "no such variant; there are plain, cocor, constants"),
-        (["--study", "clock", "--only", "as-long"], [], "plain-as-long needs the variants it is timed by"),
-        (["--jobs", "0"], [], "--jobs: 0 must be at least 1"),
-        (["--minutes", "nan"], [], "--minutes: nan must be a number of 0 or more"),
-        (["--study", "all"], [], "--study: all is not one of core"),
-        (["--configs", "nowhere/{method}.yaml"], [], "nowhere/moco.yaml"),
-        (["--linear", "nowhere"], [], "nowhere: no such folder"),
-        ([], ["--seed", "3"], "--seed behind the --: the study sets it"),
-        ([], ["--epochs=3"], "--epochs behind the --: the study sets it"),
-        ([], ["--consistency", "abs"], "--consistency behind the --: the variant plain sets it; leave it out"),
-        ([], ["--dry-run"], "--dry-run behind the --: the study sets it; leave it out"),
-        ([], ["lr"], "unexpected argument lr"),
-        ([], ["--knn-every", "0"], "--val-data: name held-out class folders, on which runs are compared by k-NN"),
-        ([], ["--loader", "synthetic"], "--val-data: name held-out class folders, on which runs are compared by k-NN"),
+        ("--only nothing", "", "no such variant; there are plain, cocor, constants"),
+        ("--study clock --only as-long", "", "plain-as-long needs the variants it is timed by"),
+        ("--jobs 0", "", "--jobs: 0 must be at least 1"), ("--study all", "", "--study: all is not one of core"),
+        ("--minutes nan", "", "--minutes: nan must be a number of 0 or more"),
+        ("--configs nowhere/{method}.yaml", "", "nowhere/moco.yaml"),
+        ("--linear nowhere", "", "nowhere: no such folder"), ("", "lr", "unexpected argument lr"),
+        ("", "--seed 3", "--seed behind the --: the study sets it"),
+        ("", "--epochs=3", "--epochs behind the --: the study sets it"),
+        ("", "--consistency abs", "--consistency behind the --: the variant plain sets it; leave it out"),
+        ("", "--dry-run", "--dry-run behind the --: the study sets it; leave it out"),
+        ("", "--knn-every 0", "--val-data: name held-out class folders, on which runs are compared by k-NN"),
+        ("", "--loader synthetic", "--val-data: name held-out class folders, on which runs are compared by k-NN"),
     ],
-)
-def test_mistakes_are_one_line_before_anything_runs(
-    photo_folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    more: list[str],
-    flags: list[str],
-    words: str,
-) -> None:
-    assert evidence.main(command(photo_folder, tmp_path / "out", *more, flags=flags)) == 2
-    printed = capsys.readouterr()
-    assert words in printed.err and printed.err.count("\n") == 1 and not printed.out
+)  # fmt: skip
+def test_mistakes_are_one_line(more: str, flags: str, words: str, fresh: Study) -> None:
+    error = fresh(*more.split(), flags=flags.split(), code=2)
+    assert words in error and error.count("\n") == 1
 
 
 def test_shared_flags_are_read_as_cocor_train_does() -> None:
@@ -207,7 +208,7 @@ def test_shared_flags_are_read_as_cocor_train_does() -> None:
 
 
 @pytest.mark.parametrize("name", STUDIES)
-@pytest.mark.parametrize("method", ["moco", "simsiam", "supcon", "byol", "intl"])
+@pytest.mark.parametrize("method", METHODS)
 def test_every_variant_is_a_configuration(name: str, method: str) -> None:
     """Variants differ from each other, and in flags that exist."""
     seen = set()
@@ -219,7 +220,7 @@ def test_every_variant_is_a_configuration(name: str, method: str) -> None:
     assert len(seen) == len(STUDIES[name]) == len({variant.key for variant in STUDIES[name]})
 
 
-def test_variants_are_chosen_by_parts_of_their_names(tmp_path: Path) -> None:
+def test_variants_are_chosen_by_parts_of_names(tmp_path: Path) -> None:
     plain, centre, *others = STUDIES["tune"]
     assert (plain.key, centre.key) == ("plain", "centre") and len(others) >= 12
     assert all(len(variant.flags.items() - centre.flags.items()) == 1 for variant in others)

@@ -1,8 +1,11 @@
 """Image files of the kinds that large collections hold: written by real encoders, some of them damaged on purpose."""
 
+import os
+import signal
 import struct
 import zlib
 from io import BytesIO
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -122,6 +125,18 @@ def bad_cases() -> dict[str, bytes]:
 
 
 def write_all(folder: Path, files: dict[str, bytes]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
+
+
+def dies_in_its_answer(number: int) -> bytes:
+    """Work of a process that is killed when half of its answer about number 8 is sent."""
+
+    def send(pipe: Connection, data: memoryview) -> None:
+        os.write(pipe.fileno(), bytes(data)[: len(data) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if number == 8:
+        Connection._send = send  # type: ignore[attr-defined]
+    return bytes(100_000)

@@ -48,12 +48,9 @@ def random_images(rng: np.random.Generator, count: int, size: int) -> NDArray[np
     for i in range(count):
         slopes = rng.uniform(0.2, 3.0, (2, 3))
         ramp = (x[..., None] * slopes[0] + y[..., None] * slopes[1] + rng.uniform(0, 99, 3)) % 256
-        kinds = (
-            rng.integers(0, 256, (size, size, 3)),
-            np.broadcast_to(rng.integers(0, 256, 3), (size, size, 3)),
-            ramp,
-            np.clip(0.3 * ramp + 60 + rng.normal(0, 3, ramp.shape), 0, 255),
-        )
+        noise, colour = rng.integers(0, 256, (size, size, 3)), rng.integers(0, 256, 3)
+        soft = np.clip(0.3 * ramp + 60 + rng.normal(0, 3, ramp.shape), 0, 255)
+        kinds = (noise, np.broadcast_to(colour, noise.shape), ramp, soft)
         images.append(kinds[i % len(kinds)])
     return np.stack(images).astype(np.uint8)
 
@@ -122,15 +119,9 @@ class Host:
         self.folder = folder
 
     def __call__(
-        self,
-        problem: Problem,
-        layout: ViewLayout,
-        table: NDArray[Any] = IDENTITY,
-        threads: int = 1,
-        lanes: int = 1,
-        blocks: int = 1,
-        ulps: int = 0,
-    ) -> NDArray[Any]:
+        self, problem: Problem, layout: ViewLayout, table: NDArray[Any] = IDENTITY, *,
+        threads: int = 1, lanes: int = 1, blocks: int = 1, ulps: int = 0,
+    ) -> NDArray[Any]:  # fmt: skip
         batch, count, size = problem.crops.shape[:3]
         aligned = size * size * 3 * table.itemsize % 16 == 0
         configuration = cuda.Configuration(size, table.itemsize, aligned, threads, 1)
@@ -153,7 +144,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
 
 
 @pytest.mark.parametrize(("size", "length"), [(1, 10), (2, 10), (13, 3), (32, 20), (97, 6)])
-def test_kernel_source_equals_the_cpu_executor_on_random_programs(host: Host, size: int, length: int) -> None:
+def test_kernel_source_equals_the_cpu_executor(host: Host, size: int, length: int) -> None:
     problem, _ = random_problem(size, size, 6, LAYOUT, length)
     expected = CpuExecutor(LAYOUT, size, IMAGENET_MEAN, IMAGENET_STD).execute_uint8(*problem)
     np.testing.assert_array_equal(host(problem, LAYOUT), expected)
@@ -177,9 +168,7 @@ def test_kernel_source_equals_pillow_op_by_op(host: Host) -> None:
 
 @pytest.mark.parametrize("plan", plans(32), ids=["paper", "released"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_kernel_source_normalises_planned_views_like_the_cpu_executor(
-    host: Host, plan: ViewPlan, dtype: torch.dtype
-) -> None:
+def test_kernel_source_normalises_alike(host: Host, plan: ViewPlan, dtype: torch.dtype) -> None:
     problem = planned_problem(plan, 8)
     table = torch.from_numpy(normalisation_table(IMAGENET_MEAN, IMAGENET_STD)).to(dtype)
     bits = torch.int32 if dtype == torch.float32 else torch.int16
@@ -195,7 +184,7 @@ def test_threads_that_share_a_view_agree(host: Host, threads: int, lanes: int) -
 
 
 @pytest.mark.parametrize("ulps", [-2, 0, 2])
-def test_hue_equals_pillow_although_reciprocals_are_approximate(host: Host, ulps: int) -> None:
+def test_hue_survives_approximate_reciprocals(host: Host, ulps: int) -> None:
     green, blue = np.mgrid[0:256, 0:256].astype(np.uint8)
     reds = np.arange(0, 256, 15, dtype=np.uint8)
     crops = np.stack([np.stack([np.full_like(green, red), green, blue], -1) for red in reds])
@@ -270,7 +259,7 @@ def test_gpu_normalises_like_the_cpu_executor(size: int, dtype: torch.dtype) -> 
 
 
 @pytest.mark.gpu
-def test_gpu_views_are_replayed_from_a_graph_and_made_on_any_stream() -> None:
+def test_gpu_graphs_and_streams_give_the_views() -> None:
     run = executor(LAYOUT, 64)
     problems = [random_problem(seed, 64, 16, LAYOUT, 4)[0] for seed in (1, 2)]
     expected = [run(*problem.on_gpu()).clone() for problem in problems]

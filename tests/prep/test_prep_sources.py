@@ -1,9 +1,9 @@
 """Whatever form the images have, the prepared set is the same."""
 
-import csv
 import io
 import json
 import shutil
+import sys
 import tarfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,29 +11,30 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.prep_cases import corner_image, jpeg_bytes, png_bytes, write_all
+from helpers.prep_command import Prep
 
 from loaders.datasets.beton import open_beton
 from loaders.datasets.dataset import open_folder
 from loaders.errors import UserError
-from loaders.prep.cli import main
-from loaders.prep.convert import convert
-from loaders.prep.encode import Settings
 from loaders.prep.sources import open_source
 
-NAMES = {"n01": ("n01_1.JPEG", "n01_2.JPEG"), "n02": ("n02_7.JPEG",), "n10": ("n10_3.JPEG", "n10_4.JPEG")}
+Members = Iterable[tuple[str, bytes]]
+Stored = tuple[list[tuple[str, bytes]], list[str]]
 
 
 def image(number: int) -> bytes:
     return jpeg_bytes(corner_image((40 + number, 30 + 2 * number)))
 
 
-def files() -> dict[str, bytes]:
-    """class/name -> bytes."""
-    names = [f"{folder}/{name}" for folder, members in NAMES.items() for name in members]
-    return {name: image(number) for number, name in enumerate(names)}
+NAMES = ["n01/n01_1.JPEG", "n01/n01_2.JPEG", "n02/n02_7.JPEG", "n10/n10_3.JPEG", "n10/n10_4.JPEG"]
+FILES = {name: image(number) for number, name in enumerate(NAMES)}
+LABELS, CLASSES = [name.partition("/")[0] for name in NAMES], ["n01", "n02", "n10"]
+EXPECTED: Stored = list(zip(LABELS, FILES.values(), strict=True)), CLASSES
+VALIDATION = {f"ILSVRC2012_val_{i + 1:08d}.JPEG": data for i, data in enumerate(FILES.values())}
 
 
-def write_tar(path: Path, members: Iterable[tuple[str, bytes]], form: int = tarfile.GNU_FORMAT) -> Path:
+def write_tar(path: Path, members: Members, form: int = tarfile.GNU_FORMAT) -> Path:
+    path.parent.mkdir(exist_ok=True)
     with tarfile.open(path, "w", format=form) as tar:
         for name, data in members:
             info = tarfile.TarInfo(name)
@@ -42,124 +43,104 @@ def write_tar(path: Path, members: Iterable[tuple[str, bytes]], form: int = tarf
     return path
 
 
-def tar_bytes(members: Iterable[tuple[str, bytes]], folder: Path) -> bytes:
-    return write_tar(folder / "inner.tar", members).read_bytes()
+def class_tars(folder: Path) -> dict[str, bytes]:
+    """ILSVRC's tars by their names, which are left in ``folder`` as well."""
+    for name in CLASSES:
+        write_tar(folder / f"{name}.tar", ((n.rpartition("/")[2], FILES[n]) for n in NAMES if n.startswith(name)))
+    return {f"{name}.tar": (folder / f"{name}.tar").read_bytes() for name in CLASSES}
 
 
-def write_parquet(path: Path, rows: list[tuple[bytes, object]], names: list[str] | None = None, **columns: str) -> None:
+def write_parquet(path: Path, rows: list[tuple[bytes, object]], names: list[str] | None = None) -> Path:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    image_column, label_column = columns.get("image", "image"), columns.get("label", "label")
     kind = arrow.struct([("bytes", arrow.binary()), ("path", arrow.string())])
     images = arrow.array([{"bytes": data, "path": None} for data, _ in rows], kind)
-    table = arrow.table({image_column: images, label_column: [label for _, label in rows]})
+    table = arrow.table({"image": images, "label": [label for _, label in rows]})
     if names:
-        notes = {"info": {"features": {label_column: {"names": names, "_type": "ClassLabel"}}}}
+        notes = {"info": {"features": {"label": {"names": names, "_type": "ClassLabel"}}}}
         table = table.replace_schema_metadata({"huggingface": json.dumps(notes)})
     path.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(table, path, row_group_size=2)
+    return path
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    root = tmp_path / "folder"
-    for name, data in files().items():
-        write_all(root / name.partition("/")[0], {name.partition("/")[2]: data})
-    return root
+    write_all(tmp_path / "folder", FILES)
+    return tmp_path / "folder"
 
 
-def stored(source: Path, tmp_path: Path, *more: str) -> tuple[list[tuple[str, bytes]], list[str]]:
+def stored(prep: Prep, source: Path, *more: object) -> Stored:
     """(class, bytes) of every image of the source's beton file, in order, and the classes."""
-    output = tmp_path / "out.beton"
-    assert main(["convert", str(source), str(output), "--workers", "1", "--force", *more]) == 0
+    output = source.parent / "out.beton"
+    prep("convert", source, output, "--force", *more)
     file = open_beton(output)
     return [(file.classes[label], bytes(file.read(i))) for i, label in enumerate(file.labels)], file.classes
 
 
-def expected() -> list[tuple[str, bytes]]:
-    return [(name.partition("/")[0], data) for name, data in files().items()]
-
-
-def test_class_folders_links_and_tars_of_them_give_the_same_set(folder: Path, tmp_path: Path) -> None:
+def test_folders_links_and_tars_give_one_set(prep: Prep, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "linked").mkdir()
-    for name in NAMES:
+    for name in CLASSES:
         (tmp_path / "linked" / name).symlink_to(folder / name)
-    write_tar(tmp_path / "plain.tar", reversed(files().items()))
-    write_tar(tmp_path / "deep.tar", ((f"./imagenet/train/{name}", data) for name, data in files().items()))
-    write_tar(tmp_path / "pax.tar", files().items(), tarfile.PAX_FORMAT)
-    for source in (folder, tmp_path / "linked", tmp_path / "plain.tar", tmp_path / "deep.tar", tmp_path / "pax.tar"):
-        assert stored(source, tmp_path) == (expected(), list(NAMES)), source
+    write_tar(tmp_path / "plain.tar", reversed(FILES.items()))
+    write_tar(tmp_path / "deep.tar", ((f"./imagenet/train/{name}", data) for name, data in FILES.items()))
+    write_tar(tmp_path / "pax.tar", FILES.items(), tarfile.PAX_FORMAT)
+    for source in ("folder", "linked", "plain.tar", "deep.tar", "pax.tar"):
+        assert stored(prep, tmp_path / source) == EXPECTED, source
 
 
-def test_ilsvrcs_training_tar_of_tars(tmp_path: Path) -> None:
-    inner = [
-        (f"{name}.tar", tar_bytes([(member, files()[f"{name}/{member}"]) for member in members], tmp_path))
-        for name, members in NAMES.items()
-    ]
-    assert stored(write_tar(tmp_path / "ILSVRC2012_img_train.tar", inner), tmp_path) == (expected(), list(NAMES))
+def test_ilsvrcs_class_tars(prep: Prep, tmp_path: Path) -> None:
+    inner = class_tars(tmp_path / "train")
+    assert stored(prep, write_tar(tmp_path / "ILSVRC2012_img_train.tar", inner.items())) == EXPECTED
+    assert stored(prep, tmp_path / "train") == EXPECTED
 
 
-def test_ilsvrcs_class_tars_unpacked_into_a_folder_keep_their_classes(tmp_path: Path) -> None:
-    (tmp_path / "train").mkdir()
-    for name, members in NAMES.items():
-        write_tar(tmp_path / "train" / f"{name}.tar", [(member, files()[f"{name}/{member}"]) for member in members])
-    assert stored(tmp_path / "train", tmp_path) == (expected(), list(NAMES))
-
-
-def test_tars_beside_the_folders_they_were_unpacked_to_are_refused(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tars_beside_folders_are_refused(prep: Prep, folder: Path, tmp_path: Path) -> None:
     write_tar(folder / "n01.tar", [("n01_1.JPEG", image(0))])
-    assert main(["convert", str(folder), str(tmp_path / "x.beton")]) == 2
-    error = capsys.readouterr().err
+    error = prep.refused("convert", folder, tmp_path / "x.beton")
     assert "folder: holds n01.tar beside the folder n" in error and "move away what you do not mean" in error
 
 
 @pytest.mark.parametrize("cut", ["end blocks", "one end block", "between members", "inside a member", "header", "all"])
-def test_a_class_tar_that_is_cut_inside_ilsvrcs_is_named(cut: str, tmp_path: Path) -> None:
+def test_a_cut_class_tar_is_named(cut: str, tmp_path: Path) -> None:
     """The outer tar is whole. Reading on past the inner one's end would take the next class's images for its own."""
-    inner = {
-        name: tar_bytes([(member, files()[f"{name}/{member}"]) for member in members], tmp_path)
-        for name, members in NAMES.items()
-    }
-    whole = inner["n01"]
+    inner = class_tars(tmp_path)
+    whole = inner["n01.tar"]
     with tarfile.open(fileobj=io.BytesIO(whole)) as tar:
         second = tar.getmembers()[1]
     contents = second.offset_data + -(-second.size // 512) * 512
     damaged = {
-        "end blocks": whole[:contents],
-        "one end block": whole[: contents + 512],
-        "between members": whole[: second.offset],
-        "inside a member": whole[: second.offset_data + 100],
+        "end blocks": whole[:contents], "one end block": whole[: contents + 512], "all": bytes(10240),
+        "between members": whole[: second.offset], "inside a member": whole[: second.offset_data + 100],
         "header": whole[: second.offset] + b"x" + whole[second.offset + 1 :],
-        "all": bytes(10240),
-    }[cut]
-    outer = [(f"{name}.tar", data) for name, data in (inner | {"n01": damaged}).items()]
-    path = write_tar(tmp_path / "train.tar", outer)
+    }[cut]  # fmt: skip
+    path = write_tar(tmp_path / "train.tar", (inner | {"n01.tar": damaged}).items())
     with pytest.raises(UserError, match=r"train\.tar: n01\.tar in it: ") as error:
         open_source(path)
     assert "\n" not in str(error.value)
 
 
-def test_a_damaged_header_in_the_middle_of_a_tar_hides_no_images(tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "x.tar", files().items())
+def test_damage_in_a_tar_hides_no_images(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "x.tar", FILES.items())
     with tarfile.open(path) as tar:
         middle = tar.getmembers()[2].offset
-    data = bytearray(path.read_bytes())
-    data[middle + 5] ^= 1
-    path.write_bytes(data)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: middle + 5] + bytes([whole[middle + 5] ^ 1]) + whole[middle + 6 :])
     with pytest.raises(UserError, match=rf"x\.tar: damaged or cut after {middle:,} bytes"):
         open_source(path)
-
-
-def test_two_tars_in_one_file_are_refused_rather_than_half_read(tmp_path: Path) -> None:
-    one, two = (tar_bytes(part, tmp_path) for part in (list(files().items())[:2], list(files().items())[2:]))
-    (tmp_path / "both.tar").write_bytes(one + two)
-    with pytest.raises(UserError, match=r"both\.tar: goes on behind its end"):
-        open_source(tmp_path / "both.tar")
+    for cut in (len(whole) // 2, 1024, 3000):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(UserError, match=r"x\.tar"):
+            open_source(path)
+    path.write_bytes(2 * whole)
+    with pytest.raises(UserError, match=r"x\.tar: goes on behind its end"):
+        open_source(path)
+    shutil.make_archive(str(tmp_path / "packed"), "gztar", tmp_path, "x.tar")
+    with pytest.raises(UserError, match="unpack"):
+        open_source(tmp_path / "packed.tar.gz")
 
 
 def test_links_and_sparse_members_are_refused(tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "x.tar", files().items())
+    path = write_tar(tmp_path / "x.tar", FILES.items())
     with tarfile.open(path, "a") as tar:
         for name, kind in (("holes", tarfile.GNUTYPE_SPARSE), ("link", tarfile.SYMTYPE)):
             info = tarfile.TarInfo(f"n01/{name}.JPEG")
@@ -177,216 +158,161 @@ def test_pax_names_that_are_long_or_foreign(tmp_path: Path) -> None:
     assert source.names == [name] and source.locate(0).read() == image(0)
 
 
-def validation() -> dict[str, bytes]:
-    return {f"ILSVRC2012_val_{i + 1:08d}.JPEG": data for i, data in enumerate(files().values())}
-
-
-def label_files(folder: Path) -> dict[str, Path]:
-    """The forms in which validation labels are found."""
-    labels = [name.partition("/")[0] for name in files()]
-    pairs = list(zip(validation(), labels, strict=True))
-    (folder / "plain.txt").write_text("".join(f"{name} {label}\n" for name, label in pairs))
-    with (folder / "table.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([("filename", "label"), *reversed(pairs)])
-    boxes = "".join(
-        f"{name.removesuffix('.JPEG')},{label} 1 2 3 4 {label} 5 6 7 8\n" for name, label in reversed(pairs)
-    )
-    (folder / "LOC_val_solution.csv").write_text("ImageId,PredictionString\n" + boxes)
-    return {path.name: path for path in folder.iterdir() if path.suffix in (".txt", ".csv")}
+def label_file(folder: Path, form: str) -> Path:
+    """Validation labels in one of the forms in which they are found."""
+    pairs = list(zip(VALIDATION, LABELS, strict=True))
+    path = folder / form
+    if form == "plain.txt":
+        lines = [f"{name} {label}" for name, label in pairs]
+    elif form == "table.csv":
+        lines = ["filename,label", *(",".join(pair) for pair in reversed(pairs))]
+    else:
+        boxes = (f"{name.removesuffix('.JPEG')},{label} 1 2 3 4 {label} 5 6 7 8" for name, label in reversed(pairs))
+        lines = ["ImageId,PredictionString", *boxes]
+    path.write_text("\n".join(lines) + "\n")
+    return path
 
 
 @pytest.mark.parametrize("form", ["plain.txt", "table.csv", "LOC_val_solution.csv"])
 @pytest.mark.parametrize("kind", ["folder", "tar"])
-def test_flat_validation_images_with_a_label_file(form: str, kind: str, tmp_path: Path) -> None:
-    (tmp_path / "lists").mkdir()
-    labels = label_files(tmp_path / "lists")[form]
-    write_all(tmp_path / "val", validation())
-    source = write_tar(tmp_path / "val.tar", validation().items()) if kind == "tar" else tmp_path / "val"
-    assert stored(source, tmp_path, "--labels", str(labels)) == (expected(), list(NAMES))
+def test_validation_images_with_labels(form: str, kind: str, prep: Prep, tmp_path: Path) -> None:
+    write_all(tmp_path / "val", VALIDATION)
+    source = write_tar(tmp_path / "val.tar", VALIDATION.items()) if kind == "tar" else tmp_path / "val"
+    assert stored(prep, source, "--labels", label_file(tmp_path, form)) == EXPECTED
 
 
-def test_the_development_kits_numbers_need_its_meta_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_development_kit_needs_its_meta_file(prep: Prep, tmp_path: Path) -> None:
     savemat = pytest.importorskip("scipy.io").savemat
-    write_all(tmp_path / "val", validation())
-    kit = tmp_path / "devkit"
-    kit.mkdir()
+    write_all(tmp_path / "val", VALIDATION)
+    (tmp_path / "devkit").mkdir()
     numbers = {"n01": 3, "n02": 1, "n10": 2}  # the kit's numbers do not follow the sorted identifiers
-    truth = kit / "ILSVRC2012_validation_ground_truth.txt"
-    truth.write_text("".join(f"{numbers[name.partition('/')[0]]}\n" for name in files()))
-    arguments = ["convert", str(tmp_path / "val"), str(tmp_path / "x.beton"), "--labels", str(truth), "--workers", "1"]
-    assert main(arguments) == 2 and "meta.mat" in capsys.readouterr().err
+    truth = tmp_path / "devkit" / "ILSVRC2012_validation_ground_truth.txt"
+    truth.write_text("".join(f"{numbers[label]}\n" for label in LABELS))
+    arguments = ["convert", tmp_path / "val", tmp_path / "x.beton", "--labels", truth]
+    assert "meta.mat" in prep.refused(*arguments)
     kinds = [("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O"), ("num_children", "O")]
     rows = np.array([(number, name, "words", 0) for name, number in numbers.items()], kinds)
-    savemat(kit / "meta.mat", {"synsets": rows})
-    assert stored(tmp_path / "val", tmp_path, "--labels", str(truth)) == (expected(), list(NAMES))
+    savemat(tmp_path / "devkit" / "meta.mat", {"synsets": rows})
+    assert stored(prep, tmp_path / "val", "--labels", truth) == EXPECTED
     truth.write_text("1\n2\n3\n1\n" + "9" * 5000)
-    assert (
-        main([*arguments, "--force"]) == 2 and "txt:5: 99999999999999999999 is not a class" in capsys.readouterr().err
-    )
+    assert "txt:5: 99999999999999999999 is not a class" in prep.refused(*arguments, "--force")
     truth.write_text("1\n2\n")
-    assert main([*arguments, "--force"]) == 2 and "2 numbers for 5 images" in capsys.readouterr().err
+    assert "2 numbers for 5 images" in prep.refused(*arguments, "--force")
 
 
-def test_missing_and_surplus_labels_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_all(tmp_path / "val", validation())
-    labels = tmp_path / "labels.txt"
-    names = list(validation())
+def test_missing_and_surplus_labels_are_named(prep: Prep, tmp_path: Path) -> None:
+    write_all(tmp_path / "val", VALIDATION)
+    labels, names = tmp_path / "labels.txt", list(VALIDATION)
+    arguments = ["convert", tmp_path / "val", tmp_path / "x.beton", "--labels", labels]
     labels.write_text("".join(f"{name} n01\n" for name in names[1:]))
-    arguments = ["convert", str(tmp_path / "val"), str(tmp_path / "x.beton"), "--labels", str(labels), "--workers", "1"]
-    assert main(arguments) == 2 and f"{names[0]}: no label" in capsys.readouterr().err
+    assert f"{names[0]}: no label" in prep.refused(*arguments)
     labels.write_text("".join(f"{name} n01\n" for name in [*names, "gone.JPEG"]))
-    assert main(arguments) == 2 and "gone.JPEG: labelled in" in capsys.readouterr().err
+    assert "gone.JPEG: labelled in" in prep.refused(*arguments)
 
 
-def test_flat_images_without_labels_stay_unlabelled(tmp_path: Path) -> None:
-    write_tar(tmp_path / "val.tar", validation().items())
-    convert(open_source(tmp_path / "val.tar"), tmp_path / "out", "folder", Settings(), workers=1)
+def test_images_without_labels(prep: Prep, folder: Path, tmp_path: Path) -> None:
+    """They stay so, or get labels later, which images with labels do not."""
+    path, labels = write_tar(tmp_path / "val.tar", reversed(VALIDATION.items())), label_file(tmp_path, "plain.txt")
+    prep("convert", path, tmp_path / "out")
     data = open_folder(tmp_path / "out")
-    assert data.classes == [] and (data.labels == -1).all() and data.names == list(validation())
-
-
-def test_a_prepared_file_without_labels_can_be_given_them_later(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "lists").mkdir()
-    labels = label_files(tmp_path / "lists")["plain.txt"]
-    path = write_tar(tmp_path / "val.tar", reversed(validation().items()))
-    assert main(["convert", str(path), str(tmp_path / "val.beton"), "--workers", "1"]) == 0
-    assert stored(tmp_path / "val.beton", tmp_path, "--labels", str(labels)) == (expected(), list(NAMES))
-    assert main(["convert", str(path), str(tmp_path / "x.beton"), "--labels", str(labels), "--workers", "1"]) == 0
+    assert data.classes == [] and (data.labels == -1).all() and data.names == list(VALIDATION)
+    prep("convert", path, tmp_path / "val.beton")
+    assert stored(prep, tmp_path / "val.beton", "--labels", labels) == EXPECTED
+    prep("convert", path, tmp_path / "x.beton", "--labels", labels)
     assert open_beton(tmp_path / "x.beton").names == open_beton(tmp_path / "out.beton").names
+    assert "--labels no.txt" in prep.refused(
+        "convert", tmp_path / "x.beton", tmp_path / "b.beton", "--labels", "no.txt"
+    )
     labels.write_text("".join(labels.read_text().splitlines(keepends=True)[1:]))
-    assert main(["info", str(tmp_path / "val.beton"), "--labels", str(labels)]) == 0
-    assert "1, such as ILSVRC2012_val_00000001.JPEG: no label in" in capsys.readouterr().out
+    said = prep("info", tmp_path / "val.beton", "--labels", labels)
+    assert "1, such as ILSVRC2012_val_00000001.JPEG: no label in" in said
 
 
-def shard_members(numbers: range, label: str) -> list[tuple[str, bytes]]:
+def shard_members(numbers: range, label: str = "cls") -> list[tuple[str, bytes]]:
     members = []
     for number in numbers:
-        members.append((f"{number:06d}.jpg", image(number)))
-        if label == "json":
-            members.append((f"{number:06d}.json", json.dumps({"label": number * 5}).encode()))
-        else:
-            members.append((f"{number:06d}.cls", f"{number * 5}\n".encode()))
+        content = json.dumps({"label": number * 5}) if label == "json" else f"{number * 5}\n"
+        members += [(f"{number:06d}.jpg", image(number)), (f"{number:06d}.{label}", content.encode())]
     return members
 
 
 @pytest.mark.parametrize("label", ["cls", "json"])
-def test_webdataset_shards(label: str, tmp_path: Path) -> None:
+def test_webdataset_shards(label: str, prep: Prep, tmp_path: Path) -> None:
     shards = tmp_path / "shards"
-    shards.mkdir()
     write_tar(shards / "train-000.tar", shard_members(range(0, 2), label))
     write_tar(shards / "train-001.tar", shard_members(range(2, 4), label))
-    found, classes = stored(shards, tmp_path)
+    found, classes = stored(prep, shards)
     assert classes == ["00", "05", "10", "15"]  # by value, and as text
     assert found == [(f"{5 * i:02d}", image(i)) for i in range(4)]
-    convert(open_source(shards), tmp_path / "out", "folder", Settings(), workers=1)
+    prep("convert", shards, tmp_path / "out")
     data = open_folder(tmp_path / "out")
     assert data.classes == classes and [Path(path).read_bytes() for path in data.paths] == [image(i) for i in range(4)]
     assert data.names == open_beton(tmp_path / "out.beton").names
 
 
-def test_webdataset_faults_name_shard_and_member(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def complaint(members: list[tuple[str, bytes]]) -> str:
-        write_tar(tmp_path / "shard.tar", members)
-        assert main(["convert", str(tmp_path / "shard.tar"), str(tmp_path / "x.beton"), "--workers", "1"]) == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1 and "shard.tar" in error
-        return error
-
-    good = shard_members(range(2), "cls")
-    assert "000001: no class" in complaint(good[:-1])
-    assert "000002: no image" in complaint([*good, ("000002.cls", b"1")])
-    assert "an empty tar" in complaint([])
-    assert "000003.json is not JSON" in complaint([*good, ("000003.jpg", b"x"), ("000003.json", b"{")])
-    assert "cannot name a class folder" in complaint([*good, ("000003.jpg", b"x"), ("000003.cls", b"../up")])
+GOOD = shard_members(range(2))
 
 
-def test_broken_and_packed_tars_are_named(tmp_path: Path) -> None:
-    data = write_tar(tmp_path / "x.tar", files().items()).read_bytes()
-    for cut in (len(data) // 2, 1024, 3000):
-        (tmp_path / "cut.tar").write_bytes(data[:cut])
-        with pytest.raises(UserError, match=r"cut\.tar"):
-            open_source(tmp_path / "cut.tar")
-    shutil.make_archive(str(tmp_path / "packed"), "gztar", tmp_path, "x.tar")
-    with pytest.raises(UserError, match="unpack"):
-        open_source(tmp_path / "packed.tar.gz")
+@pytest.mark.parametrize(
+    ("members", "words"),
+    [
+        (GOOD[:-1], "000001: no class"), ([*GOOD, ("000002.cls", b"1")], "000002: no image"), ([], "an empty tar"),
+        ([*GOOD, ("000003.jpg", b"x"), ("000003.json", b"{")], "000003.json is not JSON"),
+        ([*GOOD, ("000003.jpg", b"x"), ("000003.cls", b"../up")], "cannot name a class folder"),
+    ],
+)  # fmt: skip
+def test_webdataset_faults_are_named(members: Members, words: str, prep: Prep, tmp_path: Path) -> None:
+    error = prep.refused("convert", write_tar(tmp_path / "shard.tar", members), tmp_path / "x.beton")
+    assert "shard.tar" in error and words in error
 
 
-def test_parquet_shards_with_class_names(tmp_path: Path) -> None:
-    rows = [(data, list(NAMES).index(name.partition("/")[0])) for name, data in files().items()]
+def test_parquet_shards_with_class_names(prep: Prep, tmp_path: Path) -> None:
+    rows: list[tuple[bytes, object]] = [
+        (FILES[n], CLASSES.index(label)) for n, label in zip(NAMES, LABELS, strict=True)
+    ]
     shards = tmp_path / "hub"
-    write_parquet(shards / "data" / "train-00000-of-00002.parquet", rows[:3], list(NAMES))
-    write_parquet(shards / "data" / "train-00001-of-00002.parquet", rows[3:], list(NAMES))
-    assert stored(shards, tmp_path) == (expected(), list(NAMES))
+    write_parquet(shards / "data" / "train-00000-of-00002.parquet", rows[:3], CLASSES)
+    write_parquet(shards / "data" / "train-00001-of-00002.parquet", rows[3:], CLASSES)
+    assert stored(prep, shards) == EXPECTED
 
 
-def test_parquet_faults_name_file_and_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def complaint(path: Path) -> str:
-        assert main(["convert", str(path), str(tmp_path / "x.beton"), "--workers", "1"]) == 2
-        return capsys.readouterr().err
+def test_parquet_faults_are_named(prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def complaint(*content: object) -> str:
+        return prep.refused("convert", write_parquet(tmp_path / "x.parquet", *content), tmp_path / "x.beton")  # type: ignore[arg-type]
 
-    write_parquet(tmp_path / "a.parquet", [(image(0), 7)], ["only"])
-    assert "label 7 is not one of the 1 classes" in complaint(tmp_path / "a.parquet")
-    write_parquet(tmp_path / "b.parquet", [(image(0), [1, 2])])
-    assert "keep one class an image" in complaint(tmp_path / "b.parquet")
-    write_parquet(tmp_path / "c.parquet", [(b"", 0), (image(1), 1)])
-    assert "no image bytes in this row" in complaint(tmp_path / "c.parquet")
+    assert "label 7 is not one of the 1 classes" in complaint([(image(0), 7)], ["only"])
+    assert "keep one class an image" in complaint([(image(0), [1, 2])])
+    assert "no image bytes in this row" in complaint([(b"", 0), (image(1), 1)])
     (tmp_path / "d.parquet").write_bytes(b"PAR1 not really")
-    assert "d.parquet: not a readable parquet file" in complaint(tmp_path / "d.parquet")
+    assert "d.parquet: not a readable parquet file" in prep.refused("scan", tmp_path / "d.parquet")
+    for name in ("pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert "pip install pyarrow" in prep.refused("scan", tmp_path / "x.parquet")
 
 
 @pytest.mark.parametrize("form", ["parquet", "webdataset"])
-def test_images_without_a_class_are_reported(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_without_a_class_are_reported(form: str, prep: Prep, tmp_path: Path) -> None:
     """-1 says that there is no label, as on hubs' test splits; nothing at all is a fault, whatever the form."""
-    path = tmp_path / ("x.parquet" if form == "parquet" else "x.tar")
     if form == "parquet":
-        write_parquet(path, [(image(0), 5), (image(1), None), (image(2), -1)])
+        path = write_parquet(tmp_path / "x.parquet", [(image(0), 5), (image(1), None), (image(2), -1)])
     else:
-        write_tar(
-            path, [*shard_members(range(1, 2), "cls"), ("2.jpg", image(1)), ("3.jpg", image(2)), ("3.cls", b"-1")]
-        )
-    assert main(["convert", str(path), str(tmp_path / "x.beton"), "--workers", "1"]) == 2
+        unlabelled = [("2.jpg", image(1)), ("3.jpg", image(2)), ("3.cls", b"-1")]
+        path = write_tar(tmp_path / "x.tar", [*shard_members(range(1, 2)), *unlabelled])
     named = "x.parquet: x.parquet:row 1: no class" if form == "parquet" else "x.tar: x.tar:2: no class"
-    assert named in capsys.readouterr().err
-    assert main(["convert", str(path), str(tmp_path / "x.beton"), "--workers", "1", "--on-error", "skip"]) == 0
+    assert named in prep.refused("convert", path, tmp_path / "x.beton")
+    prep("convert", path, tmp_path / "x.beton", "--on-error", "skip")
     file = open_beton(tmp_path / "x.beton")
     assert file.classes == ["5"] and sorted(file.labels.tolist()) == [-1, 0]
 
 
-def test_missing_pyarrow_is_one_line_with_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "x.parquet").write_bytes(b"PAR1")
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
-    assert main(["scan", str(tmp_path / "x.parquet")]) == 2
-    assert "pip install pyarrow" in capsys.readouterr().err
+def test_names_that_would_collide_are_refused(prep: Prep, tmp_path: Path) -> None:
+    write_all(tmp_path / "set" / "c", {"a.png": png_bytes(corner_image()), "a.png.jpg": image(0)})
+    assert "both be stored as c/a.png.jpg" in prep.refused("convert", tmp_path / "set", tmp_path / "x.beton")
 
 
-def test_names_that_would_collide_are_refused(tmp_path: Path) -> None:
-    write_all(tmp_path / "source" / "c", {"a.png": png_bytes(corner_image()), "a.png.jpg": image(0)})
-    with pytest.raises(UserError, match=r"both be stored as c/a\.png\.jpg"):
-        convert(open_source(tmp_path / "source"), tmp_path / "x.beton", "beton", Settings())
-
-
-def test_strange_sources_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["missing", "empty", "text.txt", "zero.beton"])
+def test_strange_sources_are_one_line(name: str, prep: Prep, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    (tmp_path / "text.txt").write_text("x")
-    (tmp_path / "zero.beton").write_bytes(b"")
-    for name in ("missing", "empty", "text.txt", "zero.beton"):
-        for command in (["scan", str(tmp_path / name)], ["convert", str(tmp_path / name), str(tmp_path / "x")]):
-            assert main(command) == 2
-            error = capsys.readouterr().err
-            assert error.count("\n") == 1 and name in error
-
-
-def test_a_label_file_beside_a_source_that_has_labels_is_refused_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, data in files().items():
-        (tmp_path / "set" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "set" / name).write_bytes(data)
-    assert main(["convert", str(tmp_path / "set"), str(tmp_path / "set.beton")]) == 0
-    assert main(["convert", str(tmp_path / "set.beton"), str(tmp_path / "b.beton"), "--labels", "no.txt"]) == 2
-    assert "--labels no.txt" in capsys.readouterr().err and not (tmp_path / "b.beton").exists()
+    write_all(tmp_path, {"text.txt": b"x", "zero.beton": b""})
+    assert name in prep.refused("scan", tmp_path / name)
+    assert name in prep.refused("convert", tmp_path / name, tmp_path / "x")
