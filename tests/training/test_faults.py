@@ -1,4 +1,4 @@
-"""Short form of the soak tests: runs that are broken at random moments end as if nothing had happened."""
+"""Test runs that are broken at random moments: the soak tests in short, and that documents name their tests."""
 
 import os
 import random
@@ -7,23 +7,15 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.runs import ROOT
 from soak import faults, runs
 from soak.runs import Lane, Start
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_broken_runs_lose_nothing(tmp_path: Path) -> None:
     lanes = faults.make_lanes(tmp_path, ["torch"])
     done = runs.apart(faults.Rounds().make, lanes, 3, 0)
     assert done.outcomes.total() <= 3 and done.compared >= 1 and done.differing == 0
-
-
-def test_resumed_runs_are_equal_on_a_cpu(tmp_path: Path) -> None:
-    images = runs.make_images(tmp_path / "images")
-    flags = {"data": images, "val_data": images, "loader": "synthetic", "synthetic_images": runs.IMAGES}
-    lane = Lane("synthetic", flags | {"checkpoint_every_minutes": 0}, tmp_path / "runs")
-    assert runs.apart(runs.compare, lane) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("fault", [faults.kill_everything, faults.kill_rank, faults.ask_to_stop])
@@ -38,26 +30,6 @@ def test_a_run_may_end_before_its_fault(
     assert run.code == 0
 
 
-def test_no_run_outlives_a_failed_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Start] = []
-
-    def start(lane: Lane, *more: str) -> Start:
-        made.append(started(tmp_path, "sleep", "600"))
-        return made[-1]
-
-    def never(*_: object) -> None:
-        raise AssertionError("no step is made")
-
-    monkeypatch.setattr(runs, "start", start)
-    monkeypatch.setattr(runs, "wait_until", never)
-    with pytest.raises(AssertionError, match="no step is made"):
-        runs.compare(Lane("torch", {}, tmp_path / "runs"))
-    monkeypatch.undo()
-    for run in made:
-        run.expect({-9})
-    assert [run.code for run in made] == [-9, -9, -9]
-
-
 def started(folder: Path, *command: str) -> Start:
     """A process that stands for a run."""
     (folder / "printed.txt").touch()
@@ -65,12 +37,10 @@ def started(folder: Path, *command: str) -> Start:
     return Start(pid, time.time(), folder / "printed.txt")
 
 
-@pytest.mark.parametrize(
-    ("page", "title"), [("README.md", "What happens when something fails"), ("cocor/README.md", "Rarer failures")]
-)
-def test_every_failure_row_names_its_test(page: str, title: str) -> None:
-    section = (ROOT / page).read_text().split(f"# {title}\n")[1].split("\n#")[0]
+def test_every_failure_row_names_its_test() -> None:
+    section = (ROOT / "cocor/README.md").read_text().split("# Rarer failures\n")[1].split("\n#")[0]
     rows = [row.split("|")[1:4] for row in section.splitlines() if row.startswith("| ")][1:]
+    sources = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
     assert len(rows) > 10
     file = ""
     for when, _, tests in rows:
@@ -78,5 +48,5 @@ def test_every_failure_row_names_its_test(page: str, title: str) -> None:
         assert names or tests.strip() == "the same", when
         for module, place in names:
             file = module or file
-            source = (ROOT / "tests" / file).read_text()
-            assert all(re.search(rf"(def|class) {name}\b", source) for name in place.split("::") if name), (when, place)
+            names = [name for name in place.split("::") if name]
+            assert all(re.search(rf"(def|class) {name}\b", sources[file]) for name in names), (when, place)
