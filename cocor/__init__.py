@@ -1,3 +1,3 @@
-"""CoCor: contrastive learning with consistent representations (TMLR 2024), made fast and trustworthy."""
+"""Pre-train image encoders with CoCor, contrastive learning with consistent views."""
 
 __version__ = "0.1.0"

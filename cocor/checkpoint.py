@@ -202,24 +202,11 @@ def read_backbone(path: Path) -> dict[str, Tensor]:
 
 
 def export_backbone(backbone: nn.Module, path: Path, metadata: Mapping[str, object]) -> None:
-    """Write the weights of ``backbone``, with ``metadata`` as text.
+    """Write the weights of ``backbone`` by timm's names, with ``metadata`` as text.
 
-    They have timm's own names, for any other program:
-
-        timm.create_model("resnet50", num_classes=0, checkpoint_path="runs/NAME/backbone.safetensors")
-
-    With a new head: ``timm.create_model("resnet50", pretrained=True, num_classes=10, pretrained_cfg_overlay=dict(
-    file="runs/NAME/backbone.safetensors", num_classes=0))``. ResNets also fit torchvision's, whose names are the same,
-    with ``load_state_dict(..., strict=False)``. A model with ``--stem small`` differs from timm's in its first layers:
-
-        model = timm.create_model("resnet18", num_classes=0)
-        model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
-        timm.models.load_checkpoint(model, "runs/NAME/backbone.safetensors")
-
-    A transformer that was trained at another image size than timm's default needs that as well: ``img_size=96``.
-
-    Raises:
-        UserError: the disk is full or the folder not writable.
+    ``timm.create_model("resnet50", num_classes=0, checkpoint_path=FILE)`` reads it, with a new head by
+    ``pretrained=True, num_classes=10, pretrained_cfg_overlay=dict(file=FILE, num_classes=0)``; a transformer trained at
+    another image size needs ``img_size=96`` as well. A small stem is no timm model's, see ``--stem`` in the README.
     """
     # safetensors takes neither channels-last tensors nor two names for one memory.
     weights = {name: value.contiguous().clone() for name, value in portable(backbone.state_dict()).items()}

@@ -1,4 +1,4 @@
-"""Console commands: their entry points, one-line errors, exit codes, Ctrl-C, and wherever their output goes.
+"""Start console commands: one-line errors, exit codes, Ctrl-C, lost outputs.
 
 Exit codes: 0 done, 1 a bug, 2 a user's mistake, 75 stopped by a signal, 130 Ctrl-C, 141 nobody reads the output.
 """
@@ -40,17 +40,17 @@ def prepare() -> int:
 
 
 def _read_flags() -> None:
-    """Read cocor-train's flags: ``--help`` and mistakes need not wait for PyTorch, which takes seconds to load."""
+    """Read cocor-train's flags before PyTorch, which takes seconds to load."""
     from cocor.config.resolve import read
 
     read(sys.argv[1:])
 
 
 def _command(name: str, module: str, first: Callable[[], None] | None = None) -> int:
-    """Do ``first``, import ``module`` and run its ``main()``, with SIGINT's default action during the import.
+    """Do ``first``, import ``module`` and run its ``main()``.
 
-    Python would raise KeyboardInterrupt wherever it happens to be while PyTorch loads, and print a traceback; so the
-    system ends the process instead, and a shell sees exit code 130.
+    SIGINT has its default action during the import: Python would raise KeyboardInterrupt wherever it is while PyTorch
+    loads, and print a traceback.
     """
     open_streams()
     handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not if ignored, as for background jobs
@@ -80,7 +80,7 @@ def _command(name: str, module: str, first: Callable[[], None] | None = None) ->
 
 
 def _why_not_imported(error: Exception) -> str:
-    """Return in one line what the machine lacks to import a command's modules; raises ``error`` if it is a bug."""
+    """Say in one line what a command's modules lack; raise ``error`` if it is a bug."""
     from loaders.errors import UserError, explain
 
     if lack := explain(error):
@@ -95,7 +95,7 @@ def _why_not_imported(error: Exception) -> str:
 
 
 def command(name: str, body: Callable[[], None]) -> int:
-    """Run the ``body`` of a console command and return its exit code. A user's mistake becomes one line on stderr."""
+    """Run the ``body`` of a command; return its exit code, after one line on stderr."""
     import warnings
 
     from cocor.distributed.env import die_with_launcher
@@ -125,20 +125,17 @@ def command(name: str, body: Callable[[], None]) -> int:
 
 
 def _explain(name: str, error: Exception) -> tuple[str, int]:
-    """Return the message and exit code of a command that ``error`` ends. Raises it if it is a bug of a single process,
-    whose traceback Python prints."""
+    """Return message and exit code for ``error``; raise a single process' bug."""
     from cocor.distributed.env import RankEnv
     from cocor.distributed.signals import Ended, Stopped
     from loaders.errors import UserError, explain
 
-    if isinstance(error, UserError):
-        return f"{name}: error: {error}", USER_ERROR
     if isinstance(error, Ended):
         return (f"{name}: {error}" if isinstance(error, Stopped) else str(error)), error.code
     if isinstance(error, OSError) and _reader_has_gone() and isinstance(error, BrokenPipeError):
         return "", UNREAD
-    if lack := explain(error):
-        return f"{name}: error: {lack}", USER_ERROR
+    if mistake := str(error) if isinstance(error, UserError) else explain(error):
+        return f"{name}: error: {mistake}", USER_ERROR
     env = RankEnv.read()
     if env.launcher is None:
         raise error
@@ -150,14 +147,16 @@ def _explain(name: str, error: Exception) -> tuple[str, int]:
 
 
 def listen() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt from now on, if it would end this process; if it is ignored it stays so."""
+    """Let Ctrl-C raise KeyboardInterrupt, unless it is ignored."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def open_streams() -> None:
-    """Open those standard streams that are closed, on the null device: the next file to be opened would otherwise get
-    the stream's descriptor, and with it whatever libraries print."""
+    """Open closed standard streams on the null device.
+
+    The next file to be opened would otherwise get the stream's descriptor, and with it whatever libraries print.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -169,7 +168,7 @@ def open_streams() -> None:
 
 
 def _reader_has_gone() -> bool:
-    """Return whether nobody can read stdout any more, and drop what it buffers if it cannot be written."""
+    """Tell whether nobody can read stdout any more, and drop what cannot be written."""
     poll = select.poll()
     poll.register(1, 0)  # errors only
     gone = bool(poll.poll(0))

@@ -66,9 +66,8 @@ def open_data(config: Config) -> Data:
         )
     held_out = None
     if held_out_root is not None:
-        held_out = open_images(
-            held_out_root, None, config.on_error, config.workers or None, classes=train.classes or None
-        )
+        classes = train.classes or None
+        held_out = open_images(held_out_root, None, config.on_error, config.workers or None, classes=classes)
     labelled = _labelled(config, train)
     if not train.classes and (above := folder_above(train.root)) is not None:
         _log.info(f"{config.data}: no class folders in it; if it is one class of several, give {printable(above)}")
@@ -117,44 +116,26 @@ def training_plan(config: Config) -> ViewPlan:
     if config.consistency == "none":
         return ViewPlan(config.image_size, config.seed, contrastive, original="none", lengths=())
     return ViewPlan(
-        config.image_size,
-        config.seed,
-        contrastive,
-        original="shared" if config.recipe == "paper" else "weak",
-        originals=config.released_originals,
-        original_scale=(config.crop_scale_min, 1.0),
-        lengths=config.lengths,
-        pool=config.pool,
-        magnitudes=config.magnitudes,
-        order=config.composite_order,
-        weak=contrastive[0],
-    )
+        config.image_size, config.seed, contrastive, original="shared" if config.recipe == "paper" else "weak",
+        originals=config.released_originals, original_scale=(config.crop_scale_min, 1.0), lengths=config.lengths,
+        pool=config.pool, magnitudes=config.magnitudes, order=config.composite_order, weak=contrastive[0],
+    )  # fmt: skip
 
 
 def _augmentation(config: Config, view: int) -> Augmentation:
     """Describe contrastive view 0 or 1, which an option of two values sets apart."""
     return Augmentation(
-        crop_scale=(config.crop_scale_min, 1.0),
-        brightness=config.brightness,
-        contrast=config.contrast,
-        saturation=config.saturation,
-        hue=config.hue,
-        jitter_prob=config.jitter_prob,
-        grayscale_prob=config.grayscale_prob,
+        crop_scale=(config.crop_scale_min, 1.0), brightness=config.brightness, contrast=config.contrast,
+        saturation=config.saturation, hue=config.hue, jitter_prob=config.jitter_prob,
+        grayscale_prob=config.grayscale_prob, blur_sigma=config.blur_sigma,
         blur_prob=config.blur_prob[min(view, len(config.blur_prob) - 1)],
-        blur_sigma=config.blur_sigma,
         solarize_prob=config.solarize_prob[min(view, len(config.solarize_prob) - 1)],
-    )
+    )  # fmt: skip
 
 
 def labelled_plan(config: Config, stream: int = 0) -> ViewPlan:
     """Plan a classifier's usual training view: random resized crop and flip."""
     return ViewPlan(config.image_size, config.seed ^ stream, (), "shared", original_scale=(0.08, 1.0), lengths=())
-
-
-def evaluation_plan(config: Config) -> ViewPlan:
-    """Plan the central crop."""
-    return ViewPlan(config.image_size, config.seed, (), "center", lengths=())
 
 
 def training_loader(config: Config, data: Data, world: World, dtype: torch.dtype) -> Loader:
@@ -187,7 +168,8 @@ def knn_loaders(config: Config, data: Data, world: World, dtype: torch.dtype) ->
     def evaluation_loader(dataset: ImageDataset, limit: int) -> Loader:
         chosen = dataset.subset(evenly(np.flatnonzero(dataset.labels >= 0), limit))
         order = BatchOrder(len(chosen), _KNN_BATCH, shuffle=False, drop_last=False)
-        return _open(config, chosen, evaluation_plan(config), order, world, dtype)
+        plan = ViewPlan(config.image_size, config.seed, (), "center", lengths=())
+        return _open(config, chosen, plan, order, world, dtype)
 
     return evaluation_loader(data.train, KNN_BANK), evaluation_loader(data.held_out, KNN_QUERIES)
 

@@ -34,10 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 def set_up_logging(world: World, file: Path | None = None) -> None:
-    """Send the messages of cocor and loaders to the terminal and, on the main rank, to ``file``.
-
-    A second call replaces what the first one set up.
-    """
+    """Log to the terminal and, on the main rank, to ``file``, as nowhere before."""
     console: logging.Handler = _Console()
     handlers = [console]
     if world.main:
@@ -59,7 +56,7 @@ def set_up_logging(world: World, file: Path | None = None) -> None:
 
 
 class _Console(logging.Handler):
-    """Write above the progress bar, leaving out lines whose content it shows anyway (``in_bar``)."""
+    """Write above the progress bar; lines that it shows anyway have ``in_bar``."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not (getattr(record, "in_bar", False) and sys.stderr.isatty()):
@@ -82,7 +79,7 @@ class _File(logging.FileHandler):
 
 
 class Clock:
-    """Measure the time spent in a loop over batches, and the part of it spent waiting for the next one.
+    """Measure the time of a loop over batches, and that spent waiting for them.
 
     On a GPU, whose host runs ahead, the wait is the time in which the device had nothing but the loader's work to do,
     measured by CUDA events around the fetch.
@@ -125,7 +122,7 @@ class Clock:
         return item
 
     def read(self) -> tuple[float, float]:
-        """Return (seconds, seconds waited) since the last reading, up to which the device must have finished."""
+        """Return (seconds, seconds waited) since the last reading."""
         now = time.perf_counter()
         seconds, waited = self._seconds, self._waited
         if self._since is not None:
@@ -136,7 +133,7 @@ class Clock:
 
 
 class RunLog:
-    """Record the metrics of a run: averages, speed, share of time spent waiting for data, time left.
+    """Record averages of metrics, speed, waiting for data and time left.
 
         for batch in log.timed(loader.epoch(epoch)):
             metrics = train(batch)
@@ -145,21 +142,11 @@ class RunLog:
     Args:
         folder: the run folder; its metrics.jsonl is cut back to ``start_step``, so a resumed run repeats no line.
         batch_size: images per step over all ranks.
-        again: kinds of lines of ``start_step`` that are dropped as well, since they will be written again (at step 0
-            all are).
+        again: kinds of lines of ``start_step`` that are dropped as well, as they will come again (at step 0: all).
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        world: World,
-        *,
-        batch_size: int,
-        total_steps: int,
-        log_every: int,
-        start_step: int = 0,
-        again: Collection[str] = (),
-    ) -> None:
+    def __init__(self, folder: Path, world: World, *, batch_size: int, total_steps: int, log_every: int,
+                 start_step: int = 0, again: Collection[str] = ()) -> None:  # fmt: skip
         self.world, self.batch_size, self.total_steps, self.log_every = world, batch_size, total_steps, log_every
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
@@ -178,14 +165,11 @@ class RunLog:
         self._bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True, disable=hidden)
 
     def timed(self, batches: Iterable[Item]) -> Iterator[Item]:
-        """Yield ``batches``, measuring the time spent waiting for them and working on them."""
+        """Yield ``batches``, measuring the waiting for them and the work on them."""
         return self._clock.timed(batches)
 
     def step(self, step: int, epoch: int, lr: float, metrics: Mapping[str, Tensor]) -> dict[str, Any] | None:
-        """Add the scalars of one step on every rank; ``step`` counts the finished steps of the run.
-
-        Returns the record that was written, or None between the steps to log.
-        """
+        """Add a finished step's metrics, on every rank; return the record if one is due."""
         # Sums stay on the device and are read with one transfer every log_every steps.
         self._add(metrics)
         if step % self.log_every and step < self.total_steps:
@@ -270,7 +254,7 @@ def duration(seconds: float) -> str:
 
 
 def _truncate(path: Path, step: int, again: Collection[str]) -> None:
-    """Drop lines of later steps than ``step``, lines of ``step`` that will come ``again``, and a half-written one."""
+    """Drop lines after ``step``, those of it that come ``again``, and broken ones."""
     if not path.exists():
         return
     with (

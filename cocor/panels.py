@@ -1,4 +1,4 @@
-"""Draw pictures in one style: small panels with a light grid, written whole or not at all.
+"""Draw pictures in one style: small panels with a light grid.
 
 matplotlib is an extra (``pip install matplotlib``) and loads only when something is drawn.
 """
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_picture(path: Path) -> None:
-    """Raise UserError if matplotlib is not installed, or draws no pictures such as ``path``."""
+    """Raise a UserError if ``path`` is no picture, or matplotlib is missing."""
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"{path}: pictures are .png, .svg or .pdf")
     if importlib.util.find_spec("matplotlib") is None:
@@ -39,25 +39,22 @@ def check_picture(path: Path) -> None:
 
 @contextmanager
 def panels(path: Path, count: int, columns: int | None = None, width: float = WIDTH) -> Iterator[Sequence["Axes"]]:
-    """Yield ``count`` axes, each ``width`` inches wide, at most ``columns`` in a row.
+    """Yield ``count`` axes of a figure, written to ``path`` when the block ends.
 
-    The figure is written to ``path`` (.png, .svg, .pdf) when the block ends.
-
-    Raises:
-        UserError: matplotlib is not installed, or the format is none of these.
+    Each is ``width`` inches wide, at most ``columns`` in a row. UserError as in :func:`check_picture`.
     """
     check_picture(path)
-    import matplotlib
+    import matplotlib.font_manager
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    matplotlib.rcParams["font.family"] = ["DejaVu Sans", *_installed()]
+    installed = set(matplotlib.font_manager.fontManager.get_font_names())
+    matplotlib.rcParams["font.family"] = ["DejaVu Sans", *(font for font in _FONTS if font in installed)]
     columns = min(columns or count, count)
     rows = -(-count // columns)
-    figure, axes = plt.subplots(
-        rows, columns, figsize=(width * columns, _HEIGHT * rows), layout="constrained", squeeze=False
-    )
+    size = width * columns, _HEIGHT * rows
+    figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
     try:
         flat = list(axes.flat)
         for unused in flat[count:]:
@@ -74,15 +71,8 @@ def panels(path: Path, count: int, columns: int | None = None, width: float = WI
         plt.close(figure)
 
 
-def _installed() -> list[str]:
-    from matplotlib.font_manager import fontManager
-
-    names = set(fontManager.get_font_names())
-    return [font for font in _FONTS if font in names]
-
-
 def _save(figure: "Figure", temporary: Path, path: Path) -> None:
-    """Save ``figure``, with one warning for all characters that no font has: matplotlib gives several for each."""
+    """Save ``figure``, with one warning for all characters that no font has."""
     with warnings.catch_warnings(record=True) as caught:
         figure.savefig(temporary, dpi=_DPI, format=path.suffix[1:])
     lacking: dict[str, None] = {}
@@ -99,14 +89,13 @@ def _save(figure: "Figure", temporary: Path, path: Path) -> None:
 
 
 def shown(name: str) -> str:
-    """Escape ``name`` such that matplotlib draws it literally."""
-    # Dollars would begin a formula, and legends leave out names that begin with an underscore.
+    """Escape ``name``: dollars begin formulas, underscores at the start hide legends."""
     text = printable(name).replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text
 
 
 def wrapped(text: str, most: int) -> str:
-    """Break ``text`` into lines of at most ``most`` characters, after spaces or punctuation where there is any."""
+    """Wrap ``text`` at ``most`` characters, after a space or punctuation if possible."""
     lines, rest = [], text
     while len(rest) > most:
         cut = 1 + max(rest.rfind(mark, 1, most) for mark in " -_/,.")

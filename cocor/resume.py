@@ -27,15 +27,12 @@ _log = logging.getLogger(__name__)
 def save(run: Run, *, must: bool) -> None:
     """Write a checkpoint and the backbone, on the main rank; the others wait.
 
-    If it cannot be written, as on a full disk, that is a warning unless it ``must`` be: the next one may find more
-    room.
-
-    Raises:
-        UserError: it cannot be written but must be, weights are not finite, or :mod:`cocor.monitor.health` stops the
-        run.
+    On a full disk that is a warning unless it ``must`` be written: the next one may find more room. UserError
+    otherwise, if weights are not finite, or if :mod:`cocor.monitor.health` stops the run.
     """
     run.health.check(run.step.learning_rate)
-    _refuse_lost_weights(run)
+    if not bool(torch.stack(torch._foreach_norm(run.step.weights())).isfinite().all()):  # the same on all ranks
+        raise UserError(f"the weights are not finite after step {run.done}: lower --lr, or try --precision fp32")
     if run.world.main:
         try:
             _write(run)
@@ -45,11 +42,6 @@ def save(run: Run, *, must: bool) -> None:
             _log.warning(f"{error}: no checkpoint of step {run.done}; training goes on, older ones are kept")
     run.saved = time.monotonic()
     barrier()
-
-
-def _refuse_lost_weights(run: Run) -> None:
-    if not bool(torch.stack(torch._foreach_norm(run.step.weights())).isfinite().all()):  # the same on all ranks
-        raise UserError(f"the weights are not finite after step {run.done}: lower --lr, or try --precision fp32")
 
 
 def _write(run: Run) -> None:
@@ -73,18 +65,23 @@ def _write(run: Run) -> None:
 def restore(run: Run) -> Path | None:
     """Load what ``--resume`` asks for; return its path, or None if there is none.
 
-    Raises:
-        UserError: no checkpoint loads, or it is from another run, from other images, or from ranks that change the
-            method.
+    UserError if no checkpoint loads, or it is from another run, other images, or ranks that change the method.
     """
     config = run.config
     found = None if config.resume is None else checkpoint.find(config.resume, config.output)
-    _agree(run, found[1]["step"] if found else 0)
+    own = found[1]["step"] if found else 0
+    last, first = run.any_rank.now(own, -own)
+    if last != -first:  # network file systems may show a file late
+        raise UserError(f"--resume: one rank finds step {-first}, another step {last}; is --output the same for all?")
     if found is None:
         return None
     path, state = found
-    _refuse_strangers(path, state)
-    differences = [*checkpoint.compare(state, config, run.data.train.digest), *_other_labels(run, state)]
+    parts = {"config": dict, "dataset": str, "training": dict, "geometry": dict}
+    if missing := [name for name, kind in parts.items() if not isinstance(state.get(name), kind)]:
+        raise UserError(f"--resume {path}: no checkpoint of a run: it has no {missing[0]}")
+    differences = checkpoint.compare(state, config, run.data.train.digest)
+    if not config.force_data and state.get("labelled", _labelled(run)) != _labelled(run):
+        differences.append("labelled images: others than in the checkpoint; --force-data goes on with them")
     if differences:
         raise UserError(f"--resume {path}: another run: {'; '.join(differences)}")
     if state["dataset"] != run.data.train.digest:
@@ -99,22 +96,9 @@ def restore(run: Run) -> Path | None:
     return path
 
 
-def _refuse_strangers(path: Path, state: Mapping[str, Any]) -> None:
-    parts = {"config": dict, "dataset": str, "training": dict, "geometry": dict}
-    missing = [name for name, kind in parts.items() if not isinstance(state.get(name), kind)]
-    if missing:
-        raise UserError(f"--resume {path}: no checkpoint of a run: it has no {missing[0]}")
-
-
 def _labelled(run: Run) -> str:
     """Return the digest of the images with labels for the MMNN, or nothing."""
     return "" if run.data.labelled is None else run.data.labelled.digest
-
-
-def _other_labels(run: Run, state: Mapping[str, Any]) -> list[str]:
-    if run.config.force_data or state.get("labelled", _labelled(run)) == _labelled(run):
-        return []
-    return ["labelled images: others than in the checkpoint; --force-data goes on with them"]
 
 
 def geometry(run: Run) -> dict[str, int]:
@@ -147,10 +131,3 @@ def _compare_ranks(run: Run, path: Path, state: Mapping[str, Any]) -> None:
 
 def _show(layout: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {what}" for what, count in layout.items())
-
-
-def _agree(run: Run, step: int) -> None:
-    """Check, with all ranks, that they have found the same checkpoint; network file systems may show it late."""
-    last, first = run.any_rank.now(step, -step)
-    if last != -first:
-        raise UserError(f"--resume: one rank finds step {-first}, another step {last}; is --output the same for all?")

@@ -1,4 +1,4 @@
-"""All parts of a training run on one rank, and how they are put together."""
+"""Put together all parts of a training run on one rank."""
 
 import time
 from collections.abc import Generator
@@ -47,7 +47,7 @@ class Run:
                 part.close()
 
     def pairs(self, epoch: int, first: int) -> Generator[tuple[Batch, Batch | None], None, None]:
-        """Batches of an epoch from step ``first`` on, each with its labelled batch or, if it has none, None."""
+        """Yield an epoch's batches from step ``first``, each with a labelled one or None."""
         subsample, number = self.step.subsample, epoch * self.loader.steps_per_epoch + first
         with ExitStack() as stack:
             batches = stack.enter_context(closing(self.loader.epoch(epoch, first)))
@@ -61,8 +61,7 @@ class Run:
 
 
 def build(config: Config, world: World) -> Run:
-    """Open the data and build networks and loaders. The main rank opens the data first, and caches the index of images
-    for the others."""
+    """Open the data, on the main rank first, and build networks and loaders."""
     data = main_first(lambda: open_data(config))
     precision = torch.bfloat16 if config.precision == "bf16" else torch.float32
     if world.device.type == "cuda":
@@ -76,14 +75,8 @@ def build(config: Config, world: World) -> Run:
     loader = training_loader(config, data, world, precision)
     execution = choose(config, world, config.epochs * loader.steps_per_epoch)
     labelled = labelled_loader(config, data, world, precision, loader.steps_per_epoch)
-    step = TrainingStep(
-        config,
-        method,
-        build_target(config, world),
-        len(data.train.classes) if labelled is not None else None,
-        steps_per_epoch=loader.steps_per_epoch,
-        precision=precision,
-    )
+    target, classes = build_target(config, world), None if labelled is None else len(data.train.classes)
+    step = TrainingStep(config, method, target, classes, steps_per_epoch=loader.steps_per_epoch, precision=precision)
     evaluation = knn_loaders(config, data, world, precision) if world.main else None
     knn = OnlineKnn(config, *evaluation, precision) if evaluation is not None else None
     health = HealthMonitor(config, world, data.train.names)

@@ -1,4 +1,4 @@
-"""The folder of a run: made by the main rank, never shared with another run, never emptied by accident.
+"""Guard the folder of a run: never shared by two runs, never emptied by accident.
 
 runs/NAME/  config.yaml  log.txt  metrics.jsonl  checkpoints/  backbone.safetensors  views.png  (faults.jsonl)  .lock
 """
@@ -36,8 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 def check(config: Config) -> None:
-    """Raise a UserError if the run must not write to its output folder; changes nothing. Called before anything else,
-    and again once no other process can be writing there.
+    """Raise a UserError if the run must not write to its output folder.
 
     A run is replaced only with ``--overwrite``, and a folder that holds anything else never is. The run folder must not
     lie in a folder of images or the other way round, and ``--overwrite`` must not remove files that the run reads.
@@ -60,23 +59,23 @@ def check(config: Config) -> None:
 
 
 def trace(config: Config) -> Path:
-    """The file of ``--profile``, which is beside the run's folder."""
+    """Return the file of ``--profile``, beside the run's folder."""
     output = config.output if config.output.name else config.output.resolve()  # "." has no name
     return output.with_name(output.name + "-trace.json.gz")
 
 
 def check_trace(config: Config) -> None:
-    """UserError if the file of ``--profile`` cannot be written."""
+    """Raise a UserError if the file of ``--profile`` cannot be written."""
     check_file("--output", trace(config))
 
 
 def lock_of(folder: Path) -> FileLock:
-    """Return the lock on a run's ``folder``, not held yet: one process at a time writes there, on its main rank."""
+    """Return the lock on a run's ``folder``, which its main rank is to hold."""
     return FileLock(folder / _LOCK)
 
 
 def claim(config: Config, lock: FileLock) -> None:
-    """Hold ``lock`` if there is a run in the output folder, after :func:`check`. UserError as in :func:`prepare`."""
+    """Check the output folder; hold ``lock`` if there is a run in it."""
     check(config)
     if Path(lock.lock_file).exists():
         take(lock)
@@ -104,12 +103,10 @@ def take(lock: FileLock) -> None:
 
 
 def prepare(config: Config, given: Config, images: Sequence[Path], lock: FileLock, *, resumes: bool) -> None:
-    """Make the output folder of a new run, or accept that of a run that ``resumes``; save the configuration in it, as
-    the user has ``given`` it. ``lock`` is held afterwards.
+    """Make the folder of a new run, or accept that of one that ``resumes``.
 
-    Raises:
-        UserError: as in :func:`check`, here for all folders of ``images``; or another process has begun the run
-            meanwhile.
+    Holds ``lock``, and saves the configuration as the user has ``given`` it. UserError as in :func:`check`, here for
+    all folders of ``images``, or if another process has begun the run meanwhile.
     """
     folder = config.output
     for place in images:
@@ -131,18 +128,18 @@ def prepare(config: Config, given: Config, images: Sequence[Path], lock: FileLoc
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The files in ``folder`` that are named as runs name checkpoints, unlike copies that somebody has made."""
+    """List the files in ``folder`` with a checkpoint's name, unlike copies."""
     return [path for path in folder.glob("step_*.pt") if step_of(path) >= 0]
 
 
 def step_of(checkpoint: Path) -> int:
-    """The number of steps in the name of a checkpoint; -1 for other names, such as ``step_best.pt``."""
+    """Return the steps in a checkpoint's name; -1 for ``step_best.pt`` and the like."""
     digits = checkpoint.stem.removeprefix("step_")
     return int(digits) if digits.isdecimal() else -1
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether a run has written the folder's config.yaml; other programs have files of that name as well."""
+    """Tell whether a run, not another program, has written the folder's config.yaml."""
     try:
         with (folder / CONFIG).open(encoding="utf-8", errors="replace") as file:
             return any(line.startswith(_MARK) for line in islice(file, 4))
@@ -151,7 +148,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _is_content(entry: Path) -> bool:
-    """Whether ``entry`` of an output folder is more than what a run that is killed at its very start leaves behind."""
+    """Tell whether ``entry`` is more than a run killed at its start leaves behind."""
     if entry.name == CHECKPOINTS and entry.is_dir():
         return any(entry.iterdir())
     begun = entry.name == LOG and entry.stat().st_size == 0
@@ -160,7 +157,7 @@ def _is_content(entry: Path) -> bool:
 
 
 def _accept(config: Config, is_run: bool) -> None:
-    """Raise a UserError unless a non-empty output folder may be resumed in, or emptied. ``is_run``: it holds a run."""
+    """Raise a UserError unless a non-empty output folder may be resumed in or emptied."""
     folder = config.output
     if not is_run and (config.overwrite or config.resume is not None):
         raise UserError(f"--output {folder} holds something, but no run; choose another --output")
@@ -179,7 +176,7 @@ def _accept(config: Config, is_run: bool) -> None:
 
 
 def refuse_overlap(folder: Path, images: Path) -> None:
-    """Raise a UserError if a run's ``folder`` lies in a folder of ``images``, or the other way round."""
+    """Raise a UserError if one of ``folder`` and ``images`` lies within the other."""
     output, place = folder.resolve(), images.resolve()
     if output.is_relative_to(place) or place.is_relative_to(output):
         raise UserError(f"--output {folder} and the images in {images} overlap; choose another --output")
@@ -201,7 +198,7 @@ def _empty(folder: Path) -> None:
 
 
 def _save_config(config: Config, given: Config) -> None:
-    """Write the resolved configuration, with the command and the versions that produced the run.
+    """Write the resolved configuration, with the command and versions as comments.
 
     GPUs and threads of this machine are mentioned in a comment only: the file may be used on another one.
     """
@@ -213,16 +210,13 @@ def _save_config(config: Config, given: Config) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of cocor, Python and the packages that matter, by name. Imports none of them."""
+    """Return versions of cocor, Python and packages by name, importing none."""
     found = {name: _version(name) for name in _PACKAGES}
     return {"cocor": cocor.__version__, "python": platform.python_version(), **found}
 
 
 def check_pair() -> None:
-    """Raise a UserError if torchvision cannot be imported, most often because it was built for another PyTorch.
-
-    timm imports it, and would end in a traceback about an operator that does not exist.
-    """
+    """Raise a UserError if torchvision does not fit PyTorch, where timm would crash."""
     try:
         import torchvision  # noqa: F401
     except (ImportError, RuntimeError, OSError) as error:

@@ -70,11 +70,7 @@ def _run(arguments: list[str]) -> None:
 
 
 def train(config: Config, world: World, given: Config) -> None:
-    """Train on this rank.
-
-    ``given`` is the configuration that the user gave, ``config`` the same with the options that depend on this machine
-    filled in. UserError for whatever the user can mend.
-    """
+    """Train on this rank by ``config``, that is ``given`` settled for this machine."""
     set_up_logging(world)
     config = resuming_after_restart(config)
     with ExitStack() as stack:
@@ -95,14 +91,9 @@ def train(config: Config, world: World, given: Config) -> None:
         set_up_logging(world, config.output / run_dir.LOG)
         describe(run, checkpoint_read)
         log = RunLog(
-            config.output,
-            world,
-            batch_size=config.batch_size,
-            total_steps=run.total,
-            log_every=config.log_every,
-            start_step=run.done,
-            again=("knn",) if run.knn_is_due else (),
-        )
+            config.output, world, batch_size=config.batch_size, total_steps=run.total, log_every=config.log_every,
+            start_step=run.done, again=("knn",) if run.knn_is_due else (),
+        )  # fmt: skip
         try:
             fit(run, stack.enter_context(closing(log)))
         except torch.OutOfMemoryError as error:
@@ -110,7 +101,7 @@ def train(config: Config, world: World, given: Config) -> None:
 
 
 def resuming_after_restart(config: Config) -> Config:
-    """Return ``config``, made to resume if a launcher has restarted this rank after a failure."""
+    """Make ``config`` resume if a launcher has restarted this rank."""
     file = config.output / run_dir.CONFIG
     if not RankEnv.read().restarts or not file.is_file():
         return config
@@ -146,10 +137,9 @@ def describe(run: Run, checkpoint_read: Path | None) -> None:
 
 
 def fit(run: Run, log: RunLog) -> None:
-    """Train from ``run.done`` to the end; leave checkpoints, k-NN measurements and the exported backbone.
+    """Train from ``run.done`` to the end.
 
-    Raises:
-        Stopped: a signal asked for it; a checkpoint of this position is written.
+    Raises Stopped, with a checkpoint written, if a signal asks for it.
     """
     started = time.monotonic()
     make_step = executable(run.step, run.execution)
@@ -174,7 +164,8 @@ def train_epoch(run: Run, make_step: Callable[[Batch, Batch | None, int], Metric
         for batch, labelled in log.timed(batches):
             if run.world.main and not sheet.exists():
                 save_view_sheet(batch, sheet)
-            seed_step(config.seed, run.done, run.world)
+            # Dropout and the like: checkpoints need no generator state, and it does not matter who else draws from it.
+            torch.manual_seed((config.seed * 1_000_003 + run.done * 4096 + run.world.rank) % 2**63)
             metrics = make_step(batch, labelled, run.done)
             run.done += 1
             signals.defer()  # from now on there is something to save
@@ -193,14 +184,6 @@ def train_epoch(run: Run, make_step: Callable[[Batch, Batch | None, int], Metric
             if due_anywhere:
                 resume.save(run, must=False)
                 run.any_rank.forget()  # what is under way dates from before this checkpoint, and would ask for another
-
-
-def seed_step(seed: int, step: int, world: World) -> None:
-    """Seed the network's own random numbers (dropout, stochastic depth) by seed, step and rank.
-
-    Checkpoints then need no generator state, and it does not matter who else draws from the generator.
-    """
-    torch.manual_seed((seed * 1_000_003 + step * 4096 + world.rank) % 2**63)
 
 
 def finish_epoch(run: Run, log: RunLog) -> None:
@@ -239,10 +222,7 @@ def save_and_stop(run: Run, signum: int) -> NoReturn:
 
 
 def measure_knn(run: Run, log: RunLog) -> None:
-    """Measure the k-NN accuracy of the backbone on the main rank while the others wait.
-
-    A signal interrupts it, and it stays due. Collective.
-    """
+    """Measure k-NN accuracy on the main rank; a signal interrupts it. Collective."""
     finished = True
     if run.knn is not None:
         with uncompiled():

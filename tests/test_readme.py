@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers.documents import READMES
+from helpers.runs import READMES
 
 ROOT = Path(__file__).parents[1]
 MAIN = (ROOT / "README.md").read_text()

@@ -1,10 +1,7 @@
-"""Validate options and their combinations.
+"""Validate options and their combinations, naming what to change in one line.
 
-Each mistake is one line that names what to change.
-
-A flag that has no effect with the run's other settings is worth a warning, as the user expects one; no more than that,
-as the same flags may be given to unlike runs. Keys of a config file get no warning: a file serves several runs, and
-other flags may make use of them.
+A flag without effect beside the run's other settings is a warning. Keys of a config file get none, as a file serves
+several runs.
 """
 
 from collections.abc import Callable, Iterable
@@ -43,11 +40,8 @@ NEEDS = (
     Need(_KNN, "with --knn-every above 0", lambda c: c.knn_every > 0),
     Need(("force_data", "force_ranks"), "with --resume", lambda c: c.resume is not None),
     Need(("init",), "where no checkpoint is named to --resume", lambda c: c.resume in (None, "auto")),
-    Need(
-        ("decay_biases",),
-        "with --weight-decay above 0 or --optimiser lars",
-        lambda c: c.weight_decay > 0 or c.optimiser == "lars",
-    ),
+    Need(("decay_biases",), "with --weight-decay above 0 or --optimiser lars",
+         lambda c: c.weight_decay > 0 or c.optimiser == "lars"),
     Need(_CONSISTENCY, "with --consistency softplus|abs", lambda c: c.consistency != "none"),
     Need(("consistency_beta",), "with --consistency softplus", lambda c: c.consistency == "softplus"),
     Need(("composite_order",), "with --lengths above 1", lambda c: max(c.lengths) > 1),
@@ -56,13 +50,10 @@ NEEDS = (
     Need(("label_fraction",), "without --label-split", lambda c: c.label_split is None),
     Need(("brightness", "contrast", "saturation", "hue"), "with --jitter-prob above 0", lambda c: c.jitter_prob > 0),
     Need(("blur_sigma",), "with --blur-prob above 0", lambda c: max(c.blur_prob) > 0),
-    Need(
-        ("max_restarts",),
-        "on several ranks: --gpus above 1, or --gpus 0 and --cpu-ranks above 1",
-        lambda c: c.gpus is None or c.gpus > 1 or c.cpu_ranks > 1,
-    ),
+    Need(("max_restarts",), "on several ranks: --gpus above 1, or --gpus 0 and --cpu-ranks above 1",
+         lambda c: c.gpus is None or c.gpus > 1 or c.cpu_ranks > 1),
     Need(("profile",), "without --dry-run", lambda c: not c.dry_run),
-)
+)  # fmt: skip
 _OWN = "where cocor-train starts the ranks itself, not torchrun (which has a flag of this name) or srun"
 _WHERE_OTHERS_LAUNCH = Need(("max_restarts",), _OWN, lambda c: False)
 

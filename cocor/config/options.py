@@ -29,9 +29,7 @@ class Config:
     val_data: Path | None = option(None, "held-out images on which k-NN is measured; default: val or test in --data")
     labels: Path | None = option(None, "label file of a flat folder: one `file label` a line")
     label_split: Path | None = option(None, "which images may show their labels to the MMNN, written by cocor-prep")
-    label_fraction: float = option(
-        0.01, "share of the labels shown to the MMNN if there is no --label-split", low=0, high=1
-    )
+    label_fraction: float = option(0.01, "share of labels shown to the MMNN without --label-split", low=0, high=1)
     loader: Loader = option("dali", "who reads and decodes")
     synthetic_images: int = option(51200, "images in an epoch of --loader synthetic", low=1, high=10**8)
     on_error: Literal["stop", "skip"] = option("stop", "at files that cannot be read; skip: others take their place")
@@ -49,9 +47,7 @@ class Config:
     image_size: int = option(224, "side of every view in pixels", low=8, high=4096)
     epochs: int = option(200, "passes over the data", low=1, high=10**6)
     batch_size: int = option(256, "images a step, over all GPUs", low=2, high=2**20)
-    labelled_batch_size: int = option(
-        0, "labelled images a step, over all GPUs; 0: a quarter of the batch", low=0, high=2**20
-    )
+    labelled_batch_size: int = option(0, "labelled ones, over all GPUs; 0: a quarter of the batch", low=0, high=2**20)
     lr: float = option(0.03, "learning rate at this batch size, never rescaled; cosine to 0", low=0)
     final_lr: float = option(0.0, "learning rate at the end, as a share of --lr", low=0, high=1)
     optimiser: Literal["sgd", "lars"] = option("sgd", "of encoder and heads")
@@ -64,9 +60,7 @@ class Config:
 
     # Methods; which of them have an option is said by their classes
     queue_size: int = option(65536, "keys in the queue", low=1, high=2**24)
-    key_bn_splits: int = option(
-        8, "groups of the batch, over all GPUs, that the keys' BatchNorm sees apart", low=1, high=2**20
-    )
+    key_bn_splits: int = option(8, "groups of the global batch for the keys' BatchNorm", low=1, high=2**20)
     temperature: float = option(0.2, "temperature", low=1e-3)
     key_momentum: float = option(0.999, "momentum of the second encoder; BYOL's rises to 1", low=0, high=1)
     embedding_dim: int = option(128, "dimension of embeddings", low=1, high=2**16)
@@ -81,16 +75,12 @@ class Config:
     consistency_beta: float = option(1.0, "sharpness of the softplus", low=1e-3)
     lengths: tuple[int, ...] = option((1, 2, 3), "lengths of the composite augmentations", low=1, high=10)
     lengths_per_step: int = option(0, "lengths that a step trains on, in turn; 0: all", low=0)
-    composite_size: int = option(
-        0, "side in pixels to which composites are scaled down; 0: --image-size", low=0, high=4096
-    )
+    composite_size: int = option(0, "side of composites, scaled down, in pixels; 0: --image-size", low=0, high=4096)
     pool: str = option("all", "basic augmentations to draw from", choices=POOLS)
     magnitudes: Magnitudes = option("uniform", "their strengths; released: the authors' fixed level 10")
     composite_order: Order = option("random", "their order; fixed1: geometry first, fixed2: geometry last")
     recipe: Literal["paper", "released"] = option("paper", "composites on a shared plain crop, or as the released code")
-    released_originals: int = option(
-        5, "crops whose mean embedding is the original in --recipe released", low=1, high=100
-    )
+    released_originals: int = option(5, "crops in the original of --recipe released, their mean", low=1, high=100)
     mmnn: Literal["learned", "constants"] = option("learned", "where the target similarities come from")
     # The default is that of the paper's table "Constant l_d*" for MoCo, which other methods than SimSiam take as well.
     constants: tuple[float, ...] = option((0.8, 0.75, 0.65), "targets of lengths 1, 2, 3; extrapolated", low=-1, high=1)
@@ -143,12 +133,12 @@ class Config:
 
     @property
     def trains(self) -> bool:
-        """Whether this is a real run, rather than ``--dry-run`` or ``--profile``."""
+        """Tell whether this is a real run, not ``--dry-run`` or ``--profile``."""
         return not (self.dry_run or self.profile)
 
     @property
     def learns_targets(self) -> bool:
-        """Whether the MMNN is learned, which takes a few labels (paper, eq. 4)."""
+        """Tell whether the MMNN is learned, which takes some labels (paper, eq. 4)."""
         return self.consistency != "none" and self.mmnn == "learned"
 
     def to_dict(self) -> dict[str, Any]:

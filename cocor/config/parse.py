@@ -183,29 +183,20 @@ def parser(options: type, prog: str, description: str, groups: Mapping[str, str]
 
 def _add_flag(group: Any, field: dataclasses.Field[Any], kind: Any, help: str, note: str | None) -> None:
     default = f" ({note})" if note else "" if field.default is None else f" (default: {shown(field.default)})"
-    words: dict[str, Any] = {
-        "dest": field.name,
-        "default": argparse.SUPPRESS,
-        "metavar": _metavar(kind),
-        "help": f"{help}{default}".replace("%", "%%"),
-    }
+    words: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
+    hidden = words | {"help": argparse.SUPPRESS}
+    words |= {"metavar": _metavar(kind), "help": f"{help}{default}".replace("%", "%%")}
     bare = "true" if kind is bool else field.metadata["bare"]
     if bare is not None:
         words |= {"nargs": "?", "const": bare}
     group.add_argument(flag(field.name), **words)
     if kind is bool:
-        negation: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-        group.add_argument(flag(f"no_{field.name}"), action="store_const", const="false", **negation)
+        group.add_argument(flag(f"no_{field.name}"), action="store_const", const="false", **hidden)
 
 
-def read_flags(
-    options: type, arguments: argparse.ArgumentParser, argv: Sequence[str]
-) -> tuple[dict[str, Any], Path | None]:
-    """Parse ``argv`` into the values of its flags and the file of ``--config``.
-
-    Raises:
-        UserError: an unknown flag (names the nearest), a missing value, or a value of the wrong type.
-    """
+def read_flags(options: type, arguments: argparse.ArgumentParser,
+               argv: Sequence[str]) -> tuple[dict[str, Any], Path | None]:  # fmt: skip
+    """Parse ``argv`` into the values of its flags and the file of ``--config``."""
     known, rest = arguments.parse_known_args(_with_negative_values(argv))
     types_of = kinds(options)
     if rest:
@@ -261,9 +252,8 @@ class _StrictLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         if any(key.tag.endswith(":merge") for key, _ in node.value):
-            raise yaml.constructor.ConstructorError(
-                None, None, "<< is not known; name a file to build on with defaults:"
-            )
+            message = "<< is not known; name a file to build on with defaults:"
+            raise yaml.constructor.ConstructorError(None, None, message)
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:

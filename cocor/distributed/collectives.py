@@ -34,7 +34,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass(frozen=True)
 class World:
-    """This process's rank among all ``size`` processes, and the device that no other of them uses."""
+    """Name this rank among all ``size``, and the device that is its own."""
 
     rank: int
     local_rank: int
@@ -43,12 +43,12 @@ class World:
 
     @property
     def main(self) -> bool:
-        """Whether this is the one rank that writes files and prints."""
+        """Tell whether this is the one rank that writes files and prints."""
         return self.rank == 0
 
 
 def init(use_gpu: bool) -> World:
-    """Join the other ranks, if any: NCCL between GPUs, gloo between CPUs. This rank's GPU becomes the current one.
+    """Join the other ranks, if any: NCCL between GPUs, gloo between CPUs.
 
     Raises:
         UserError: a rank without a GPU of its own, or a port that another program has taken.
@@ -67,15 +67,12 @@ def init(use_gpu: bool) -> World:
                 raise
             port = os.environ["MASTER_PORT"]
             raise UserError(f"MASTER_PORT {port}: another program has taken it; set it to one that is free") from None
+        # torchrun keeps its store when it restarts ranks, with the addresses of the dead ones in it.
+        store = dist.PrefixStore(f"start {env.restarts}", store)
         dist.init_process_group(
-            "nccl" if use_gpu else "gloo",
-            # torchrun keeps its store when it restarts ranks, with the addresses of the dead ones in it.
-            store=dist.PrefixStore(f"start {env.restarts}", store),
-            rank=env.rank,
-            world_size=env.size,
-            timeout=_TIMEOUT,
+            "nccl" if use_gpu else "gloo", store=store, rank=env.rank, world_size=env.size, timeout=_TIMEOUT,
             device_id=device if use_gpu else None,
-        )
+        )  # fmt: skip
     return World(env.rank, env.local_rank, env.size, device)
 
 
@@ -95,7 +92,7 @@ def _gpu(local_rank: int) -> int:
 
 
 def ranks() -> int:
-    """How many ranks there are."""
+    """Count the ranks."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -112,7 +109,7 @@ class _Mean(torch.autograd.Function):
 
 
 def mean_over_ranks(tensor: Tensor) -> Tensor:
-    """The mean over ranks of ``tensor`` (same shape everywhere, floating point). On one rank the tensor itself.
+    """Average ``tensor`` (equal shapes, floating point) over ranks.
 
     The backward pass hands the gradient to this rank's ``tensor`` unchanged, without communication: a loss of means
     over equal shares of a global batch has the global gradient once :func:`reduce_gradients` has averaged over ranks.
@@ -122,8 +119,10 @@ def mean_over_ranks(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gather(tensor: Tensor) -> Tensor:
-    """The ``tensor`` (B, ...) of all ranks, concatenated in rank order, which is the order of the global batch:
-    (ranks * B, ...), without gradient."""
+    """Concatenate ``tensor`` (B, ...) of all ranks, in the global batch's order.
+
+    Returns (ranks * B, ...), without gradient.
+    """
     if ranks() == 1:
         return tensor.detach()
     tensor = tensor.detach().contiguous()
@@ -134,8 +133,10 @@ def gather(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def exchange(tensor: Tensor) -> Tensor:
-    """All-to-all: send the r-th of equal parts of ``tensor`` (ranks * N, ...) to rank r; returns the parts received, in
-    the order of their senders: (ranks * N, ...), without gradient. On one rank the tensor itself."""
+    """Send the r-th of equal parts of ``tensor`` (ranks * N, ...) to rank r.
+
+    Returns the parts received, in the order of their senders: (ranks * N, ...), without gradient.
+    """
     if ranks() == 1:
         return tensor.detach()
     tensor = tensor.detach().contiguous()
@@ -146,8 +147,7 @@ def exchange(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def reduce_gradients(gradients: Sequence[Tensor]) -> None:
-    """Replace each tensor by its mean over ranks, in place. Every rank passes tensors of the same shapes in the same
-    order; they travel in few large messages."""
+    """Replace each tensor by its mean over ranks, in place, by few large messages."""
     if ranks() == 1:
         return
     for bucket in _buckets(gradients):
@@ -159,7 +159,7 @@ def reduce_gradients(gradients: Sequence[Tensor]) -> None:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Consecutive tensors of one dtype, together at most ``_BUCKET_BYTES``; a larger tensor has a bucket of its own."""
+    """Group consecutive tensors of one dtype up to ``_BUCKET_BYTES``."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:
@@ -190,7 +190,7 @@ def barrier() -> None:
 
 
 def on_main(work: Callable[[], object]) -> None:
-    """Do ``work`` on the main rank while the others wait. A UserError there is raised on all ranks."""
+    """Do ``work`` on the main rank; a UserError there is raised on all."""
     _raise_on_all(_user_error(work) if _is_main() else None)
 
 
@@ -206,7 +206,7 @@ def main_first(work: Callable[[], T]) -> T:
 
 
 def together(work: Callable[[], T]) -> T:
-    """Do ``work`` on all ranks at once; return this rank's result. A UserError on any rank is raised on all."""
+    """Do ``work`` on all ranks at once; a UserError on any is raised on all."""
     result: list[T] = []
     _raise_on_all(_user_error(lambda: result.append(work())))
     return result[0]
@@ -226,7 +226,7 @@ def _user_error(work: Callable[[], object]) -> UserError | None:
 
 
 def _raise_on_all(error: UserError | None) -> None:
-    """Raise this rank's ``error`` or, if it has none, that of the lowest rank that has one. Collective."""
+    """Raise this rank's ``error``, or the lowest other rank's. Collective."""
     if ranks() > 1:
         messages: list[str | None] = [None] * ranks()
         dist.all_gather_object(messages, None if error is None else str(error))
@@ -237,7 +237,7 @@ def _raise_on_all(error: UserError | None) -> None:
 
 
 class AsyncMax:
-    """The maximum over ranks of small non-negative integers, in every step and without making the host wait.
+    """Maximise small integers over ranks in every step, without the host waiting.
 
     Every rank calls this in the same steps. On the CPU a call returns the maxima of its own numbers. On several GPUs
     the host would have to wait for them, so a call returns those of ``_STEPS_AHEAD`` calls earlier, and zeros before.
@@ -249,7 +249,7 @@ class AsyncMax:
         self._under_way: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def __call__(self, *numbers: int) -> tuple[int, ...]:
-        """Contribute ``numbers``, as many in each call; return the maximum of each over all ranks, see the class."""
+        """Contribute ``numbers``, as many in each call; return maxima over ranks."""
         if not self._late:
             return self.now(*numbers)
         own = torch.tensor(numbers, dtype=torch.float32, device="cpu").pin_memory()
@@ -266,7 +266,7 @@ class AsyncMax:
         return tuple(int(number) for number in result.tolist())
 
     def now(self, *numbers: int) -> tuple[int, ...]:
-        """Return the maxima of ``numbers`` themselves, which may be negative. Waits, and drops what is under way."""
+        """Return the maxima of ``numbers`` themselves, waiting; they may be negative."""
         self.forget()
         if ranks() == 1:
             return numbers

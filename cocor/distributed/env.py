@@ -1,4 +1,4 @@
-"""Which rank this process is, as torchrun, srun or our own launcher (``--gpus N``) has told it."""
+"""Read this process's rank, as torchrun, srun or ``--gpus N`` has set it."""
 
 import ctypes
 import os
@@ -17,7 +17,7 @@ _FIRST_PORT, _PORTS = 20_000, 12_000  # below those that the system gives to cli
 
 @dataclass(frozen=True)
 class RankEnv:
-    """This process is ``rank`` of ``size`` ranks, and ``local_rank`` of the ``local_size`` ranks of its machine.
+    """Say which rank of ``size`` this is, and of ``local_size`` on this machine.
 
     ``launcher`` is "torchrun", "srun" or, for ``--gpus N``, "cocor"; None in a process that the user started.
     """
@@ -46,12 +46,12 @@ class RankEnv:
 
     @property
     def first(self) -> bool:
-        """Whether this process prints what a command prints once: the user's own, or rank 0 of torchrun or srun."""
+        """Tell whether this process prints what a command prints once."""
         return self.launcher is None or (self.launcher != "cocor" and self.rank == 0)
 
     @property
     def restarts(self) -> int:
-        """How often the launcher has restarted the ranks after a failure."""
+        """Count the launcher's restarts after failures."""
         return int(os.environ.get(RESTARTS) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
     def set_address(self) -> None:
@@ -72,7 +72,8 @@ def first_host(nodes: str) -> str:
 
 
 def die_with_launcher() -> None:
-    """Have the kernel kill this rank when its launcher dies: it would train on, beside the ranks of the next start."""
+    """Have the kernel kill this rank when its launcher dies."""
+    # It would train on, beside the ranks of the next start.
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):  # it has died before the call

@@ -1,4 +1,4 @@
-"""Start the ranks of one command on this machine, and pass on the first failure among them.
+"""Start a command's ranks on this machine, and pass on their first failure.
 
 cocor-train --gpus 4  ->  run()  ->  four times ``python -m cocor.train ...`` by torch.distributed's launcher
 torchrun / srun       ->  run()  ->  this process is a rank already: work at once
@@ -57,7 +57,7 @@ def run(config: Config, argv: Sequence[str], work: Callable[[Config, Any], None]
 
 
 def settle(config: Config) -> Config:
-    """Fill in the options of ``config`` that depend on this machine: GPUs, precision and worker threads.
+    """Fill in what depends on this machine: GPUs, precision, worker threads.
 
     Raises:
         UserError: more GPUs asked for than present, or batches that the ranks cannot share evenly.
@@ -112,17 +112,10 @@ def _start(ranks: int, module_and_arguments: list[str]) -> None:
     handled = [number.name for number in signals.SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     with tempfile.TemporaryDirectory(prefix="cocor-launch-") as folder:
         settings = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            run_id="cocor",
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",  # any free port
-            local_addr="127.0.0.1",
-            max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-            signals_to_handle=",".join(handled),
-        )
+            min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id="cocor", rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0", local_addr="127.0.0.1", max_restarts=0,  # any free port
+            logs_specs=DefaultLogsSpecs(log_dir=folder), signals_to_handle=",".join(handled),
+        )  # fmt: skip
         try:
             elastic_launch(settings, sys.executable)(*_where_modules_are(), "-m", *module_and_arguments)
         except ChildFailedError as error:
@@ -135,14 +128,14 @@ def _start(ranks: int, module_and_arguments: list[str]) -> None:
 
 
 def _where_modules_are() -> list[str]:
-    """Python's flags with which ``-m`` imports what this process imports: by default it looks into the current folder
-    first, which may hold a ``loaders/`` or ``random.py`` of the user's."""
+    """Return Python's flags with which ``-m`` imports what this process imports."""
+    # By default it looks into the current folder first, which may hold a ``loaders/`` or ``random.py`` of the user's.
     here = Path.cwd()
     return [] if any(Path(place).absolute() == here for place in sys.path) else ["-P"]
 
 
 def _first_report(folder: Path) -> dict[str, Any] | None:
-    """Return the report (:func:`cocor.report`) of the rank that failed first; None if there is none."""
+    """Read the report of the rank that failed first, if there is one."""
     reports = []
     for path in folder.rglob("error.json"):
         with suppress(ValueError):  # killed while writing
@@ -151,7 +144,7 @@ def _first_report(folder: Path) -> dict[str, Any] | None:
 
 
 def _first_failure(folder: Path, error: Any) -> signals.Ended:
-    """Return the failure of the rank that failed first; the others mostly complain about a lost peer.
+    """Return the first rank's failure; the others mostly complain about a lost peer.
 
     ``error`` is torch's ``ChildFailedError``, whose own ``get_first_failure`` knows whole seconds only.
     """

@@ -15,7 +15,7 @@ USER_ERROR = 2  # exit code
 
 
 def report(message: str, code: int) -> None:
-    """Print a failure. In a rank of ``--gpus N``, write it to a file for the launcher, which prints the first one."""
+    """Print a failure; a rank of ``--gpus N`` writes it to a file for its launcher."""
     env, path = RankEnv.read(), os.environ.get("TORCHELASTIC_ERROR_FILE")
     if env.launcher == "cocor" and path:
         if code not in (USER_ERROR, STOPPED, INTERRUPTED):
@@ -36,7 +36,7 @@ def report(message: str, code: int) -> None:
 
 
 def drop_unwritten(stream: TextIO) -> None:
-    """Discard what ``stream`` still buffers if it cannot be written (a full disk, a pipe without a reader).
+    """Discard what ``stream`` buffers if it cannot be written.
 
     Python would try again, and fail, at exit and in forked data workers.
     """

@@ -1,4 +1,4 @@
-"""Stop on request: a signal sets a flag that the training loop looks at once a step, and the exit code says so.
+"""Stop on request: a signal sets a flag that the training loop reads every step.
 
     SIGTERM, SIGHUP   from schedulers, ``kill``, a closed terminal    exit code 75: the same command goes on from here
     SIGUSR1           Slurm's warning before the time limit           exit code 75
@@ -59,15 +59,15 @@ def requested() -> int:
 
 
 def defer() -> None:
-    """Only note the first signal from now on, for a caller that looks at :func:`requested` after every step."""
+    """Only note the first signal from now on, for :func:`requested`."""
     _state.deferred = True
 
 
 @contextmanager
 def handled(report: Callable[[str, int], object]) -> Iterator[None]:
-    """Handle ``SIGNALS`` within the block, except ignored ones (nohup). No effect outside the main thread.
+    """Handle ``SIGNALS`` within the block, except ignored ones (nohup).
 
-    ``report(message, exit code)`` is called before a signal ends the process.
+    ``report(message, exit code)`` is called before a signal ends the process. No effect outside the main thread.
     """
     global _state
     if threading.current_thread() is not threading.main_thread():

@@ -1,4 +1,4 @@
-"""The contrastive methods that CoCor extends: one file and one line of :data:`METHODS` each.
+"""Register the contrastive methods, one file and one line of :data:`METHODS` each.
 
 The class (a :class:`cocor.methods.base.Method`) owns its defaults, options and checks. To add one from a script:
 ``METHODS["mine"] = Mine``, then ``cocor.train.main(["--method", "mine", ...])``; on several GPUs under torchrun.

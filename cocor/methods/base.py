@@ -200,7 +200,7 @@ def batch_statistics_only(module: nn.Module) -> Iterator[None]:
 
 
 def feature_size(backbone: nn.Module) -> int:
-    """Width D of the features that a timm model without classifier returns."""
+    """Return the width D of a timm model's features."""
     return int(getattr(backbone, "head_hidden_size", None) or backbone.num_features)  # type: ignore[arg-type]
 
 

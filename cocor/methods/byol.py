@@ -16,7 +16,7 @@ from cocor.methods.base import Predicting, Ranks, feature_size, normalised
 
 
 class BYOL(Predicting):
-    """BYOL on ``backbone``, with hidden layers ``projector_dim`` and ``predictor_dim``.
+    """BYOL with hidden layers of ``projector_dim`` and ``predictor_dim``.
 
     ``total_steps`` is the K of the momentum's schedule; the buffer ``step`` counts its k, and is saved in checkpoints.
     """

@@ -45,12 +45,12 @@ def permutation(step: Tensor, count: int) -> Tensor:
 
 
 def _deals(count: int, groups: int) -> bool:
-    """Whether each chunk can be dealt out in equal pieces."""
+    """Tell whether each chunk can be dealt out in equal pieces."""
     return count % groups**2 == 0
 
 
 def _dealt(step: Tensor, count: int, groups: int) -> Tensor:
-    """The indices of all images, chunk by chunk, each chunk in its random order."""
+    """Return the indices of all images by chunk, each in its random order."""
     within_chunk = _hash(step, count).view(groups, -1).argsort(stable=True)
     return (within_chunk + torch.arange(groups, device=step.device)[:, None] * (count // groups)).flatten()
 

@@ -78,7 +78,7 @@ def taylor(target: Tensor, curvature: Tensor, before: Measured, after: Measured,
 
 
 def released(target: Tensor, curvature: Tensor, before: Measured, after: Measured) -> Tensor:
-    """Return the update of the authors' published code, for comparison, as a surrogate.
+    """Return the update of the authors' code, for comparison, as a surrogate.
 
     It is eq. 12 as printed, hence with the opposite sign of ``taylor``, and with the curvature at the weights *after*
     the step. Shapes as in ``exact``. Two side effects of their code are left out: per step it updates the moving
@@ -89,7 +89,7 @@ def released(target: Tensor, curvature: Tensor, before: Measured, after: Measure
 
 def sample_inner_products(method: Method, composites: Tensor, originals: Tensor, direction: Mapping[str, Tensor],
                           parameters: Mapping[str, Tensor] | None = None) -> Tensor:  # fmt: skip
-    """Compute ``<grad CE, grad sim_i>`` of every composite view: (L, B), for the abs loss.
+    """Compute ``<grad CE, grad sim_i>`` of all composites, (L, B), for the abs loss.
 
     One forward-mode derivative (JVP) of the similarities along ``direction``, the averaged gradient of the
     cross-entropy by parameter name of ``method``. It stores no activations, but takes the time of about nine forward
@@ -127,6 +127,6 @@ class _Composites(nn.Module):
 
 
 def _surrogate(target: Tensor, coefficient: Tensor) -> Tensor:
-    """Return a scalar with derivative ``coefficient`` by mean targets (L,) or by all targets (L, B)."""
+    """Return a scalar whose derivative by targets (L, B) or their means is given."""
     coefficient = coefficient.detach()
     return (coefficient * (target.mean(1) if coefficient.ndim == 1 else target)).sum()

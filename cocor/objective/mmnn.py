@@ -102,7 +102,7 @@ class MMNN(nn.Module):
             self.register_parameter(name, nn.Parameter(value.clone()))
 
     def forward(self, composition: Tensor) -> Tensor:
-        """Map ``composition`` (..., 14) uint8 counts to optimal similarities (...), float32 even under autocast."""
+        """Map ``composition`` (..., 14) uint8 to similarities (...), always float32."""
         with torch.autocast(composition.device.type, enabled=False):
             counts = composition.to(self.linear.dtype)
             linear, hidden, output = F.softplus(self.linear), F.softplus(self.hidden), F.softplus(self.output)

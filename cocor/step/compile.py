@@ -1,12 +1,11 @@
-"""Choose how a training step is executed: as written, compiled, recorded as a CUDA graph, or both (``--execution``).
+"""Choose how a step is executed (``--execution``).
 
     eager     kernel by kernel, as the code stands: the reference
     compiled  the backbones through torch.compile, which fuses BatchNorm, ReLU and all else between convolutions
     graph     the whole step captured once as a CUDA graph and replayed: small batches no longer wait for Python
     fused     compiled, then recorded
 
-Measured on an H100 with ``benchmarks/step.py``; benchmarks/README.md has the table. All four compute the same step:
-eager and graph launch the same kernels, compiled ones round differently in bfloat16.
+All four compute the same step: eager and graph launch the same kernels, compiled ones round differently in bfloat16.
 """
 
 import logging
@@ -33,12 +32,7 @@ LONG_RUN = 10_000  # steps from which compiling pays
 
 
 def choose(config: Config, world: World, steps: int) -> str:
-    """The kind of execution for a run of ``steps`` steps: ``--execution``, with ``auto`` resolved for this machine. It
-    compiles only runs that are long enough to win back the minutes that compiling takes.
-
-    Raises:
-        UserError: CUDA graphs without a GPU, or compiling without a compiler.
-    """
+    """Choose the execution of a run of ``steps`` steps; UserError if it lacks a tool."""
     on_gpu, requested = world.device.type == "cuda", config.execution
     if requested in ("graph", "fused") and not on_gpu:
         raise UserError(f"--execution {requested}: CUDA graphs need a GPU; use --execution eager")
@@ -64,7 +58,7 @@ def choose(config: Config, world: World, steps: int) -> str:
 
 
 def missing_to_compile(device: torch.device) -> str | None:
-    """What torch.compile lacks on this machine, in words; None if nothing. It builds C (on a CPU C++) extensions."""
+    """Say what torch.compile lacks to build C or C++ extensions here, if anything."""
     variable, names = ("CC", ["gcc", "clang"]) if device.type == "cuda" else ("CXX", ["g++"])
     compiler = os.environ.get(variable)
     if not any(map(shutil.which, compiler.split()[:1] if compiler else names)):
@@ -96,7 +90,7 @@ def compile_backbones(step: TrainingStep, backend: str = "inductor") -> None:
 
 
 def _keep_compiled_code() -> None:
-    """Let torch.compile cache its work beside our other caches, not in /tmp, which machines empty and do not share."""
+    """Let torch.compile cache beside our other caches, not in /tmp."""
     variable, folder = "TORCHINDUCTOR_CACHE_DIR", user_cache() / "compiled"
     if Path(os.environ.get(variable, "torchinductor_")).name.startswith("torchinductor_"):  # PyTorch's own default
         with suppress(OSError):  # then PyTorch's has to do

@@ -27,11 +27,12 @@ class _Recording:
     values: Tensor
 
     def fits(self, *batches: Batch | None) -> bool:
-        return all(_alike(own, new) for own, new in zip(self.inputs, batches, strict=True))
+        return list(map(_layout, self.inputs)) == list(map(_layout, batches))
 
     def __call__(self, *batches: Batch | None) -> Metrics:
         for own, new in zip(self.inputs, batches, strict=True):
-            _copy(own, new)
+            for target, source in zip(_tensors(own), _tensors(new), strict=True):
+                target.copy_(source, non_blocking=True)
         self.graph.replay()
         values = self.values.clone().split([shape.numel() for shape in self.shapes.values()])
         return {name: value.view(shape) for (name, shape), value in zip(self.shapes.items(), values, strict=True)}
@@ -61,7 +62,7 @@ class GraphedStep:
         self._memory = torch.cuda.graph_pool_handle()
 
     def __call__(self, batch: Batch, labelled: Batch | None, number: int) -> Metrics:
-        """As :class:`cocor.step.step.TrainingStep`."""
+        """Make a step as :class:`cocor.step.step.TrainingStep` does."""
         batch, labelled = self._step.share(batch, labelled, number)
         if not self._ordinary:
             self._begin(batch)
@@ -132,16 +133,8 @@ def _tensors(batch: Batch | None) -> list[Tensor]:
     return [] if batch is None else [getattr(batch, field.name) for field in fields(batch)]
 
 
-def _alike(own: Batch | None, new: Batch | None) -> bool:
-    def layout(batch: Batch | None) -> list[tuple[object, ...]]:
-        return [(tensor.shape, tensor.dtype, tensor.device) for tensor in _tensors(batch)]
-
-    return layout(own) == layout(new)
-
-
-def _copy(own: Batch | None, new: Batch | None) -> None:
-    for target, source in zip(_tensors(own), _tensors(new), strict=True):
-        target.copy_(source, non_blocking=True)
+def _layout(batch: Batch | None) -> list[tuple[object, ...]]:
+    return [(tensor.shape, tensor.dtype, tensor.device) for tensor in _tensors(batch)]
 
 
 def _clone(batch: Batch) -> Batch:

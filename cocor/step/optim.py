@@ -38,10 +38,8 @@ class Cosine:
 
     def __post_init__(self) -> None:
         if min(self.total, self.warmup, self.wait) < 0 or self.wait + self.warmup > self.total:
-            raise UserError(
-                f"schedule: warm-up ends at step {self.wait + self.warmup}, training at step {self.total}; "
-                "shorten the warm-up or train for more epochs"
-            )
+            ends = f"warm-up ends at step {self.wait + self.warmup}, training at step {self.total}"
+            raise UserError(f"schedule: {ends}; shorten the warm-up or train for more epochs")
 
     def __call__(self, step: int) -> float:
         """Return the factor for optimiser step ``step``."""
@@ -72,9 +70,8 @@ def sgd(parameters: Iterable[Any], lr: float, momentum: float, weight_decay: flo
     """Build SGD of parameters or parameter groups; fused into one kernel on a GPU."""
     parameters = list(parameters)
     first = parameters[0]["params"][0] if isinstance(parameters[0], dict) else parameters[0]
-    return torch.optim.SGD(
-        parameters, lr=lr, momentum=momentum, weight_decay=weight_decay, fused=first.device.type == "cuda"
-    )
+    fused = first.device.type == "cuda"
+    return torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=weight_decay, fused=fused)
 
 
 def set_rate(group: dict[str, Any], rate: float) -> None:

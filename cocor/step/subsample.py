@@ -67,7 +67,7 @@ class StepSchedule:
 
     @property
     def cycle(self) -> int:
-        """The number of steps after which the choice repeats, within an epoch."""
+        """Count the steps after which the choice repeats, within an epoch."""
         count = len(self.config.lengths)
         return self.config.mmnn_every * count // math.gcd(count, self.config.lengths_per_step)
 

@@ -1,4 +1,4 @@
-"""The configuration: strict types, the documented order, and one line that helps for every mistake."""
+"""Test that options are strictly typed, merged in the documented order, and that mistakes are named."""
 
 import subprocess
 import sys
@@ -13,8 +13,6 @@ from cocor.config.options import Config, labelled_batch_size
 from cocor.config.resolve import load
 from cocor.methods.moco import key_bn_groups
 from loaders.errors import UserError
-
-CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def written(folder: Path, text: str, name: str = "recipe.yaml") -> str:
@@ -31,21 +29,14 @@ def complaint(*argv: str) -> str:
     return message
 
 
-def test_flags_override_yaml_and_yaml_defaults(tmp_path: Path) -> None:
-    file = written(tmp_path, "lr: 0.5\nepochs: 7\n")
-    config = load(["--config", file, "--epochs", "9"])
-    assert (config.epochs, config.lr, config.momentum) == (9, 0.5, 0.9)
-
-
-def test_a_file_builds_on_another(tmp_path: Path) -> None:
+def test_flags_override_files_and_these_defaults(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
-    written(tmp_path, "epochs: 7\nseed: 3\n", "base.yaml")
+    written(tmp_path, "epochs: 7\nseed: 3\nlr: 0.5\n", "base.yaml")
     file = written(tmp_path / "sub", "defaults: ../base.yaml\nseed: 4\n")
     config = load(["--config", file])
     assert (config.epochs, config.seed) == (7, 4)
-
-
-def test_files_in_a_circle_are_refused(tmp_path: Path) -> None:
+    config = load(["--config", file, "--epochs", "9"])
+    assert (config.epochs, config.lr, config.momentum) == (9, 0.5, 0.9)
     written(tmp_path, "defaults: b.yaml\n", "a.yaml")
     file = written(tmp_path, "defaults: a.yaml\n", "b.yaml")
     assert "b.yaml -> a.yaml -> b.yaml" in complaint("--config", file)
@@ -73,72 +64,50 @@ def test_names_made_of_digits_stay(tmp_path: Path, name: str) -> None:
     assert (str(config.data), str(config.output)) == (name, name)
 
 
-@pytest.mark.parametrize(
-    ("argv", "value"),
-    [
-        ("--overwrite", True), ("--overwrite true", True), ("--overwrite=True", True), ("", False),
-        ("--overwrite False", False), ("--overwrite=no", False), ("--overwrite --no-overwrite", False),
-    ],
-)  # fmt: skip
-def test_the_word_false_never_switches_a_flag_on(argv: str, value: bool) -> None:
-    assert load(argv.split()).overwrite is value
-
-
-def test_neither_true_nor_false_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("argv", ["--overwrite", "--overwrite true", "--overwrite=True"])
+def test_flags_are_true_or_false(tmp_path: Path, argv: str) -> None:
+    assert load(argv.split()).overwrite is True
+    for off in ("", "--overwrite False", "--overwrite=no", "--overwrite --no-overwrite"):
+        assert load(off.split()).overwrite is False
     assert complaint("--overwrite", "maybe") == "--overwrite: 'maybe' is not true or false"
     assert "overwrite: 2 is not true or false" in complaint("--config", written(tmp_path, "overwrite: 2\n"))
 
 
-@pytest.mark.parametrize(
-    ("argv", "parts"),
-    [
-        (["--epohcs", "3"], ["--epohcs", "did you mean --epochs"]),
-        (["--batch_size", "3"], ["--batch_size", "did you mean --batch-size"]),
-        (["--epoch", "3"], ["--epoch", "did you mean --epochs"]),  # no silent abbreviations
-        (["train"], ["unexpected argument train"]),
-        (["--epochs"], ["--epochs", "expected one argument"]),
-        (["--method", "moko"], ["--method", "'moko'", "one of moco, simsiam", "did you mean moco"]),
-        (["--lr", "fast"], ["--lr", "'fast'", "a number"]),
-        (["--lr", "nan"], ["--lr", "finite"]),
-        (["--lengths", "1,x"], ["--lengths", "'x'", "a whole number"]),
-        (["--lengths", ""], ["--lengths"]),
-        (["--blur-sigma", "1"], ["--blur-sigma", "2 values"]),
-        (["--data", ""], ["--data"]),
-        (["--temperature", "0"], ["temperature", "too small"]),
-        (["--lengths", "0,1"], ["lengths", "0 is too small"]),
-        (["--lengths", "11"], ["lengths", "11 is too large"]),
-        (["--lengths", "1,1"], ["lengths", "twice"]),
-        (["--label-fraction", "0"], ["label_fraction", "use --mmnn constants"]),
-        (["--label-fraction", "-0.1", "--mmnn", "constants"], ["label_fraction", "too small"]),
-        (["--label-fraction", "1.5"], ["label_fraction", "too large"]),
-        (["--queue-size", "128"], ["queue_size", "256"]),
-        (["--batch-size", "254", "--gpus", "4"], ["batch_size", "254", "4 ranks", "try 256"]),
-        (["--batch-size", "4", "--gpus", "4"], ["batch_size", "BatchNorm"]),
-        (["--batch-size", "10"], ["key_bn_splits", "try 5"]),
-        (["--lengths-per-step", "4"], ["lengths_per_step: 4 is more than there are in --lengths 1,2,3"]),
-        (["--lengths-per-step", "-1"], ["lengths_per_step: -1 is too small; the least is 0"]),
-        (["--composite-size", "225"], ["composite_size: 225 is no size between 14 and the 224 of --image-size"]),
-        (["--composite-size", "13"], ["composite_size: 13 is no size between 14 and the 224 of --image-size"]),
-        (["--mmnn-every", "0"], ["mmnn_every: 0 is too small; the least is 1"]),
-        (["--warmup-epochs", "200"], ["warmup_epochs: 200 leaves nothing of 200 epochs; lower it or raise epochs"]),
-        (["--constants", "0.5,0.6"], ["constants", "fall"]),
-        (["--constants", "-0.3,-0.1"], ["constants", "fall"]),
-        (["--lr", "-1e-3"], ["lr: -0.001 is too small; the least is 0"]),
-        (["--blur-sigma", "2,1"], ["blur_sigma"]),
-        (["--overwrite", "--resume"], ["--overwrite", "--resume"]),
-        (["--cpu-ranks", "2", "--gpus", "1"], ["--cpu-ranks", "--gpus 0"]),
-        (["--config", "nowhere.yaml"], ["nowhere.yaml", "No such file"]),
-    ],
-)
-def test_mistaken_flags_are_named(argv: list[str], parts: list[str]) -> None:
-    message = complaint(*argv)
-    assert all(part in message for part in parts), message
+FLAGS = [  # and parts of what is said
+    ("--epohcs 3", "--epohcs|did you mean --epochs"),
+    ("--batch_size 3", "--batch_size|did you mean --batch-size"),
+    ("--epoch 3", "--epoch|did you mean --epochs"),  # no silent abbreviations
+    ("train", "unexpected argument train"),
+    ("--epochs", "--epochs|expected one argument"),
+    ("--method moko", "--method|'moko'|one of moco, simsiam|did you mean moco"),
+    ("--lr fast", "--lr|'fast'|a number"), ("--lr nan", "--lr|finite"),
+    ("--lengths 1,x", "--lengths|'x'|a whole number"), ("--lengths=", "--lengths"),
+    ("--blur-sigma 1", "--blur-sigma|2 values"), ("--data=", "--data"),
+    ("--temperature 0", "temperature|too small"),
+    ("--lengths 0,1", "lengths|0 is too small"), ("--lengths 11", "lengths|11 is too large"),
+    ("--lengths 1,1", "lengths|twice"),
+    ("--label-fraction 0", "label_fraction|use --mmnn constants"),
+    ("--label-fraction -0.1 --mmnn constants", "label_fraction|too small"),
+    ("--label-fraction 1.5", "label_fraction|too large"), ("--queue-size 128", "queue_size|256"),
+    ("--batch-size 254 --gpus 4", "batch_size|254|4 ranks|try 256"),
+    ("--batch-size 4 --gpus 4", "batch_size|BatchNorm"), ("--batch-size 10", "key_bn_splits|try 5"),
+    ("--lengths-per-step 4", "lengths_per_step: 4 is more than there are in --lengths 1,2,3"),
+    ("--lengths-per-step -1", "lengths_per_step: -1 is too small; the least is 0"),
+    ("--composite-size 225", "composite_size: 225 is no size between 14 and the 224 of --image-size"),
+    ("--composite-size 13", "composite_size: 13 is no size between 14 and the 224 of --image-size"),
+    ("--mmnn-every 0", "mmnn_every: 0 is too small; the least is 1"),
+    ("--warmup-epochs 200", "warmup_epochs: 200 leaves nothing of 200 epochs; lower it or raise epochs"),
+    ("--constants 0.5,0.6", "constants|fall"), ("--constants -0.3,-0.1", "constants|fall"),
+    ("--lr -1e-3", "lr: -0.001 is too small; the least is 0"), ("--blur-sigma 2,1", "blur_sigma"),
+    ("--overwrite --resume", "--overwrite|--resume"), ("--cpu-ranks 2 --gpus 1", "--cpu-ranks|--gpus 0"),
+    ("--config nowhere.yaml", "nowhere.yaml|No such file"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("flags", ["--mmnn constants", "--consistency none", "--label-split labels.txt"])
-def test_label_fraction_0_where_none_is_drawn(flags: str) -> None:
-    """The first is what a run that needs some is told to use."""
-    assert load([*flags.split(), "--label-fraction", "0"]).label_fraction == 0
+@pytest.mark.parametrize(("argv", "parts"), FLAGS)
+def test_mistaken_flags_are_named(argv: str, parts: str) -> None:
+    message = complaint(*argv.split())
+    assert all(part in message for part in parts.split("|")), message
 
 
 @pytest.mark.parametrize(
@@ -167,20 +136,15 @@ def test_mistakes_in_files_are_named(tmp_path: Path, text: str, parts: list[str]
     assert all(part in message for part in ["recipe.yaml" if "nowhere" not in text else "nowhere", *parts]), message
 
 
-def test_tuples(tmp_path: Path) -> None:
+def test_values_that_mean_more_than_they_say(tmp_path: Path) -> None:
     assert load(["--lengths", "1, 3,5"]).lengths == (1, 3, 5)
     assert load(["--config", written(tmp_path, "lengths: [1, 3, 5]\n")]).lengths == (1, 3, 5)
     assert load(["--config", written(tmp_path, "lengths: 2\n")]).lengths == (2,)
-
-
-def test_a_bare_resume_means_the_newest_checkpoint() -> None:
+    for flags in ("--mmnn constants", "--consistency none", "--label-split labels.txt"):  # where none is drawn
+        assert load([*flags.split(), "--label-fraction", "0"]).label_fraction == 0
     assert load([]).resume is None
-    assert load(["--resume"]).resume == "auto"
-    assert load(["--resume", "--epochs", "3"]).resume == "auto"
+    assert load(["--resume"]).resume == load(["--resume", "--epochs", "3"]).resume == "auto"
     assert load(["--resume", "x.pt"]).resume == "x.pt"
-
-
-def test_output_is_named_after_the_recipe(tmp_path: Path) -> None:
     assert load(["--config", written(tmp_path, "", "mine.yaml")]).output == Path("runs/mine")
     assert load(["--consistency", "none"]).output == Path("runs/moco")
     assert load([]).output == Path("runs/moco_cocor")

@@ -1,17 +1,15 @@
-"""Flags that cannot act beside the other settings get a warning, one need after the other; keys of files wait."""
+"""Test the warnings of flags that cannot act beside the other settings."""
 
 import re
 from pathlib import Path
 
 import pytest
-from helpers.documents import READMES
+from helpers.runs import READMES, ROOT, Capture
 
 from cocor.config.checks import needs, warnings
 from cocor.config.options import Config
 from cocor.config.resolve import read
 from cocor.train import main
-
-CONFIGS = Path(__file__).parents[2] / "configs"
 
 # The words of a need that a flag is warned of with, flags that lack what it needs, and flags that have it.
 IDLE = [
@@ -73,9 +71,7 @@ def warned(argv: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(("rank", "times"), [(None, 1), ("0", 1), ("1", 0)])
-def test_it_is_said_once(
-    rank: str | None, times: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_is_said_once(rank: str | None, times: int, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
     main(["--data", "/nowhere", "--mmnn", "constants", "--hypergradient", "taylor"])
@@ -83,31 +79,22 @@ def test_it_is_said_once(
     assert capsys.readouterr().err.splitlines().count(said) == times
 
 
-def test_every_need_is_tried() -> None:
+REDUNDANT = [
+    "--consistency none --composite-size 0", "--loader synthetic --knn-every 0",
+    "--no-force-data --jitter-prob 0 --hue 0", "--mmnn constants --label-split none",
+    "--dry-run --overwrite --keep-checkpoints 1",
+]  # fmt: skip
+
+
+def test_every_need_is_tried_and_nothing_else() -> None:
     assert all(any(words in need.where for _, words, *_ in IDLE) for need in needs())
     assert {key for need in needs() for key in need.keys} <= Config.__dataclass_fields__.keys()
+    assert not [line for argv in REDUNDANT for line in warned(argv.split())]
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        "--consistency none --composite-size 0", "--loader synthetic --knn-every 0",
-        "--no-force-data --jitter-prob 0 --hue 0", "--mmnn constants --label-split none",
-        "--dry-run --overwrite --keep-checkpoints 1",
-    ],
-)  # fmt: skip
-def test_redundant_flags_do_not_warn(argv: str) -> None:
-    assert not warned(argv.split())
-
-
-def commands(text: str) -> list[list[str]]:
-    """The flags of every ``cocor-train`` in a page or a header, without what stands for more."""
-    lines = re.findall(r"cocor-train (--[^#`&\n]*)", text)
-    return [[word for word in line.split() if word != "..."] for line in lines if "--help" not in line]
-
-
-@pytest.mark.parametrize("page", [*READMES, *sorted(map(str, CONFIGS.glob("*.yaml")))])
+@pytest.mark.parametrize("page", [*READMES, *sorted(map(str, ROOT.glob("configs/*.yaml")))])
 def test_documented_commands_are_accepted(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(CONFIGS.parent)
-    for flags in commands(Path(page).read_text()):
-        assert not warned(flags)
+    monkeypatch.chdir(ROOT)
+    for line in re.findall(r"cocor-train (--[^#`&\n]*)", Path(page).read_text()):
+        if "--help" not in line:
+            assert not warned([word for word in line.split() if word != "..."])

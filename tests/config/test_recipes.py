@@ -1,4 +1,4 @@
-"""The files in configs/: each loads, says what it reproduces and costs, and makes a step."""
+"""Test that the files in configs/ load, say what they reproduce and cost, and make steps."""
 
 import re
 from pathlib import Path
@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers.runs import ROOT, Capture
 
 from cocor.config.resolve import load
 from cocor.train import main
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = ROOT / "configs"
 FILES = sorted(CONFIGS.glob("*.yaml"))
 OF_THE_PAPER = [file for file in FILES if "in100" in file.stem or "in1k" in file.stem]
 
@@ -61,13 +62,12 @@ def test_projected_hours_follow_from_the_rate() -> None:
     hours = 1_281_167 * 200 / (4 * 1_150) / 3_600
     for file, forwards, alone in (("moco_in1k", 14, 4), ("simsiam_in1k", 16, 6)):
         header = (CONFIGS / f"{file}.yaml").read_text()
-        assert f"{hours * forwards / 14:.1f} hours" in header and re.search(
-            rf"alone {hours * alone / 14:.1f}\b", header
-        )
+        assert f"{hours * forwards / 14:.1f} hours" in header
+        assert re.search(rf"alone {hours * alone / 14:.1f}\b", header)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_every_recipe_makes_steps(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_recipe_makes_steps(file: Path, tmp_path: Path, capsys: Capture) -> None:
     """With a network, a queue and images of a size for tests."""
     small = {"backbone": "test_resnet", "stem": "imagenet", "image_size": 32, "batch_size": 8, "queue_size": 32}
     small |= {"key_bn_splits": 2, "embedding_dim": 16, "projector_dim": 16, "predictor_dim": 8}

@@ -1,4 +1,4 @@
-"""What every console command does before its own work."""
+"""Test what every console command does before its own work and at its end."""
 
 import os
 import resource
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.hostile import limited
-from helpers.runs import environment, flags
+from helpers.runs import Capture, environment, flags
 
 from cocor import cli
 from cocor.distributed import report as reporting
@@ -17,22 +17,15 @@ from cocor.distributed.env import LAUNCHER
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("given", [None, "1"])
+def test_commands_use_all_queues_of_a_gpu(monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
+    """Unless the user decides how many."""
     monkeypatch.setenv(QUEUES, "1")  # remembers what there was
-
-
-def test_commands_use_all_queues_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(QUEUES)
+    if given is None:
+        monkeypatch.delenv(QUEUES)
     seen: list[str] = []
     assert cli.command("cocor-train", lambda: seen.append(os.environ[QUEUES])) == 0
-    assert seen == ["32"]
-
-
-def test_the_user_decides_how_many_queues_are_used() -> None:
-    seen: list[str] = []
-    assert cli.command("cocor-train", lambda: seen.append(os.environ[QUEUES])) == 0
-    assert seen == ["1"]
+    assert seen == [given or "32"]
 
 
 _PROGRAM = """
@@ -99,29 +92,13 @@ def test_output_onto_a_full_disk_is_one_line(lines: int) -> None:
     assert (done.returncode, done.stderr) == (2, told)
 
 
-def test_a_report_on_a_full_disk_is_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_still_prints_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     report = tmp_path / "error.json"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
-    monkeypatch.setenv(LAUNCHER, "1")
-    monkeypatch.setenv("RANK", "0")
+    for key, value in {"TORCHELASTIC_ERROR_FILE": str(report), LAUNCHER: "1", "RANK": "0"}.items():
+        monkeypatch.setenv(key, value)
     with limited(resource.RLIMIT_FSIZE, 8):
         reporting.report("no room", 2)
     assert capsys.readouterr().err == "no room\n" and not report.exists()
-
-
-def test_a_lost_store_shows_no_cpp_frames() -> None:
-    done = run(
-        "from torch.distributed import TCPStore\n"
-        "host = TCPStore('127.0.0.1', 0, is_master=True)\n"
-        "store = TCPStore('127.0.0.1', host.port, is_master=False)\n"
-        "del host\n"
-        "try: store.add('key', 1)\n"
-        "except RuntimeError: return\n"
-        "raise AssertionError\n"
-    )
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_ranks_import_nothing_from_the_current_folder(photo_folder: Path, tmp_path: Path) -> None:

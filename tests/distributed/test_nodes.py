@@ -1,4 +1,4 @@
-"""The same command on several machines, here two "nodes" of one: under torchrun, and as Slurm's srun starts tasks."""
+"""Test the command on two nodes, here of one machine, under torchrun and as Slurm's srun starts tasks."""
 
 import os
 import resource
@@ -9,9 +9,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
-from helpers.runs import STEPS, environment, flags, metrics
+from helpers.runs import STEPS, command, environment, flags, metrics
 
 from cocor.distributed import collectives
 from cocor.train import main as train
@@ -36,20 +37,14 @@ def free_port() -> int:
 
 
 def torchrun(node: int, port: int, arguments: list[str]) -> tuple[list[str], dict[str, str]]:
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1"),
-        *("--master-addr=127.0.0.1", f"--master-port={port}", "-m", "cocor.train"),
-    ]
-    return [*command, *arguments], environment()
+    launcher = f"-m torch.distributed.run --nnodes=2 --node-rank={node} --nproc-per-node=1 --master-addr=127.0.0.1"
+    return [sys.executable, *launcher.split(), f"--master-port={port}", "-m", "cocor.train", *arguments], environment()
 
 
 def srun(node: int, port: int, arguments: list[str]) -> tuple[list[str], dict[str, str]]:
-    job = {
-        "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": str(node), "SLURM_LOCALID": "0", "SLURM_NODEID": str(node),
-        "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "localhost,other",
-        "SLURM_JOB_ID": str(port),
-    }  # fmt: skip
-    return [sys.executable, "-m", "cocor.train", *arguments], environment() | job
+    job = {"STEP_NUM_TASKS": 2, "PROCID": node, "LOCALID": 0, "NODEID": node, "STEP_TASKS_PER_NODE": "1(x2)",
+           "STEP_NODELIST": "localhost,other", "JOB_ID": port}  # fmt: skip
+    return command(*arguments), environment() | {f"SLURM_{key}": str(value) for key, value in job.items()}
 
 
 @pytest.mark.parametrize("mistake", ["data", "output"])
@@ -58,26 +53,19 @@ def test_a_mistake_is_one_line_of_each_task_of_srun(photo_folder: Path, tmp_path
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     data = tmp_path / "nowhere" if mistake == "data" else photo_folder
     output = tmp_path / ("new" if mistake == "data" else "run")
-    arguments, port = flags(data=data, loader="torch", backbone="test_nfnet", output=output), free_port()
-    nodes = []
-    for node in range(2):
-        command, variables = srun(node, port, arguments)
-        nodes.append(subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True))
-    errors = [process.communicate(timeout=300)[1] for process in nodes]
-    assert [process.returncode for process in nodes] == [2, 2]
-    assert all(error.startswith("cocor-train: error: ") and error.count("\n") == 1 for error in errors)
+    nodes = ends(flags(data=data, loader="torch", backbone="test_nfnet", output=output))
+    assert [code for code, *_ in nodes] == [2, 2]
+    assert all(error.startswith("cocor-train: error: ") and error.count("\n") == 1 for *_, error in nodes)
 
 
-def ends(arguments: list[str], main_file_bytes: int = resource.RLIM_INFINITY) -> list[tuple[int, float, str]]:
-    """Exit codes, moments of the end, and errors of two tasks of srun, the first of which may write so large files."""
-    limit = main_file_bytes, resource.RLIM_INFINITY
+def ends(arguments: list[str], launcher: Any = srun, file_bytes: int = resource.RLIM_INFINITY) -> list[Any]:
+    """Exit codes, moments of the end, and errors of two nodes, the first of which may write files of so many bytes."""
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (file_bytes, resource.RLIM_INFINITY))
     port, nodes = free_port(), []
     for node in range(2):
-        command, variables = srun(node, port, arguments)
-        before = partial(resource.setrlimit, resource.RLIMIT_FSIZE, limit) if node == 0 else None
-        nodes.append(
-            subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True, preexec_fn=before)
-        )  # fmt: skip
+        command, variables = launcher(node, port, arguments)
+        options: Any = {"env": variables, "stderr": subprocess.PIPE, "text": True}
+        nodes.append(subprocess.Popen(command, preexec_fn=None if node else limit, **options))
 
     def end(process: subprocess.Popen[str]) -> tuple[int, float, str]:
         errors = process.communicate(timeout=300)[1]
@@ -90,7 +78,7 @@ def ends(arguments: list[str], main_file_bytes: int = resource.RLIM_INFINITY) ->
 def test_an_unwritable_last_checkpoint_ends_all_ranks(photo_folder: Path, tmp_path: Path) -> None:
     options = {"data": photo_folder, "loader": "torch", "backbone": "test_nfnet", "knn_every": 0}
     arguments = flags(**options, output=tmp_path / "run")
-    (code, ended, errors), (other, other_ended, other_errors) = ends(arguments, main_file_bytes=300_000)
+    (code, ended, errors), (other, other_ended, other_errors) = ends(arguments, file_bytes=300_000)
     assert code == 2 and other and abs(ended - other_ended) < 10
     assert sum("error: " in line for line in errors.splitlines()) == 1 and "Traceback" not in errors
     assert errors.splitlines()[-1].startswith("cocor-train: error: cannot write step_")
@@ -113,20 +101,12 @@ def test_an_unreadable_image_on_one_rank_ends_all(photo_copy: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("start", [torchrun, srun])
-def test_two_nodes_make_one_run(photo_folder: Path, tmp_path: Path, start: type[object]) -> None:
+def test_two_nodes_make_one_run(photo_folder: Path, tmp_path: Path, start: Any) -> None:
     options = {"data": photo_folder, "loader": "torch", "backbone": "test_nfnet", "knn_every": 0, "log_samples": True}
     options["max_restarts"] = 1  # which these launchers do not know of
-    arguments, port = flags(**options, output=tmp_path / "run"), free_port()
-    nodes, said = [], ""
-    for node in range(2):
-        command, variables = start(node, port, arguments)  # type: ignore[call-arg, misc]
-        nodes.append(
-            subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
-    for process in nodes:
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors
-        said += errors
+    nodes = ends(flags(**options, output=tmp_path / "run"), start)
+    assert [code for code, *_ in nodes] == [0, 0], nodes
+    said = "".join(errors for *_, errors in nodes)
     assert said.count("warning: --max-restarts has no effect") == 1
     rows = metrics(tmp_path / "run", "train")
     assert [row["step"] for row in rows] == list(range(1, 2 * STEPS + 1))

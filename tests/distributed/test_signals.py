@@ -1,4 +1,4 @@
-"""Signals: a run that is asked to stop saves where it is and says so with its exit code; asked twice, it leaves."""
+"""Test that a signal saves and stops a run, a second one ends it at once, and deaths of processes are told."""
 
 import multiprocessing
 import os
@@ -7,12 +7,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
-from helpers.runs import ROOT, assert_same_bits, environment, flags, metrics
+from helpers.runs import Done, assert_same_bits, command, environment, flags, metrics, run, start
 
 from cocor import checkpoint
 from cocor.distributed import signals
@@ -72,43 +73,35 @@ def test_a_stopped_run_resumes_bit_for_bit(photo_folder: Path, tmp_path: Path) -
         assert rows == expected
 
 
-_BEGIN = "import sys; print('begun', flush=True); from cocor.cli import train; sys.exit(train())"
-
-
 class TestTheFirstSeconds:
     """While Python and PyTorch load, and what comes before training."""
 
     def start(self, *arguments: str) -> "subprocess.Popen[str]":
-        process = subprocess.Popen(
-            [sys.executable, "-c", _BEGIN, *arguments],
-            env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        begin = "import sys; print('begun', flush=True); from cocor.cli import train; sys.exit(train())"
+        call, pipe = [sys.executable, "-c", begin, *arguments], subprocess.PIPE
+        process = subprocess.Popen(call, env=environment(), stdout=pipe, stderr=pipe, text=True)
         assert process.stdout is not None and process.stdout.readline() == "begun\n"
         return process
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     @pytest.mark.parametrize("ranks", [1, 2])
-    def test_a_signal_ends_them_without_a_traceback(
+    def test_a_signal_shows_no_traceback(
         self, photo_folder: Path, tmp_path: Path, number: signal.Signals, ranks: int
     ) -> None:
-        options = OPTIONS | {"epochs": 2000, "cpu_ranks": ranks}
         code = 130 if number == signal.SIGINT else 75
         for delay in (0.05, 0.4, 1.2):
-            arguments = flags(data=photo_folder, output=tmp_path / f"{delay}", **options)
-            with self.start(*arguments) as process:
+            options = OPTIONS | {"epochs": 2000, "cpu_ranks": ranks, "output": tmp_path / f"{delay}"}
+            with self.start(*flags(data=photo_folder, **options)) as process:
                 time.sleep(delay)
                 os.kill(process.pid, number)
                 error = process.communicate(timeout=300)[1]
-            # A fast machine trains already.
-            said = error.splitlines()
+            said = error.splitlines()  # a fast machine trains already
             assert "Traceback" not in error and (len(said) <= 1 or "stopped by" in said[-1]), (delay, error)
             assert process.returncode in (code, -number, 128 + number), (delay, process.returncode, error)
 
     def test_the_whole_group_as_ctrl_c_reaches_it(self, photo_folder: Path, tmp_path: Path) -> None:
-        command = [sys.executable, "-m", "cocor.train", *flags(data=photo_folder, output=tmp_path / "x", cpu_ranks=2)]
-        with subprocess.Popen(
-            command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
-        ) as process:
+        arguments = flags(data=photo_folder, output=tmp_path / "x", cpu_ranks=2)
+        with start(*arguments, start_new_session=True) as process:
             wait_for(lambda: ranks_of(process.pid, tmp_path / "x"), process)
             time.sleep(0.5)  # its ranks load PyTorch
             os.killpg(process.pid, signal.SIGINT)
@@ -116,50 +109,48 @@ class TestTheFirstSeconds:
         assert "Traceback" not in error and process.returncode in (130, -signal.SIGINT), error
 
 
-class TestSignals:
-    def test_the_first_is_noted_and_its_echo_ignored(self) -> None:
-        before = signal.getsignal(signal.SIGTERM)
+def test_the_first_is_noted_and_its_echo_ignored() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with signals.handled(lambda message, code: None):
+        signals.defer()
+        for number in (signal.SIGUSR1, signal.SIGTERM):  # a scheduler's to the launcher and to its ranks
+            os.kill(os.getpid(), number)
+        assert signals.requested() == signal.SIGUSR1
+    assert signals.requested() == 0 and signal.getsignal(signal.SIGTERM) is before
+
+
+def test_ignored_ones_stay_ignored() -> None:
+    """As under nohup, whose processes outlive their terminal."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
         with signals.handled(lambda message, code: None):
-            signals.defer()
-            for number in (signal.SIGUSR1, signal.SIGTERM):  # a scheduler's to the launcher and to its ranks
-                os.kill(os.getpid(), number)
-            assert signals.requested() == signal.SIGUSR1
-        assert signals.requested() == 0 and signal.getsignal(signal.SIGTERM) is before
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signals.requested() == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
-    def test_ignored_ones_stay_ignored(self) -> None:
-        """As under nohup, whose processes outlive their terminal."""
-        before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        try:
-            with signals.handled(lambda message, code: None):
-                os.kill(os.getpid(), signal.SIGHUP)
-                assert signals.requested() == 0
-        finally:
-            signal.signal(signal.SIGHUP, before)
 
-    def test_a_second_one_ends_the_process_at_once(self) -> None:
-        program = (
-            "import os, signal, time\nfrom cocor.distributed import signals\n"
-            "with signals.handled(print):\n"
-            "    signals.defer()\n"
-            "    os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.7)\n"
-            "    os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)\n"
-        )
-        begin = time.monotonic()
-        process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
-        assert process.returncode == 128 + signal.SIGTERM and process.stderr == "left at once, as asked twice\n"
-        assert time.monotonic() - begin < 20
+_KILL = "os.kill(os.getpid(), signal.SIGTERM); time.sleep"
+
+
+def handled(body: str) -> Done:
+    """Run ``body`` in a process that handles signals."""
+    program = "import os, signal, sys, time\nfrom cocor.distributed import signals\n"
+    program += f"with signals.handled(lambda text, code: print(text)):\n{body}"
+    return run(program=["-uc", program])
+
+
+def test_a_second_one_ends_the_process_at_once() -> None:
+    begin = time.monotonic()
+    done = handled(f"    signals.defer()\n    {_KILL}(0.7)\n    {_KILL}(60)\n")
+    assert done.returncode == 128 + signal.SIGTERM and done.stderr == "left at once, as asked twice\n"
+    assert time.monotonic() - begin < 20
 
 
 def test_a_signal_before_the_first_step_ends_at_once() -> None:
-    program = (
-        "import os, signal, sys, time\nfrom cocor.distributed import signals\n"
-        "with signals.handled(lambda text, code: print(text)):\n"
-        "    try: os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)\n"
-        "    except BaseException: sys.exit('it was caught')\n"
-    )
-    process = subprocess.run([sys.executable, "-uc", program], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert process.returncode == signals.STOPPED and process.stderr == ""
-    assert process.stdout.startswith("stopped by SIGTERM before a step was made; the same command with --resume")
+    done = handled(f"    try: {_KILL}(60)\n    except BaseException: sys.exit('it was caught')\n")
+    assert done.returncode == signals.STOPPED and done.stderr == ""
+    assert done.stdout.startswith("stopped by SIGTERM before a step was made; the same command with --resume")
 
 
 def ranks_of(launcher: int, folder: Path) -> list[int]:
@@ -175,25 +166,17 @@ def ranks_of(launcher: int, folder: Path) -> list[int]:
     return sorted(found)
 
 
-def wait_for(condition: Callable[[], object], process: "subprocess.Popen[str]") -> None:
-    deadline = time.monotonic() + 300
+def wait_for(condition: Callable[[], object], process: Any = None, seconds: int = 300) -> None:
+    deadline = time.monotonic() + seconds
     while not condition():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def wait_for_the_end_of(processes: list[int]) -> None:
-    deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{process}").exists() for process in processes):
-        assert time.monotonic() < deadline
+        assert (process is None or process.poll() is None) and time.monotonic() < deadline
         time.sleep(0.05)
 
 
 def test_ranks_restart_after_a_death_and_stop_together(photo_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     options = OPTIONS | {"epochs": 2000, "checkpoint_every_minutes": 1e-9, "cpu_ranks": 2, "max_restarts": 1}
-    command = [sys.executable, "-m", "cocor.train", *flags(data=photo_folder, output=folder, **options)]
-    with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as process:
+    with start(*flags(data=photo_folder, output=folder, **options)) as process:
         wait_for(lambda: lines(folder) > 2, process)
         first, second = ranks_of(process.pid, folder)
         os.kill(second, signal.SIGKILL)
@@ -215,12 +198,11 @@ def test_ranks_restart_after_a_death_and_stop_together(photo_folder: Path, tmp_p
 def test_no_rank_outlives_its_launcher(photo_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     options = OPTIONS | {"epochs": 2000, "cpu_ranks": 2}
-    command = [sys.executable, "-m", "cocor.train", *flags(data=photo_folder, output=folder, **options)]
-    with subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL, text=True) as process:
+    with start(*flags(data=photo_folder, output=folder, **options)) as process:
         wait_for(lambda: len(ranks_of(process.pid, folder)) == 2, process)
         ranks = ranks_of(process.pid, folder)
         process.kill()
-    wait_for_the_end_of(ranks)
+    wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), seconds=10)
 
 
 def test_torchrun_restarts_a_killed_rank(photo_folder: Path, tmp_path: Path) -> None:
@@ -240,12 +222,19 @@ def test_torchrun_restarts_a_killed_rank(photo_folder: Path, tmp_path: Path) -> 
         assert sorted(i for row in rows if row["epoch"] == epoch for i in row["index"]) == list(range(24))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
-def test_a_group_signal_leaves_data_workers_alive(photo_folder: Path, number: signal.Signals) -> None:
-    """As scancel and Ctrl-C send it: data workers get it as well, and what the parent still does may need them."""
+@pytest.fixture
+def loader(photo_folder: Path) -> Iterator[TorchLoader]:
+    """One with a data worker, of batches of 2 images."""
     dataset = open_folder(photo_folder)
     plan, order = ViewPlan(16, 0, (), "shared", lengths=()), BatchOrder(len(dataset), 2)
-    with closing(TorchLoader(dataset, plan, order=order, workers=1)) as loader, closing(loader.epoch(0)) as batches:  # type: ignore[type-var]
+    with closing(TorchLoader(dataset, plan, order=order, workers=1)) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+def test_a_group_signal_leaves_data_workers_alive(loader: TorchLoader, number: signal.Signals) -> None:
+    """As scancel and Ctrl-C send it: data workers get it as well, and what the parent still does may need them."""
+    with closing(loader.epoch(0)) as batches:  # type: ignore[type-var]
         next(batches)
         workers = [str(worker.pid) for worker in multiprocessing.active_children()]
         subprocess.run(["kill", f"-{number}", *workers], check=True)  # not from the parent, which may end them
@@ -253,36 +242,34 @@ def test_a_group_signal_leaves_data_workers_alive(photo_folder: Path, number: si
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_nor_does_one_while_data_workers_start(photo_folder: Path, number: signal.Signals) -> None:
-    dataset = open_folder(photo_folder)
-    plan, order = ViewPlan(16, 0, (), "shared", lengths=()), BatchOrder(len(dataset), 2)
+def test_nor_does_one_while_data_workers_start(loader: TorchLoader, number: signal.Signals) -> None:
     received = [number]
     os.register_at_fork(after_in_child=lambda: [os.kill(os.getpid(), number) for number in received])
     try:
-        with closing(TorchLoader(dataset, plan, order=order, workers=1)) as loader:
-            assert len(list(loader.epoch(0))) == 12
+        assert len(list(loader.epoch(0))) == 12
     finally:
         received.clear()
     assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-def test_a_data_worker_that_dies_is_named(photo_folder: Path) -> None:
-    dataset = open_folder(photo_folder)
-    plan, order = ViewPlan(16, 0, (), "shared", lengths=()), BatchOrder(len(dataset), 2)
-    with closing(TorchLoader(dataset, plan, order=order, workers=1)) as loader, closing(loader.epoch(0)) as batches:  # type: ignore[type-var]
+def test_a_data_worker_that_dies_is_named(loader: TorchLoader) -> None:
+    with closing(loader.epoch(0)) as batches:  # type: ignore[type-var]
         next(batches)
         for worker in multiprocessing.active_children():
-            assert worker.pid is not None
             os.kill(worker.pid, signal.SIGKILL)
         with pytest.raises(UserError, match=r"a data worker was killed.*lower --workers or --batch-size"):
             list(batches)
 
 
+def inside(shell: list[str], *arguments: str) -> Done:
+    """Run the command within a shell."""
+    call = [*shell, "bash", *command(*arguments)]
+    return subprocess.run(call, env=environment(), capture_output=True, text=True, check=False, timeout=300)
+
+
 def test_a_small_limit_of_open_files_is_named(photo_folder: Path, tmp_path: Path) -> None:
-    options = OPTIONS | {"workers": 8}
-    command = [sys.executable, "-m", "cocor.train", *flags(data=photo_folder, output=tmp_path / "run", **options)]
-    shell = ["bash", "-c", 'ulimit -n 24; exec "$@"', "bash", *command]
-    done = subprocess.run(shell, env=environment(), capture_output=True, text=True, check=False, timeout=300)
+    limited = ["bash", "-c", 'ulimit -n 24; exec "$@"']
+    done = inside(limited, *flags(data=photo_folder, output=tmp_path / "run", **OPTIONS | {"workers": 8}))
     assert done.returncode == 2, done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith("cocor-train: error: ") and "open files" in last and "ulimit -n 4096" in last
@@ -291,11 +278,8 @@ def test_a_small_limit_of_open_files_is_named(photo_folder: Path, tmp_path: Path
 def test_a_small_shared_memory_is_done_without(photo_folder: Path, tmp_path: Path) -> None:
     """As in a container: batches take the slower way through a pipe."""
     options = OPTIONS | {"workers": 2, "epochs": 1, "batch_size": 24, "queue_size": 24}
-    command = [sys.executable, "-m", "cocor.train", *flags(data=photo_folder, output=tmp_path / "run", **options)]
-    inside = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"'
-    possible = subprocess.run(["unshare", "-m", "bash", "-c", inside, "bash", "true"], capture_output=True, check=False)
-    if possible.returncode:
+    small = ["unshare", "-m", "bash", "-c", 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"']
+    if subprocess.run([*small, "bash", "true"], capture_output=True, check=False).returncode:
         pytest.skip("needs the right to mount")
-    shell = ["unshare", "-m", "bash", "-c", inside, "bash", *command]
-    done = subprocess.run(shell, env=environment(), capture_output=True, text=True, check=False, timeout=300)
+    done = inside(small, *flags(data=photo_folder, output=tmp_path / "run", **options))
     assert done.returncode == 0, done.stderr

@@ -27,6 +27,7 @@ from cocor.distributed.collectives import World, mean_over_ranks
 from cocor.methods import METHODS
 from cocor.models import build_method, build_target
 from cocor.step.step import TrainingStep
+from helpers.steps import wake
 from loaders.batch import Batch
 
 STEPS, CLASSES = 2, 4
@@ -66,10 +67,7 @@ def steps(config: Config, world: World, mmnn: nn.Module | None, pairs: list[tupl
           dtype: torch.dtype) -> dict[str, Tensor]:  # fmt: skip
     """What steps on ``pairs`` did, and the state behind them."""
     method, target = build_method(config, world), copy.deepcopy(mmnn)
-    with torch.no_grad():
-        for name, parameter in method.named_parameters():  # timm starts some at 0, behind which nothing would learn
-            if parameter.ndim == 1 and not parameter.any() and "weight" in name:
-                parameter.fill_(0.5)
+    wake(method)
     torch.manual_seed(0)
     step = TrainingStep(config, method, target, CLASSES, steps_per_epoch=STEPS)
     parts: dict[str, nn.Module] = {"method": method}
@@ -108,7 +106,7 @@ def work(images: Path, world: World, file: Path) -> None:
 
 
 def fork(rank: int, ranks: int, port: int, folder: Path, images: Path) -> int:
-    """Start a rank as torchrun would; returns its process number."""
+    """Start a rank as torchrun would; return its process number."""
     pid = os.fork()
     if pid:
         return pid

@@ -1,10 +1,11 @@
-"""What the ranks of launchers.py do, as a program: ``python -m helpers.rank_programs WORK FLAGS...``."""
+"""Do what ranks do, as a program: ``python -m helpers.rank_programs WORK FLAGS...``."""
 
 import os
 import signal
 import sys
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -79,12 +80,6 @@ def same_gradient(world: World) -> None:
         torch.testing.assert_close(one, reference, rtol=1e-5, atol=1e-6)
 
 
-def mistake(config: Config, world: World) -> None:
-    if world.rank == 1:
-        raise UserError("no images in nowhere")
-    communication.barrier()
-
-
 def mistakes_of_one(config: Config, world: World) -> None:
     """However a rank came to its mistake, all ranks raise it."""
 
@@ -95,42 +90,34 @@ def mistakes_of_one(config: Config, world: World) -> None:
 
     assert main_first(lambda: fails_on(-1)) == together(lambda: fails_on(-1)) == world.rank
     on_main(lambda: fails_on(1))  # which is not asked
-    for do, rank in ((on_main, 0), (main_first, 0), (main_first, 1),
-                     (together, 1)):  # fmt: skip
-        try:
-            do(lambda rank=rank: fails_on(rank))  # type: ignore[misc]
-        except UserError as error:
-            assert str(error) == f"no images on {rank}"
-        else:
-            raise AssertionError(f"{do} did not raise on {world.rank}")
+    for do, rank in ((on_main, 0), (main_first, 0), (main_first, 1), (together, 1)):
+        with pytest.raises(UserError, match=f"no images on {rank}"):
+            do(lambda rank=rank: fails_on(rank))
 
 
-def bug(config: Config, world: World) -> None:
-    if world.rank == 1:
-        raise ZeroDivisionError("the first to fail")
-    communication.barrier()
+def fail() -> None:
+    raise UserError("no images in nowhere")
 
 
-def killed(config: Config, world: World) -> None:
-    if world.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    communication.barrier()
+def ends_by(act: Callable[[], object]) -> Callable[[Config, World], None]:
+    """Let rank 1 do this while the others wait."""
+
+    def work(config: Config, world: World) -> None:
+        if world.rank == 1:
+            act()
+        communication.barrier()
+
+    return work
 
 
-def aborted(config: Config, world: World) -> None:
-    if world.rank == 1:
-        os.abort()
-    communication.barrier()
-
-
+WORK = {
+    "collectives": collectives,
+    "mistakes_of_one": mistakes_of_one,
+    "mistake": ends_by(fail),
+    "bug": ends_by(lambda: 1 / 0),
+    "killed": ends_by(lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    "aborted": ends_by(os.abort),
+}
 if __name__ == "__main__":
-    work = {
-        "collectives": collectives,
-        "mistake": mistake,
-        "mistakes_of_one": mistakes_of_one,
-        "bug": bug,
-        "killed": killed,
-        "aborted": aborted,
-    }[sys.argv[1]]
-    arguments = sys.argv[2:]
-    sys.exit(cli.command("test", lambda: launch.run(load(arguments), sys.argv[1:], work, "helpers.rank_programs")))
+    flags, module = load(sys.argv[2:]), "helpers.rank_programs"
+    sys.exit(cli.command("test", lambda: launch.run(flags, sys.argv[1:], WORK[sys.argv[1]], module)))

@@ -1,12 +1,14 @@
-"""Literal transcription of the training step, and small steps to compare with it."""
+"""Small methods and steps, on noise and on photographs, and a literal transcription of the step."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,17 +18,81 @@ from cocor.config.resolve import resolve
 from cocor.data import labelled_loader, open_data, training_loader
 from cocor.distributed.collectives import World
 from cocor.methods.base import Method, batch_statistics_only
+from cocor.methods.byol import BYOL
+from cocor.methods.intl import INTL
+from cocor.methods.moco import MoCo
+from cocor.methods.simsiam import SimSiam
+from cocor.methods.supcon import SupCon
 from cocor.models import build_method, build_target
 from cocor.step.step import TrainingStep
 from loaders.batch import Batch
 
-WORLD = World(0, 0, 1, torch.device("cpu"))
-
-
+WORLD, GPU = World(0, 0, 1, torch.device("cpu")), World(0, 0, 1, torch.device("cuda"))
 EPOCH, STEPS = 3, 2  # steps of an epoch and steps that are compared
-
-
 EPSILON = 0.05  # of the smoothed modulus
+CLASSES = 5  # of noise
+LABELS = torch.tensor([0, 1, 0, 2, 1, 0])
+Pairs = list[tuple[Batch, Batch | None]]
+
+
+def backbone() -> nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model("test_resnet", num_classes=0, zero_init_last=False)  # or inner layers get no gradient yet
+
+
+TINY: dict[str, tuple[type[Method], dict[str, Any]]] = {
+    "moco": (MoCo, {"embedding_dim": 8, "queue_size": 24, "key_bn_splits": 1}),
+    "split": (MoCo, {"embedding_dim": 8, "queue_size": 24, "key_bn_splits": 2}),
+    "simsiam": (SimSiam, {"projector_dim": 16, "predictor_dim": 8}), "supcon": (SupCon, {"embedding_dim": 8}),
+    "byol": (BYOL, {"embedding_dim": 16, "projector_dim": 24, "predictor_dim": 8, "key_momentum": 0.9}),
+    "intl": (INTL, {"embedding_dim": 16, "projector_dim": 24, "trace_weight": 0.05}),
+}  # fmt: skip
+
+
+def tiny(name: str, **options: Any) -> Any:
+    """Build a method of :data:`TINY`."""
+    kind, usual = TINY[name]
+    method = kind(backbone(), **usual | options)
+    method.total_steps = 10
+    return method
+
+
+def images(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def noise_config(**options: object) -> Config:
+    values = {
+        "backbone": "test_resnet", "image_size": 32, "batch_size": 16, "queue_size": 64, "key_bn_splits": 2,
+        "embedding_dim": 16, "projector_dim": 32, "predictor_dim": 16, "epochs": 1, "mmnn_wait_epochs": 0,
+        "mmnn_warmup_epochs": 0, "lr": 0.05, "precision": "fp32",
+    }  # fmt: skip
+    return resolve(values | options)
+
+
+def noise_step(config: Config, world: World = WORLD, precision: torch.dtype = torch.float32) -> TrainingStep:
+    method, target = build_method(config, world), build_target(config, world)
+    return TrainingStep(config, method, target, CLASSES, steps_per_epoch=40, precision=precision)
+
+
+def noise(config: Config, count: int, device: torch.device = WORLD.device) -> Iterator[tuple[Batch, Batch]]:
+    """Batches of noise on the device, other in every step."""
+    generator = torch.Generator(device).manual_seed(1)
+    lengths = len(config.lengths) if config.consistency != "none" else 0
+
+    def images(*shape: int) -> Tensor:
+        return torch.randn(*shape, 32, 32, 3, device=device, generator=generator).movedim(-1, -3)
+
+    for step in range(count):
+        size, few = config.batch_size, 6
+        composition = torch.zeros(lengths, size, 14, dtype=torch.uint8, device=device)
+        for at in range(lengths):
+            composition[at, :, step % 14] = at + 1
+        label = torch.arange(size, device=device) % CLASSES
+        yield (
+            Batch(images(2, size), images(size), images(lengths, size), composition, label, label + step),
+            Batch(images(0, few), images(few), images(0, few), composition[:0, :few], label[:few], label[:few]),
+        )
 
 
 def config_for(folder: Path, **options: object) -> Config:
@@ -41,7 +107,12 @@ def config_for(folder: Path, **options: object) -> Config:
     return resolve(small | options)
 
 
-Pairs = list[tuple[Batch, Batch | None]]
+def wake(method: Method) -> None:
+    """Raise the weights that timm starts at 0, behind which nothing would learn."""
+    with torch.no_grad():
+        for name, parameter in method.named_parameters():
+            if parameter.ndim == 1 and not parameter.any() and "weight" in name:
+                parameter.fill_(0.5)
 
 
 def build(config: Config, steps: int = STEPS) -> tuple[TrainingStep, Pairs]:
@@ -51,10 +122,7 @@ def build(config: Config, steps: int = STEPS) -> tuple[TrainingStep, Pairs]:
     every_step = replace(config, mmnn_every=1)
     labelled = labelled_loader(every_step, data, WORLD, torch.float64, unlabelled.steps_per_epoch)
     method, target = build_method(config, WORLD), build_target(config, WORLD)
-    with torch.no_grad():
-        for name, parameter in method.named_parameters():  # timm starts some at 0, behind which nothing would learn
-            if parameter.ndim == 1 and not parameter.any() and "weight" in name:
-                parameter.fill_(0.5)
+    wake(method)
     classes = len(data.train.classes) if labelled is not None else None
     step = TrainingStep(config, method, target, classes, steps_per_epoch=unlabelled.steps_per_epoch)
     for module in (step.method, step.target, step.outer and step.outer.classifier):

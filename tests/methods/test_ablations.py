@@ -1,10 +1,13 @@
-"""Every ablation of the paper is a flag, and the flag does what it says."""
+"""Test that every ablation of the paper is a flag that does what it says."""
 
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from helpers.runs import ROOT
 from helpers.steps import WORLD, build, config_for
 
 from cocor.config.options import Config
@@ -16,7 +19,7 @@ from loaders.errors import UserError
 from loaders.views import ops
 from loaders.views.plan import PlannedBatch
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = ROOT / "configs"
 
 
 def drawn(*flags: str, count: int = 400) -> PlannedBatch:
@@ -36,15 +39,12 @@ def test_pools(pool: str) -> None:
     assert [op for op in ops.BASIC if used[op]] == list(ops.POOLS[pool])
 
 
-def test_magnitudes() -> None:
+def test_magnitudes_and_recipes() -> None:
     released = drawn("--magnitudes", "released")
     angles = released.magnitudes[released.codes == ops.Op.ROTATE]
     assert set(np.abs(angles)) == {30.0} and len({*angles}) == 2
     uniform = drawn().magnitudes[drawn().codes == ops.Op.ROTATE]
     assert len({*uniform}) > 100 and np.abs(uniform).max() <= 30
-
-
-def test_recipes() -> None:
     assert [training_plan(load(["--composite-order", order])).order for order in ops.ORDERS] == list(ops.ORDERS)
     paper, released = (training_plan(load(["--recipe", name])).layout for name in ("paper", "released"))
     assert (paper.originals, paper.crop_of_view) == (1, (0, 1, 2, 2, 2, 2))
@@ -58,13 +58,7 @@ def test_label_fractions(photo_folder: Path, fraction: float, images: int) -> No
     assert abs(len(data.labelled) - images) <= 4 and set(data.labelled.labels) == {0, 1, 2, 3}
 
 
-def test_one_long_length(photo_folder: Path) -> None:
-    step, pairs = build(config_for(photo_folder, lengths=(10,)))
-    metrics = step(*pairs[0], 0)
-    assert {"similarity_10", "target_10"} <= metrics.keys() and "similarity_1" not in metrics
-
-
-def test_targets() -> None:
+def test_targets_and_one_long_length(photo_folder: Path) -> None:
     composition = torch.tensor([[3] + [0] * 13, [1, 1, 1] + [0] * 11])
     learned, constants = (build_target(load(["--mmnn", mode]), WORLD) for mode in ("learned", "constants"))
     assert isinstance(learned, MMNN) and isinstance(constants, Constants)
@@ -72,6 +66,9 @@ def test_targets() -> None:
     assert build_target(load(["--consistency", "none"]), WORLD) is None
     chosen = build_target(load(["--mmnn", "constants", "--constants", "0.9,0.5"]), WORLD)
     assert chosen is not None and chosen(composition).tolist() == pytest.approx([0.1, 0.1])
+    step, pairs = build(config_for(photo_folder, lengths=(10,)))
+    metrics = step(*pairs[0], 0)
+    assert {"similarity_10", "target_10"} <= metrics.keys() and "similarity_1" not in metrics
 
 
 def test_views_may_differ_from_each_other() -> None:
@@ -83,30 +80,25 @@ def test_views_may_differ_from_each_other() -> None:
         load(["--blur-prob", "0,1,0"])
 
 
+SETTINGS: dict[str, dict[str, Any]] = {
+    "moco": {"lr": 0.03, "temperature": 0.2, "key_momentum": 0.999, "optimiser": "sgd", "final_lr": 0.0},
+    "simsiam": {"lr": 0.05, "constants": (0.75, 0.7, 0.6), "projector_dim": 2048, "fix_predictor_lr": True,
+                "sync_bn": True},
+    "supcon": {"lr": 0.03, "epochs": 100, "temperature": 0.07, "embedding_dim": 128, "blur_prob": (0.0,)},
+    "byol": {"lr": 0.3, "optimiser": "lars", "weight_decay": 1e-6, "key_momentum": 0.99, "warmup_epochs": 10},
+    "intl": {"lr": 0.5, "weight_decay": 1e-5, "embedding_dim": 8192, "warmup_epochs": 2, "final_lr": 1e-3},
+}  # fmt: skip
+
+
 class TestAuthorsSettings:
-    @pytest.mark.parametrize(
-        ("method", "settings"),
-        [
-            ("moco", {"lr": 0.03, "temperature": 0.2, "key_momentum": 0.999, "optimiser": "sgd", "final_lr": 0.0}),
-            (
-                "simsiam",
-                {
-                    "lr": 0.05,
-                    "constants": (0.75, 0.7, 0.6),
-                    "projector_dim": 2048,
-                    "fix_predictor_lr": True,
-                    "sync_bn": True,
-                },
-            ),
-            ("supcon", {"lr": 0.03, "epochs": 100, "temperature": 0.07, "embedding_dim": 128, "blur_prob": (0.0,)}),
-            ("byol", {"lr": 0.3, "optimiser": "lars", "weight_decay": 1e-6, "key_momentum": 0.99, "warmup_epochs": 10}),
-            ("intl", {"lr": 0.5, "weight_decay": 1e-5, "embedding_dim": 8192, "warmup_epochs": 2, "final_lr": 1e-3}),
-        ],
-    )
-    def test_they_are_the_defaults_and_flags_win(self, method: str, settings: dict[str, object]) -> None:
-        config = load(["--method", method])
+    @pytest.mark.parametrize("method", SETTINGS)
+    def test_they_are_the_defaults_and_flags_win(self, method: str, tmp_path: Path) -> None:
+        config, settings = load(["--method", method]), SETTINGS[method]
         assert {key: getattr(config, key) for key in settings} == settings
         assert load(["--method", method, "--lr", "0.7", "--optimiser", "sgd"]).lr == 0.7
+        (tmp_path / "mine.yaml").write_text(f"method: {method}\noptimiser: sgd\nweight_decay: 5e-4\n")
+        config = load(["--config", str(tmp_path / "mine.yaml")])
+        assert (config.optimiser, config.weight_decay, config.lr) == ("sgd", 5e-4, settings["lr"])
 
     def test_recipes_pin_paper_loss(self) -> None:
         def loss(*words: str) -> tuple[float, float, float]:
@@ -121,12 +113,7 @@ class TestAuthorsSettings:
             assert loss("--config", str(CONFIGS / f"{data}_moco.yaml")) == (8, 10, 0.5)
             assert loss("--config", str(CONFIGS / f"{data}_simsiam.yaml")) == (8, 3, 0.5)
 
-    def test_a_file_wins_over_them(self, tmp_path: Path) -> None:
-        (tmp_path / "mine.yaml").write_text("method: byol\noptimiser: sgd\nweight_decay: 5e-4\n")
-        config = load(["--config", str(tmp_path / "mine.yaml")])
-        assert (config.optimiser, config.weight_decay, config.key_momentum) == ("sgd", 5e-4, 0.99)
-
-    def test_a_short_run_learns_its_mmnn_at_once(self) -> None:
+    def test_short_runs_warm_up_less(self) -> None:
         def start(*words: str) -> tuple[int, int]:
             config = load(words)
             return config.mmnn_wait_epochs, config.mmnn_warmup_epochs
@@ -138,25 +125,16 @@ class TestAuthorsSettings:
             with pytest.raises(UserError, match=r"leave nothing of [25] epochs; lower them, raise epochs, or use"):
                 resolve(values)
             assert resolve(values | {"mmnn": "constants"}) and resolve(values | {"consistency": "none"})
-
-    def test_a_short_run_has_a_short_warm_up(self) -> None:
         assert [load(["--method", "byol", "--epochs", str(n)]).warmup_epochs for n in (300, 50, 5)] == [10, 5, 0]
         assert load(["--method", "byol", "--epochs", "50", "--warmup-epochs", "8"]).warmup_epochs == 8
 
 
-def test_supcon_needs_every_label(photo_folder: Path, tmp_path: Path) -> None:
-    flat = tmp_path / "flat"
-    flat.mkdir()
-    for number, path in enumerate(sorted(photo_folder.glob("*/*.jpg"))[:12]):
-        (flat / f"{number}.jpg").write_bytes(path.read_bytes())
-    with pytest.raises(UserError, match="--method supcon learns from the label of every image, 12 of 12 have none"):
-        open_data(Config(data=flat, method="supcon", loader="torch", consistency="none"))
-
-
-def test_supcon_sees_labels(photo_folder: Path) -> None:
+def test_supcon_sees_every_label(photo_folder: Path, photo_copy: Path) -> None:
     config = config_for(photo_folder, method="supcon", consistency="none")
     data = open_data(config)
-    loader = training_loader(config, data, WORLD, torch.float64)
-    batch = next(iter(loader.epoch(0)))
-    loader.close()
+    with closing(training_loader(config, data, WORLD, torch.float64)) as loader:
+        batch = next(iter(loader.epoch(0)))
     assert batch.label.tolist() == data.train.labels[batch.index.numpy()].tolist()
+    flat = photo_copy / "rocket"
+    with pytest.raises(UserError, match="--method supcon learns from the label of every image, 6 of 6 have none"):
+        open_data(Config(data=flat, method="supcon", loader="torch", consistency="none"))

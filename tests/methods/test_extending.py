@@ -1,4 +1,4 @@
-"""A method and a pool that a user's program adds, as whole runs."""
+"""Test a method and a pool that a user's program adds, as whole runs."""
 
 import shutil
 from pathlib import Path
@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from helpers import runs
+from helpers.runs import Capture
 from torch import Tensor, nn
 
 from cocor import checkpoint
@@ -52,17 +53,12 @@ def added(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def flags(**options: Any) -> list[str]:
-    """Two epochs of two steps on the CPU."""
-    usual = {"backbone": "test_resnet", "image_size": 32, "batch_size": 12, "epochs": 2, "mmnn_wait_epochs": 0}
-    usual |= {"mmnn_warmup_epochs": 0, "label_fraction": 0.3, "key_bn_splits": 2, "knn_every": 0, "log_every": 1}
-    usual |= {"gpus": 0, "workers": 1, "loader": "torch", "hypergradient": "taylor"}
-    return [f"--{key.replace('_', '-')}={value}" for key, value in (usual | options).items()]
+    """Two epochs of two steps."""
+    return runs.flags(**{"batch_size": 12, "knn_every": 0, "loader": "torch", "hypergradient": "taylor"} | options)
 
 
 @pytest.mark.parametrize("options", [{"method": "align"}, {"pool": "turns"}], ids=str)
-def test_a_run_profiles_checkpoints_and_resumes(
-    options: dict[str, str], photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_profiles_and_resumes(options: dict, photo_folder: Path, tmp_path: Path, capsys: Capture) -> None:
     options |= {"data": str(photo_folder)}
     assert main(flags(output=tmp_path / "profiled", profile=True, **options)) == 0
     assert f"{6 if 'method' in options else 4}.00" in capsys.readouterr().out
@@ -71,8 +67,8 @@ def test_a_run_profiles_checkpoints_and_resumes(
     shutil.copytree(whole, broken)
     (broken / "checkpoints" / "step_0000004.pt").unlink()
     assert main([*flags(output=broken, **options), "--resume"]) == 0
-    states = [checkpoint.load(run / "checkpoints" / "step_0000004.pt")["training"]["method"] for run in (whole, broken)]
-    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+    states = [checkpoint.load(run / "checkpoints" / "step_0000004.pt")["training"] for run in (whole, broken)]
+    runs.assert_same_bits(*states)
     assert load(["--config", str(whole / "config.yaml")]).to_dict().items() >= options.items()
 
 
@@ -96,7 +92,7 @@ def test_declarations_are_read_from_the_source(method: str) -> None:
     assert {*read.defaults, *read.options} <= Config.__dataclass_fields__.keys()
 
 
-def test_help_shows_a_method(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_a_method(capsys: Capture) -> None:
     with pytest.raises(SystemExit):
         load(["--help"])
     text = " ".join(capsys.readouterr().out.split())

@@ -1,3 +1,5 @@
+"""Test what holds of every method, and the losses and state of MoCo and SimSiam."""
+
 import copy
 import threading
 from collections.abc import Callable
@@ -7,31 +9,29 @@ from typing import Any
 import pytest
 import timm.layers
 import torch
-from helpers.tiny_methods import LABELS, backbone, byol, images, intl, supcon
+from helpers.steps import LABELS, TINY, backbone, images, tiny
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from cocor.methods import shuffle
-from cocor.methods.base import Method, Ranks, batch_statistics_only, feature_size, feature_std
+from cocor.methods.base import Method, Ranks, batch_statistics_only, feature_std
 from cocor.methods.moco import MoCo
-from cocor.methods.simsiam import SimSiam
 
 
-def moco(**options) -> MoCo:
-    return MoCo(backbone(), **{"embedding_dim": 8, "queue_size": 24, "key_bn_splits": 1, **options})
+@pytest.fixture(params=TINY)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
-def simsiam() -> SimSiam:
-    return SimSiam(backbone(), projector_dim=16, predictor_dim=8)
+@pytest.fixture
+def method(name: str) -> Method:
+    return tiny(name)
 
 
-METHODS = pytest.mark.parametrize(
-    "make",
-    [moco, lambda: moco(key_bn_splits=2), simsiam, supcon, byol, intl],
-    ids=["moco", "split", "simsiam", "supcon", "byol", "intl"],
-)
+def moco(**options: Any) -> MoCo:
+    return tiny("moco", **options)
 
 
 def buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -42,26 +42,25 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@METHODS
-def test_only_the_contrastive_forward_moves_state(make: Callable[[], Method]) -> None:
-    method = make()
+def test_only_the_contrastive_forward_moves_state(method: Method) -> None:
     before = buffers(method)
     method.embed_original(images(6))
     method.embed_composite(images(6)).sum().backward()
     assert same(before, buffers(method))
     views = images(2, 6)
-    method.contrastive(views, LABELS)
-    moved = buffers(method)
+    loss = method.contrastive(views, LABELS)
+    moved, metrics = buffers(method), dict(method.metrics)
     running = [name for name in before if "running" in name and name.startswith("backbone")]
     assert not any(torch.equal(before[name], moved[name]) for name in running)
-    metrics = dict(method.metrics)
-    method.reevaluate(views, LABELS)
+    again = method.reevaluate(views, LABELS)
     assert same(moved, buffers(method)) and method.metrics == metrics
+    assert not again.requires_grad and torch.allclose(loss, again, atol=1e-6)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert method.contrastive(views, LABELS).dtype == method.embed_composite(images(6)).dtype == torch.float32
+    assert all(value.dtype == torch.float32 and not value.requires_grad for value in method.metrics.values())
 
 
-@METHODS
-def test_embeddings_use_their_own_batch_statistics(make: Callable[[], Method]) -> None:
-    method = make()
+def test_embeddings_use_their_own_batch_statistics(method: Method) -> None:
     first = method.embed_original(images(6))
     with torch.no_grad():
         for name, buffer in method.named_buffers():
@@ -73,18 +72,7 @@ def test_embeddings_use_their_own_batch_statistics(make: Callable[[], Method]) -
     assert not torch.allclose(first, method.embed_original(other)[:6], atol=1e-3)
 
 
-@METHODS
-def test_reevaluation_is_the_same_loss(make: Callable[[], Method]) -> None:
-    method = make()
-    views = images(2, 6)
-    loss = method.contrastive(views, LABELS)
-    again = method.reevaluate(views, LABELS)
-    assert not again.requires_grad and torch.allclose(loss, again, atol=1e-6)
-
-
-@METHODS
-def test_gradients_reach_trainable_parameters(make: Callable[[], Method]) -> None:
-    method = make()
+def test_gradients_reach_trainable_parameters(method: Method) -> None:
     method.contrastive(images(2, 6), LABELS).backward()
     groups = method.parameter_groups(1e-4)
     trainable = {id(p) for group in groups for p in group["params"]}
@@ -94,9 +82,7 @@ def test_gradients_reach_trainable_parameters(make: Callable[[], Method]) -> Non
         assert (parameter.grad is not None and bool(parameter.grad.any())) == (id(parameter) in trainable), name
 
 
-@METHODS
-def test_only_composites_carry_gradients(make: Callable[[], Method]) -> None:
-    method = make()
+def test_only_composites_carry_gradients(method: Method) -> None:
     assert not method.embed_original(images(6)).requires_grad
     composites = method.embed_composite(images(6))
     assert torch.allclose(composites.norm(dim=1), torch.ones(6), atol=1e-6)
@@ -105,8 +91,7 @@ def test_only_composites_carry_gradients(make: Callable[[], Method]) -> None:
     assert reached == {name for name, _ in method.named_children() if not name.startswith(("key", "target"))}
 
 
-@METHODS
-def test_training_goes_on_from_a_state_dict(make: Callable[[], Method]) -> None:
+def test_training_goes_on_from_a_state_dict(name: str) -> None:
     def steps(method: Method, first: int, count: int) -> list[float]:
         losses = []
         for step in range(first, first + count):
@@ -121,9 +106,8 @@ def test_training_goes_on_from_a_state_dict(make: Callable[[], Method]) -> None:
             losses.append(loss.item())
         return losses
 
-    method = make()
+    method, resumed = tiny(name), tiny(name)
     steps(method, 0, 2)
-    resumed = make()
     resumed.load_state_dict(copy.deepcopy(method.state_dict()))
     assert steps(method, 2, 2) == steps(resumed, 2, 2)
     assert same(method.state_dict(), resumed.state_dict())
@@ -142,12 +126,11 @@ class _Step(nn.Module):
         return loss
 
 
-@METHODS
 @torch.no_grad()
-def test_a_recorded_step_plays_back(make: Callable[[], Method]) -> None:
+def test_a_recorded_step_plays_back(name: str) -> None:
     """Nothing that changes from step to step (momentum, order of keys, place in the queue) may be a number of Python's,
     which a CUDA graph would keep as it was. Here the operations on tensors are recorded, which shows it on the CPU."""
-    written, recorded = _Step(make()), _Step(make())
+    written, recorded = _Step(tiny(name)), _Step(tiny(name))
     state = dict(recorded.state_dict(keep_vars=True))
     saved = {name: value.clone() for name, value in state.items()}
     play = make_fx(lambda state, *batch: functional_call(recorded, state, batch))(state, images(2, 6), LABELS)
@@ -162,14 +145,14 @@ def test_a_recorded_step_plays_back(make: Callable[[], Method]) -> None:
         assert same(dict(recorded.state_dict()), dict(written.state_dict())), step
 
 
-@METHODS
-def test_results_are_float32_under_autocast(make: Callable[[], Method]) -> None:
-    method = make()
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = method.contrastive(images(2, 6), LABELS)
-        assert loss.dtype == torch.float32
-        assert method.embed_composite(images(6)).dtype == torch.float32
-    assert all(value.dtype == torch.float32 and not value.requires_grad for value in method.metrics.values())
+def assert_same_loss(loss: Tensor, expected: Tensor, method: Method, reference: Method) -> None:
+    """And gradients."""
+    assert torch.allclose(loss, expected, atol=1e-6)
+    loss.backward()
+    expected.backward()
+    for (name, a), b in zip(method.named_parameters(), reference.parameters(), strict=True):
+        if a.requires_grad:
+            assert torch.allclose(a.grad, b.grad, rtol=1e-3, atol=1e-4 * float(b.grad.abs().max())), name
 
 
 def test_moco_loss() -> None:
@@ -184,34 +167,26 @@ def test_moco_loss() -> None:
         logits = torch.cat([(q[i] @ k[i])[None], reference.queue @ q[i]]) / 0.2
         rows.append(-torch.log(torch.exp(logits[0]) / torch.exp(logits).sum()))
         assert len(logits) == 1 + 24
-    expected = torch.stack(rows).mean()
-    assert torch.allclose(loss, expected, atol=1e-6)
-    loss.backward()
-    expected.backward()
-    for (name, a), b in zip(method.named_parameters(), reference.parameters(), strict=True):
-        if a.requires_grad:
-            assert torch.allclose(a.grad, b.grad, rtol=1e-3, atol=1e-4 * float(b.grad.abs().max())), name
-
-
-def test_moco_queue_starts_alike_on_all_ranks() -> None:
-    torch.manual_seed(1)
-    first = MoCo(backbone(), embedding_dim=8, queue_size=24)
-    torch.manual_seed(2)
-    second = MoCo(backbone(), embedding_dim=8, queue_size=24)
-    assert torch.allclose(first.queue.norm(dim=1), torch.ones(24), atol=1e-6)
-    assert torch.equal(first.queue, second.queue)
+    assert_same_loss(loss, torch.stack(rows).mean(), method, reference)
+    method = moco(queue_size=2000)
+    method.contrastive(torch.stack([images(6), images(6)]))  # key and query of the same image and equal weights
+    assert method.metrics["top1"] == 1.0 and 0.0 < method.metrics["feature_std"] < 1.1
 
 
 def test_moco_queue_wraps_around() -> None:
     method = moco(queue_size=10)
+    torch.manual_seed(1)  # which the queue's start, the same on all ranks, does not depend on
+    assert torch.allclose(method.queue.norm(dim=1), torch.ones(10), atol=1e-6)
+    assert torch.equal(method.queue, MoCo(backbone(), embedding_dim=8, queue_size=10).queue)
     expected = method.queue.clone()
     at = 0
     for step in range(4):
         views = images(2, 4, seed=step)
         with torch.no_grad(), batch_statistics_only(method):
             keys = F.normalize(method.key_head(method.key_backbone(views[1])), dim=1)
-        before = method.queue.clone()
-        storage = method.queue.data_ptr()
+        before, storage = method.queue.clone(), method.queue.data_ptr()
+        with pytest.raises(RuntimeError):
+            method.after_step()  # needs a contrastive call of its own
         method.contrastive(views).backward()
         assert torch.equal(method.queue, before)  # nothing happens before the backward pass is over
         method.after_step()
@@ -219,8 +194,7 @@ def test_moco_queue_wraps_around() -> None:
         for key in keys:
             expected[at % 10] = key
             at += 1
-        assert torch.allclose(method.queue, expected, atol=1e-6)
-        assert method.pointer.item() == at % 10
+        assert torch.allclose(method.queue, expected, atol=1e-6) and method.pointer.item() == at % 10
 
 
 def test_moco_key_encoder_is_a_moving_average() -> None:
@@ -237,16 +211,6 @@ def test_moco_key_encoder_is_a_moving_average() -> None:
     for old, query, new in zip(before, queries, after, strict=True):
         assert torch.allclose(new, 0.9 * old + 0.1 * query, atol=1e-6)
     assert same(statistics, buffers(method.key_backbone))
-
-
-def test_moco_steps_once_a_contrastive_call() -> None:
-    method = moco()
-    with pytest.raises(RuntimeError):
-        method.after_step()
-    method.contrastive(images(2, 6))
-    method.after_step()
-    with pytest.raises(RuntimeError):
-        method.after_step()
 
 
 @pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet"])  # BatchNorm with and without activation inside
@@ -267,14 +231,13 @@ def test_moco_keys_share_statistics_in_groups(name: str) -> None:
 
 
 def test_moco_permutation_depends_on_the_step() -> None:
-    orders = [shuffle.permutation(torch.tensor(step), 64) for step in range(50)]
+    orders = torch.stack([shuffle.permutation(torch.tensor(step), 64) for step in range(50)])
     torch.manual_seed(3)
     for step, order in enumerate(orders):
         assert torch.equal(order.sort().values, torch.arange(64))
         assert torch.equal(order, shuffle.permutation(torch.tensor(step), 64))
-    positions = torch.stack(orders)
-    assert len(positions.unique(dim=0)) == 50
-    assert (positions.float().mean(0) - 31.5).abs().max() < 12  # a mean of 50 has a standard deviation of 2.6
+    assert len(orders.unique(dim=0)) == 50
+    assert (orders.float().mean(0) - 31.5).abs().max() < 12  # a mean of 50 has a standard deviation of 2.6
 
 
 @pytest.mark.parametrize(("count", "groups"), [(64, 8), (32, 4), (24, 4), (12, 3), (8, 1)])
@@ -304,33 +267,26 @@ class Threads:
     """Ranks that are threads of one process."""
 
     def __init__(self, world: int) -> None:
-        self.parts: list[Tensor | None] = [None] * world
+        self.world, self.parts = world, [torch.empty(0)] * world
         self.barrier = threading.Barrier(world, timeout=300)
-
-    def of(self, rank: int) -> Ranks:
-        return Ranks(rank, len(self.parts), self.gather(rank), self.exchange(rank))
 
     def run(self, work: Callable[[Ranks], Any]) -> list[Any]:
         """What ``work`` returns on each rank."""
-        with ThreadPoolExecutor(len(self.parts)) as pool:
-            return list(pool.map(lambda rank: work(self.of(rank)), range(len(self.parts))))
+        with ThreadPoolExecutor(self.world) as pool:
+            return list(pool.map(lambda rank: work(self.of(rank)), range(self.world)))
 
-    def gather(self, rank: int) -> Callable[[Tensor], Tensor]:
+    def of(self, rank: int) -> Ranks:
         def gather(tensor: Tensor) -> Tensor:
             self.parts[rank] = tensor
             self.barrier.wait()
-            result = torch.cat([part for part in self.parts if part is not None])
+            result = torch.cat(self.parts)
             self.barrier.wait()
             return result
 
-        return gather
-
-    def exchange(self, rank: int) -> Callable[[Tensor], Tensor]:
         def exchange(tensor: Tensor) -> Tensor:
-            world = len(self.parts)
-            return self.gather(rank)(tensor).unflatten(0, (world, world, -1))[:, rank].flatten(0, 1)
+            return gather(tensor).unflatten(0, (self.world, self.world, -1))[:, rank].flatten(0, 1)
 
-        return exchange
+        return Ranks(rank, self.world, gather, exchange)
 
 
 def test_moco_keys_and_queue_on_two_ranks() -> None:
@@ -352,54 +308,34 @@ def test_moco_keys_and_queue_on_two_ranks() -> None:
         assert method.pointer == single.pointer == 16
 
 
-def test_moco_metrics() -> None:
-    method = moco(queue_size=2000)
-    method.contrastive(torch.stack([images(6), images(6)]))  # key and query of the same image and equal weights
-    assert method.metrics["top1"] == 1.0
-    assert 0.0 < method.metrics["feature_std"] < 1.1
-
-
 def test_simsiam_loss() -> None:
-    method = simsiam()
+    method = tiny("simsiam")
     views = images(2, 6)
     reference = copy.deepcopy(method)
     loss = method.contrastive(views)
     z1, z2 = (reference.projector(reference.backbone(view)) for view in views)
     p1, p2 = reference.predictor(z1), reference.predictor(z2)
     expected = -(F.cosine_similarity(p1, z2.detach()).mean() + F.cosine_similarity(p2, z1.detach()).mean()) / 2
-    assert torch.allclose(loss, expected, atol=1e-6)
-    loss.backward()
-    expected.backward()
-    for (name, a), b in zip(method.named_parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(a.grad, b.grad, rtol=1e-3, atol=1e-4 * float(b.grad.abs().max())), name
-
-
-def test_simsiam_layers_and_groups() -> None:
-    method = SimSiam(backbone())
-    linear = [tuple(m.weight.shape) for m in method.modules() if isinstance(m, nn.Linear)]
-    assert linear == [(2048, feature_size(method.backbone)), (2048, 2048), (2048, 2048), (512, 2048), (2048, 512)]
-    assert not method.projector[-1].affine
-    assert [bool(m.bias is not None) for m in method.predictor if isinstance(m, nn.Linear)] == [False, True]
-    assert not any(group["fixed_lr"] for group in method.parameter_groups(1e-4))
-    method = SimSiam(backbone(), fix_predictor_lr=True)
-    encoder, predictor = method.parameter_groups(1e-4)
-    assert not encoder["fixed_lr"] and predictor["fixed_lr"]
-    assert {id(p) for p in predictor["params"]} == {id(p) for p in method.predictor.parameters()}
-
-
-def test_simsiam_predicts_from_composites() -> None:
-    method = simsiam()
-    x = images(6)
+    assert_same_loss(loss, expected, method, reference)
+    x = images(6)  # composites are embedded by the predictor as well
     with batch_statistics_only(method):
         z = method.projector(method.backbone(x))
         assert torch.allclose(method.embed_original(x), F.normalize(z, dim=1), atol=1e-6)
         assert torch.allclose(method.embed_composite(x), F.normalize(method.predictor(z), dim=1), atol=1e-6)
 
 
+def test_simsiam_layers_and_groups() -> None:
+    assert not tiny("simsiam").projector[-1].affine
+    assert not any(group["fixed_lr"] for group in tiny("simsiam").parameter_groups(1e-4))
+    method = tiny("simsiam", fix_predictor_lr=True)
+    encoder, predictor = method.parameter_groups(1e-4)
+    assert not encoder["fixed_lr"] and predictor["fixed_lr"]
+    assert {id(p) for p in predictor["params"]} == {id(p) for p in method.predictor.parameters()}
+
+
 def test_feature_std() -> None:
-    torch.manual_seed(0)
-    assert feature_std(torch.randn(4096, 64)).item() == pytest.approx(1.0, abs=0.02)
-    assert feature_std(torch.ones(16, 64)).item() == 0.0
+    features = torch.randn(4096, 64, generator=torch.Generator().manual_seed(0))
+    assert feature_std(features).item() == pytest.approx(1.0, abs=0.02) and feature_std(torch.ones(16, 64)) == 0.0
 
 
 def test_batch_statistics_only_restores() -> None:
@@ -409,10 +345,7 @@ def test_batch_statistics_only_restores() -> None:
         assert not any(norm.track_running_stats for norm in module)
         raise ZeroDivisionError
     assert [norm.track_running_stats for norm in module] == [True, True, False]
-
-
-def test_batch_statistics_only_in_evaluation() -> None:
-    """cocor-eval embeds originals and composites in evaluation mode."""
+    # cocor-eval embeds originals and composites in evaluation mode.
     module = nn.Sequential(nn.BatchNorm2d(4), timm.layers.BatchNormAct2d(4), nn.SyncBatchNorm(4))
     torch.manual_seed(0)
     x = torch.randn(6, 4, 5, 5) * 3 + 1

@@ -1,11 +1,11 @@
-"""The losses of SupCon, BYOL and INTL against slow literal formulas, in float64."""
+"""Test the losses of SupCon, BYOL and INTL against slow literal formulas, in float64."""
 
 import math
+from typing import Any
 
 import pytest
-import timm
 import torch
-from helpers.tiny_methods import LABELS, backbone, byol, images, intl, supcon
+from helpers.steps import LABELS, backbone, images, tiny
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -13,6 +13,7 @@ from cocor.config.resolve import load
 from cocor.methods.base import Ranks, batch_statistics_only
 from cocor.methods.byol import target_momentum
 from cocor.methods.intl import INTL, iterative_normalisation_loss, trace_loss, whitened
+from cocor.methods.simsiam import SimSiam
 from cocor.methods.supcon import SupCon, supervised_contrastive
 from loaders.errors import UserError
 
@@ -51,32 +52,20 @@ class TestSupCon:
         else:
             assert_same_with_gradient(loss, expected, leaf)
 
-    def test_a_lonely_label_has_its_other_view(self) -> None:
-        method = supcon()
-        views = images(2, 6)
-        lonely = torch.arange(6)
-        loss = method.contrastive(views, lonely)
-        loss.backward()
-        assert loss.isfinite() and all(p.grad is not None and p.grad.isfinite().all() for p in method.parameters())
-        assert not torch.allclose(loss, method.contrastive(views, LABELS))
-
     def test_labels_belong_to_both_views(self) -> None:
-        method = supcon()
-        views = images(2, 6)
+        method, views = tiny("supcon"), images(2, 6)
         z = torch.cat([F.normalize(method.head(method.backbone(view)), dim=1) for view in views])
-        expected = self.literal(z.double(), [*LABELS.tolist(), *LABELS.tolist()], 0.07)
-        assert torch.allclose(method.contrastive(views, LABELS), expected.float(), atol=1e-5)
-
-    def test_it_has_its_authors_head(self) -> None:
-        method = SupCon(backbone())
-        width = method.head[0].in_features
-        linear = [tuple(m.weight.shape) for m in method.head if isinstance(m, nn.Linear)]
-        assert linear == [(width, width), (128, width)]
+        for labels in (LABELS, torch.arange(6)):  # a lonely label has its other view
+            expected = self.literal(z.double(), [*labels.tolist(), *labels.tolist()], 0.07)
+            loss = method.contrastive(views, labels)
+            assert torch.allclose(loss, expected.float(), atol=1e-5)
+            loss.backward()
+            assert all(p.grad is not None and p.grad.isfinite().all() for p in method.parameters())
 
 
 class TestByol:
     def test_the_loss_is_its_papers(self) -> None:
-        method = byol().double()
+        method = tiny("byol").double()
         with torch.no_grad():  # as after some training: the target is elsewhere
             for parameter in [*method.target_backbone.parameters(), *method.target_projector.parameters()]:
                 parameter.mul_(1.1)
@@ -103,7 +92,7 @@ class TestByol:
         assert target_momentum(torch.tensor(300), 200, 0.97) == 1.0
 
     def test_the_target_moves_by_the_schedule(self) -> None:
-        method = byol()
+        method = tiny("byol")
         with torch.no_grad():
             for parameter in [*method.backbone.parameters(), *method.projector.parameters()]:
                 parameter.add_(1.0)
@@ -154,9 +143,11 @@ class TestIntl:
         loss = iterative_normalisation_loss(same, same, 4, 0.05)
         loss.backward()
         assert loss.isfinite() and same.grad is not None and same.grad.isfinite().all()
+        with pytest.raises(UserError, match=r"embedding_dim: INTL whitens the 256 images.*not 128; raise"):
+            load(["--method", "intl", "--embedding-dim", "128"])
 
     def test_whitening_is_float32_under_autocast(self) -> None:
-        method = intl()
+        method = tiny("intl")
         seen: list[torch.dtype] = []
         gather = lambda tensor: (seen.append(tensor.dtype), torch.cat([tensor, tensor]))[1]  # noqa: E731
         method.ranks = Ranks(0, 2, gather)
@@ -165,20 +156,24 @@ class TestIntl:
         assert seen == [torch.float32] * 2 and loss.dtype == torch.float32
 
     def test_trace_weight_follows_the_batch(self) -> None:
-        views = images(2, 6)
-        weight = 0.01 * (math.log2(6) - 3)
-        losses = []
-        for choice in (None, weight):
+        views, losses = images(2, 6), []
+        for choice in (None, 0.01 * (math.log2(6) - 3)):
             torch.manual_seed(0)
             losses.append(INTL(backbone(), embedding_dim=16, projector_dim=24, trace_weight=choice).contrastive(views))
         assert losses[0] == losses[1]
 
-    def test_more_images_than_dimensions_are_refused(self) -> None:
-        with pytest.raises(UserError, match=r"embedding_dim: INTL whitens the 256 images.*not 128; raise"):
-            load(["--method", "intl", "--embedding-dim", "128"])
 
-    def test_it_has_its_authors_layers(self) -> None:
-        method = INTL(timm.create_model("test_resnet", num_classes=0))
-        shapes = [tuple(m.weight.shape) for m in method.projector if isinstance(m, nn.Linear)]
-        assert [shape[0] for shape in shapes] == [8192] * 3
-        assert [m.bias is not None for m in method.projector if isinstance(m, nn.Linear)] == [False, False, True]
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [
+        (SupCon, {"head": [(96, True), (128, True)]}),
+        (INTL, {"projector": [(8192, False), (8192, False), (8192, True)]}),
+        (SimSiam, {"projector": [(2048, False)] * 3, "predictor": [(512, False), (2048, True)]}),
+    ],
+)
+def test_heads_are_their_authors(kind: Any, layers: dict[str, list[tuple[int, bool]]]) -> None:
+    """Widths and biases of linear layers."""
+    method = kind(backbone())
+    for name, expected in layers.items():
+        linear = [m for m in getattr(method, name) if isinstance(m, nn.Linear)]
+        assert [(len(m.weight), m.bias is not None) for m in linear] == expected

@@ -1,15 +1,12 @@
-"""A step is the same on 1, 2 and 4 ranks, of every method with CoCor and its MMNN: it sees the same 8 images."""
+"""Test that every method makes the same steps on 1, 2 and 4 ranks, which see the same 8 images."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import timm
 import torch
-from helpers.launchers import LAUNCHERS, TESTS
+from helpers.runs import run
 from torch import Tensor, nn
 
 from cocor.config.resolve import load
@@ -23,11 +20,8 @@ Results = dict[str, dict[str, dict[str, Tensor]]]  # by precision, method, name
 @pytest.fixture(scope="module")
 def results(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Results]:
     """What two steps did, by the number of ranks and the method."""
-    environment = {key: value for key, value in os.environ.items() if key not in LAUNCHERS}
-    environment |= {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]), "OMP_NUM_THREADS": "1"}
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "helpers.method_programs", str(folder), str(photo_folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    done = run(str(folder), str(photo_folder), program=["-m", "helpers.method_programs"])
     assert done.returncode == 0, done.stderr
     return {ranks: torch.load(folder / f"{ranks}.pt", weights_only=True) for ranks in (1, 2, 4)}
 
@@ -90,6 +84,10 @@ def test_batch_norm_over_one_rank_is_batch_norm() -> None:
     images = torch.randn(4, 3, 32, 32, dtype=torch.float64)
     for training in (True, False):
         assert torch.equal(plain.train(training)(images), other.train(training)(images))
+    norm = timm.layers.BatchNormAct2d(3)
+    converted = synchronise_batch_norm(nn.Sequential(norm), torch.device("cpu"))
+    images = torch.randn(4, 3, 5, 5)
+    assert torch.equal(converted(images), norm(images)) and converted(images).min() == 0  # timm's activation within
 
 
 @pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet"])
@@ -101,13 +99,6 @@ def test_gpus_use_sync_batch_norm(name: str) -> None:
     norms = [module for module in converted.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     assert norms and all(isinstance(norm, nn.SyncBatchNorm) for norm in norms)
     assert list(converted.state_dict()) == names and torch.equal(converted(images), expected)
-
-
-def test_timms_norms_keep_their_activation() -> None:
-    norm = timm.layers.BatchNormAct2d(3)
-    converted = synchronise_batch_norm(nn.Sequential(norm), torch.device("cpu"))
-    images = torch.randn(4, 3, 5, 5)
-    assert torch.equal(converted(images), norm(images)) and converted(images).min() == 0
 
 
 def test_sync_bn_follows_the_method() -> None:

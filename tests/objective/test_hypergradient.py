@@ -1,4 +1,4 @@
-"""The hyper-gradient against autograd through the encoder's unrolled step, in float64."""
+"""Test the hyper-gradient against autograd through the encoder's unrolled step, in float64."""
 
 import copy
 from collections.abc import Callable
@@ -6,7 +6,8 @@ from collections.abc import Callable
 import pytest
 import timm
 import torch
-from torch import Tensor, nn
+from helpers.steps import backbone, tiny
+from torch import Tensor
 from torch.nn import functional as F
 
 from cocor.methods.base import Method, batch_statistics_only
@@ -19,17 +20,17 @@ from cocor.objective.mmnn import MMNN
 LENGTHS, BATCH, LR, MOMENTUM, DECAY = 3, 6, 0.05, 0.9, 1e-2
 
 
-def backbone() -> nn.Module:
-    torch.manual_seed(0)
-    return timm.create_model("test_resnet", num_classes=0, zero_init_last=False)
-
-
 def moco() -> Method:
-    return MoCo(backbone(), embedding_dim=8, queue_size=24, key_bn_splits=2).double()
+    return tiny("split").double()
 
 
 def simsiam() -> Method:
-    return SimSiam(backbone(), projector_dim=16, predictor_dim=8).double()
+    return tiny("simsiam").double()
+
+
+def vit() -> Method:
+    network = timm.create_model("test_vit", num_classes=0, img_size=32)
+    return SimSiam(network, projector_dim=16, predictor_dim=8).double()
 
 
 def literal_softplus(similarity: Tensor, target: Tensor, beta: float = 2.0) -> Tensor:
@@ -144,11 +145,6 @@ def test_exact_is_autograd_for_smoothed_abs(make: Callable[[], Method]) -> None:
     problem.assert_mmnn_gradients(expected)
 
 
-def vit() -> Method:
-    network = timm.create_model("test_vit", num_classes=0, img_size=32)
-    return SimSiam(network, projector_dim=16, predictor_dim=8).double()
-
-
 @pytest.mark.parametrize("make", [simsiam, vit])  # fused attention has no forward-mode derivative
 def test_sample_inner_products_average_to_lengths(make: Callable[[], Method]) -> None:
     problem = Problem(make())
@@ -163,20 +159,15 @@ def test_sample_inner_products_average_to_lengths(make: Callable[[], Method]) ->
     assert all(torch.equal(state[name], value) for name, value in problem.method.state_dict().items())
 
 
-def test_exact_gradient_reaches_the_mmnn_only() -> None:
-    problem = Problem(moco())
-    target = problem.mmnn(problem.composition)
-    curvature, products = (torch.rand(LENGTHS, requires_grad=True) for _ in range(2))
-    exact(target, curvature, products, 0.1).backward()
-    assert curvature.grad is None and products.grad is None
-    assert all(p.grad is None for p in problem.method.parameters())
-
-
-def test_targets_rise_where_that_helps() -> None:
+def test_exact_moves_targets_where_that_helps() -> None:
     target = torch.zeros(2, 4, requires_grad=True)
-    exact(target, torch.full((2,), 0.2), torch.tensor([-1.0, 1.0]), 0.1).backward()
-    assert target.grad is not None
+    curvature, products = torch.full((2,), 0.2, requires_grad=True), torch.tensor([-1.0, 1.0], requires_grad=True)
+    exact(target, curvature, products, 0.1).backward()
+    assert target.grad is not None and curvature.grad is None and products.grad is None
     assert bool((target.grad[0] < 0).all()) and bool((target.grad[1] > 0).all())
+    similarity = [[torch.tensor([1.0, 2.0]), torch.tensor([[3.0]])], [torch.tensor([0.0, 1.0]), torch.tensor([[1.0]])]]
+    ce = [torch.tensor([1.0, -1.0]), torch.tensor([[2.0]])]
+    assert inner_products(similarity, ce, lambda x: x / 2).tolist() == [2.5, 0.5]  # averaged over ranks
 
 
 class OneParameter:
@@ -217,13 +208,8 @@ def test_taylor_for_a_one_parameter_encoder(seed: int) -> None:
     truth, before, after, curvature = problem.run()
     (gradient,) = torch.autograd.grad(taylor(problem.target, curvature, before, after, floor=1e-14), problem.target)
     assert torch.allclose(gradient, truth, rtol=0.02)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_the_printed_sign_is_the_opposite(seed: int) -> None:
-    problem = OneParameter(seed)
-    truth, before, after, _ = problem.run()
-    # Eq. 12 as printed: (CE' - CE) E_l[ e^k / (1 + e^k)^2 (sim' - sim) / (L' - L) d mean g ].
+    # Eq. 12 as printed, whose sign is the opposite:
+    # (CE' - CE) E_l[ e^k / (1 + e^k)^2 (sim' - sim) / (L' - L) d mean g ].
     k = before.similarity - problem.target.detach().mean(1)
     slope = k.exp() / (1 + k.exp()) ** 2
     ratio = (after.similarity - before.similarity) / (after.loss - before.loss)
@@ -236,24 +222,14 @@ def test_the_printed_sign_is_the_opposite(seed: int) -> None:
 def test_taylor_guards_a_small_denominator(fall: float, sign: float) -> None:
     target = torch.zeros(1, 1, requires_grad=True)
     zero = torch.zeros((), dtype=torch.float64)
-    before = Measured(zero, zero, torch.zeros(1))
-    after = Measured(zero + fall, zero + 1.0, torch.ones(1))
+    before, after = Measured(zero, zero, torch.zeros(1)), Measured(zero + fall, zero + 1.0, torch.ones(1))
     taylor(target, torch.full((1,), 0.25), before, after, floor=1e-4).backward()
     assert target.grad is not None and target.grad.item() == pytest.approx(sign * 0.25 / 1e-4)
-
-
-def test_taylor_of_single_samples() -> None:
-    target = torch.zeros(2, 3, requires_grad=True)
+    target = torch.zeros(2, 3, requires_grad=True)  # of single samples
     before = Measured(torch.tensor(1.0), torch.tensor(1.0), torch.zeros(2, 3))
     after = Measured(torch.tensor(0.5), torch.tensor(0.8), torch.arange(6.0).view(2, 3))
     taylor(target, torch.ones(2, 3), before, after).backward()
     assert target.grad is not None and torch.allclose(target.grad, -torch.arange(6.0).view(2, 3) * 0.4)
-
-
-def test_inner_products_of_ranks_are_averaged() -> None:
-    similarity = [[torch.tensor([1.0, 2.0]), torch.tensor([[3.0]])], [torch.tensor([0.0, 1.0]), torch.tensor([[1.0]])]]
-    ce = [torch.tensor([1.0, -1.0]), torch.tensor([[2.0]])]
-    assert inner_products(similarity, ce, lambda x: x / 2).tolist() == [2.5, 0.5]
 
 
 @pytest.mark.gpu

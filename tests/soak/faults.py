@@ -1,4 +1,4 @@
-"""Rounds that break training runs at random moments, resume them, and compare them with an undisturbed run.
+"""Break training runs at random moments, resume them, and compare them with an undisturbed run.
 
 A run that reaches its end must have seen every image once in every epoch and must have the weights of the undisturbed
 run, to the bit; then a new one begins.
@@ -16,6 +16,10 @@ from typing import Any
 
 from soak import runs
 from soak.runs import Lane, Start, wait_until
+
+from loaders.prep.convert import convert
+from loaders.prep.encode import Settings
+from loaders.prep.sources import open_source
 
 _EARLY = 0.15  # share of the rounds that kill a run early, mostly before its first step
 Fault = Callable[[Start, Lane, random.Random], None]
@@ -95,7 +99,9 @@ def make_lanes(place: Path, wanted: Sequence[str]) -> list[Lane]:
         "2 ranks with restarts": data | plain | {"cpu_ranks": 2, "max_restarts": 2},
     }  # fmt: skip
     if "ffcv" in wanted and importlib.util.find_spec("ffcv") is not None:
-        flags["ffcv"] = {"data": runs.stored(images), "loader": "ffcv", "recipe": "released"}
+        stored = place / "images.beton"
+        convert(open_source(images), stored, "beton", Settings(), workers=1)
+        flags["ffcv"] = {"data": stored, "loader": "ffcv", "recipe": "released"}
     return [Lane(name, flags[name], place / name, torchrun=name == "torchrun") for name in wanted if name in flags]
 
 
@@ -153,6 +159,5 @@ class Rounds:
             assert lane.reference is not None
             (seen, state), (expected, reference) = runs.outcome(lane.folder), lane.reference
             self.compared += 1
-            equal = len(state) == len(reference) and all(map(runs.same, state, reference))
-            self.differing += not equal or seen != expected
+            self.differing += not runs.same(state, reference) or seen != expected
             shutil.rmtree(lane.folder)

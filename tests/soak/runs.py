@@ -11,34 +11,27 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from helpers.runs import flags, flat
 from PIL import Image
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from cocor import checkpoint
 from cocor.distributed import signals
 from cocor.train import main
-from loaders.prep.convert import convert
-from loaders.prep.encode import Settings
-from loaders.prep.sources import open_source
 
 PATIENCE, MORE_PATIENCE = 60.0, 300.0  # seconds until a process counts as hanging; of the first, which may compile
 IMAGES, BATCH, EPOCHS = 64, 8, 4
-STEPS, STEPS_TO_STOP = IMAGES // BATCH * EPOCHS, IMAGES // BATCH + 2
-COMMON = {
-    "backbone": "test_resnet", "image_size": 32, "batch_size": BATCH, "labelled_batch_size": 4, "queue_size": 24,
-    "key_bn_splits": 2, "embedding_dim": 16, "projector_dim": 16, "predictor_dim": 8, "label_fraction": 0.25,
-    "mmnn_wait_epochs": 0, "mmnn_warmup_epochs": 0, "epochs": EPOCHS, "knn_every": 2, "knn_k": 5, "gpus": 0,
-    "workers": 1, "checkpoint_every_minutes": 0.3 / 60, "keep_checkpoints": 3, "log_samples": True,
-}  # fmt: skip
-Outcome = tuple[dict[int, list[int]], list[Any]]
+STEPS = IMAGES // BATCH * EPOCHS
+COMMON = {"embedding_dim": 16, "epochs": EPOCHS, "knn_every": 2, "checkpoint_every_minutes": 0.3 / 60,
+          "keep_checkpoints": 3, "log_samples": True}  # fmt: skip
+Outcome = tuple[dict[int, list[int]], dict[str, Any]]
 
 
 @dataclass
@@ -85,8 +78,7 @@ def start(lane: Lane, *more: str) -> Start:
     """Start ``lane`` in a session of its own, with the flags ``more``."""
     output = lane.folder.with_name(f"{lane.folder.name}.txt")
     output.touch()
-    values = COMMON | lane.flags | {"output": lane.folder}
-    flags = [*(f"--{key.replace('_', '-')}={value}" for key, value in values.items()), *more]
+    arguments = [*flags(**COMMON | lane.flags, output=lane.folder), *more]
     sys.stdout.flush()
     began = time.time()
     pid = os.fork()
@@ -103,8 +95,8 @@ def start(lane: Lane, *more: str) -> Start:
             os.dup2(handle, 2)
             if lane.torchrun:
                 launcher = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 3 -m cocor.train"
-                os.execv(sys.executable, [sys.executable, *launcher.split(), *flags])
-            code = main(flags)
+                os.execv(sys.executable, [sys.executable, *launcher.split(), *arguments])
+            code = main(arguments)
         finally:
             os._exit(code)
     return Start(pid, began, output)
@@ -119,11 +111,11 @@ def make_images(folder: Path) -> Path:
     return folder
 
 
-def stored(images: Path) -> Path:
-    """Convert the pictures to a file for FFCV."""
-    path = images.with_suffix(".beton")
-    convert(open_source(images), path, "beton", Settings(), workers=1)
-    return path
+def samples(folder: Path) -> list[dict[str, Any]]:
+    """Read the ``samples`` lines of metrics.jsonl that are whole."""
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [json.loads(line) for line in lines if '"samples"' in line and line.endswith("}")]
 
 
 def wait_until(condition: Callable[[], object], complaint: str, patience: float = PATIENCE) -> None:
@@ -133,32 +125,25 @@ def wait_until(condition: Callable[[], object], complaint: str, patience: float 
         time.sleep(0.01)
 
 
-def samples(folder: Path) -> list[dict[str, Any]]:
-    """Read the ``samples`` lines of metrics.jsonl that are whole."""
-    file = folder / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return [json.loads(line) for line in lines if '"samples"' in line and line.endswith("}")]
-
-
 def seconds_to_step(folder: Path, began: float) -> list[float]:
     """Seconds from a start to its first step, if it has made one."""
     return sorted(line["time_s"] - began for line in samples(folder) if line["time_s"] > began)[:1]
 
 
 def outcome(folder: Path) -> Outcome:
-    """What a finished run saw, by epoch, which must be every image once, and the leaves of its final state."""
+    """Return what a finished run saw, by epoch, which must be every image once, and its final state."""
     seen: dict[int, list[int]] = {}
     for line in samples(folder):
         seen.setdefault(line["epoch"], []).extend(line["index"])
-    assert [sorted(seen[epoch]) for epoch in range(EPOCHS)] == [list(range(IMAGES))] * EPOCHS, (
-        "lost or repeated samples"
-    )
-    state = checkpoint.load(folder / "checkpoints" / f"step_{STEPS:07d}.pt")
-    return seen, tree_leaves(state["training"])
+    assert [sorted(seen[epoch]) for epoch in range(EPOCHS)] == [list(range(IMAGES))] * EPOCHS, "lost or repeated"
+    return seen, flat(checkpoint.load(folder / "checkpoints" / f"step_{STEPS:07d}.pt")["training"])
 
 
-def same(a: Any, b: Any) -> bool:
-    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else type(a) is type(b) and a == b
+def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    def equal(a: Any, b: Any) -> bool:
+        return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else type(a) is type(b) and a == b
+
+    return left.keys() == right.keys() and all(equal(value, right[name]) for name, value in left.items())
 
 
 def living() -> Iterator[tuple[int, int, int, int, bytes]]:
@@ -192,36 +177,3 @@ def end(run: Start, lane: Lane) -> None:
     """Kill whatever is left of a start."""
     for process in processes_of(run, lane):
         send(process, signal.SIGKILL)
-
-
-def compare(lane: Lane) -> tuple[float, float]:
-    """Train ``lane`` twice unbroken and once resumed: distance of the two, and of the resumed one from the first. On a
-    GPU neither is 0, as sums are made in another order each time."""
-    lane.folder.mkdir()
-    one, two, broken = (replace(lane, folder=lane.folder / name) for name in ("one", "two", "resumed"))
-    with ExitStack() as stack:
-
-        def tracked(run: Lane, *more: str) -> Start:
-            process = start(run, *more)
-            stack.callback(end, process, run)
-            return process
-
-        *unbroken, process = [tracked(run) for run in (one, two, broken)]
-        wait_until(lambda: len(samples(broken.folder)) >= STEPS_TO_STOP, "no step is made", MORE_PATIENCE)
-        send(process.pid, signal.SIGTERM)
-        process.expect({75}, patience=MORE_PATIENCE)
-        assert process.code == 75
-        for process in (tracked(broken, "--resume"), *unbroken):
-            process.expect({0}, patience=MORE_PATIENCE)
-    first, second, third = (outcome(run.folder) for run in (one, two, broken))
-    assert third[0] == first[0]  # the same samples
-    return distance(first[1], second[1]), distance(first[1], third[1])
-
-
-def distance(left: list[Any], right: list[Any]) -> float:
-    """Norm of the difference of all floating-point tensors, relative to that of ``left``. The rest must be equal."""
-    pairs = list(zip(left, right, strict=True))
-    floats = [pair for pair in pairs if isinstance(pair[0], Tensor) and pair[0].is_floating_point()]
-    assert all(same(*pair) for pair in pairs if not any(pair[0] is one for one, _ in floats))
-    one, other = (torch.cat([pair[side].flatten().double() for pair in floats]) for side in (0, 1))
-    return float((one - other).norm() / one.norm())

@@ -1,12 +1,14 @@
-"""Compiled and recorded steps make the same step as the one that is written down."""
+"""Test that compiled and recorded steps are the written one."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from helpers.executions import CPU, GPU, batches, build, config_for
+from helpers.method_programs import in_dtype
+from helpers.steps import GPU, noise, noise_config, noise_step
+from helpers.steps import WORLD as CPU
 from torch import Tensor, nn
 
 from cocor.config.options import Config
@@ -16,26 +18,25 @@ from cocor.step.compile import LONG_RUN, choose, compile_backbones, executable, 
 from cocor.step.cudagraph import WARM_UP, GraphedStep
 from cocor.step.optim import Cosine
 from cocor.step.step import TrainingStep
-from loaders.batch import Batch
 from loaders.errors import UserError
 
 
 @pytest.fixture(autouse=True)
-def _exact_float32() -> Iterator[None]:
+def _exact_float32(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Without TF32, whose rounding would hide mistakes, and without algorithms that are chosen by their speed."""
-    saved = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
-    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = False, False
+    saved = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     yield
-    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = saved[0], saved[2]
-    torch.set_float32_matmul_precision(saved[1])
+    torch.set_float32_matmul_precision(saved)
 
 
 def train(config: Config, world: World, execution: str, steps: int) -> tuple[TrainingStep, list[dict[str, float]]]:
-    step = build(config, world)
+    step = noise_step(config, world)
     execute = executable(step, execution)
     rows = []
-    for number, pair in enumerate(batches(config, world.device, steps)):
+    for number, pair in enumerate(noise(config, steps, world.device)):
         rows.append({name: float(value) for name, value in execute(*pair, number).items()})
     return step, rows
 
@@ -56,21 +57,14 @@ def state_of(step: TrainingStep) -> list[Tensor]:
     return modules + [state["momentum_buffer"] for state in states if state.get("momentum_buffer") is not None]
 
 
-def perturb(tensors: list[Tensor], size: float = 1e-6) -> None:
-    """Change ``tensors`` by a few roundings."""
-    for tensor in tensors:
-        if tensor.is_floating_point():
-            tensor.mul_(1 + size * torch.randn_like(tensor))
-
-
 def assert_follows(config: Config, world: World, execution: str, steps: int) -> None:
     """Each of ``steps`` steps, from the state in which the written code is, in float64: left to themselves two runs on
     noise drift apart from the last bit on, and in float32 a single ReLU that turns by rounding moves a step's gradients
     by percents."""
-    step, written = (in_float64(build(config, world)) for _ in range(2))
+    step, written = (in_float64(noise_step(config, world)) for _ in range(2))
     execute = executable(step, execution)
-    for number, pair in enumerate(batches(config, world.device, steps)):
-        batch, labelled = map(in_double, pair)
+    for number, pair in enumerate(noise(config, steps, world.device)):
+        batch, labelled = (in_dtype(one, torch.float64) for one in pair)
         if number:
             for own, other in zip(state_of(step), state_of(written), strict=True):
                 own.copy_(other)
@@ -93,56 +87,43 @@ def in_float64(step: TrainingStep) -> TrainingStep:
     return step
 
 
-def in_double(batch: Batch) -> Batch:
-    return replace(batch, **{name: getattr(batch, name).double() for name in ("views", "original", "composites")})
-
-
 class TestChoice:
     @pytest.mark.parametrize(
         ("options", "steps", "chosen"),
         [
-            ({}, LONG_RUN, "fused"),
-            ({}, LONG_RUN - 1, "graph"),
-            ({"consistency": "abs"}, LONG_RUN, "graph"),
-            ({"optimiser": "lars"}, LONG_RUN, "compiled"),
-            ({"optimiser": "lars"}, 10, "eager"),
+            ({}, LONG_RUN, "fused"), ({}, LONG_RUN - 1, "graph"), ({"consistency": "abs"}, LONG_RUN, "graph"),
+            ({"optimiser": "lars"}, LONG_RUN, "compiled"), ({"optimiser": "lars"}, 10, "eager"),
             ({"execution": "compiled"}, 10, "compiled"),
         ],
-    )
+    )  # fmt: skip
     def test_a_gpu(self, options: dict, steps: int, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("cocor.step.compile.missing_to_compile", lambda device: None)
-        assert choose(config_for(**options), GPU, steps) == chosen
+        assert choose(noise_config(**options), GPU, steps) == chosen
 
     @pytest.mark.parametrize("world", [CPU, GPU], ids=["cpu", "gpu"])
-    def test_without_a_compiler(
-        self, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_without_a_compiler(self, world: World, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
         monkeypatch.setenv("PATH", str(tmp_path))
         for variable in ("CC", "CXX"):
             monkeypatch.delenv(variable, raising=False)
         with pytest.raises(UserError, match=r"--execution compiled: .* and there is no g"):
-            choose(config_for(execution="compiled"), world, 1)
-        assert choose(config_for(), world, LONG_RUN) == ("graph" if world is GPU else "eager")
+            choose(noise_config(execution="compiled"), world, 1)
+        assert choose(noise_config(), world, LONG_RUN) == ("graph" if world is GPU else "eager")
         assert ("not compiled" in caplog.text) == (world is GPU)
 
     def test_the_cpu(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-        assert choose(config_for(), CPU, 10**6) == "eager"
+        assert choose(noise_config(), CPU, 10**6) == "eager"
         monkeypatch.setattr("cocor.step.compile.missing_to_compile", lambda device: None)
-        assert choose(config_for(execution="compiled"), CPU, 1) == "compiled"
+        assert choose(noise_config(execution="compiled"), CPU, 1) == "compiled"
         assert "on a CPU compiling takes minutes" in caplog.text
         with pytest.raises(UserError, match="--execution graph: CUDA graphs need a GPU"):
-            choose(config_for(execution="graph"), CPU, 1)
-
-    @pytest.mark.parametrize(
-        "options", [{"consistency": "abs", "execution": "fused"}, {"optimiser": "lars", "execution": "graph"}]
-    )
-    def test_options_that_exclude_each_other(self, options: dict) -> None:
-        with pytest.raises(UserError, match="--execution"):
-            config_for(**options)
+            choose(noise_config(execution="graph"), CPU, 1)
+        for options in ({"consistency": "abs", "execution": "fused"}, {"optimiser": "lars", "execution": "graph"}):
+            with pytest.raises(UserError, match="--execution"):
+                noise_config(**options)
 
 
 def test_compiling_keeps_names_in_checkpoints() -> None:
-    step, written = build(config_for(), CPU), build(config_for(), CPU)
+    step, written = noise_step(noise_config(), CPU), noise_step(noise_config(), CPU)
     executable(step, "compiled")  # nothing is compiled before the first step
     assert list(step.state_dict()["method"]) == list(written.state_dict()["method"])
 
@@ -150,80 +131,55 @@ def test_compiling_keeps_names_in_checkpoints() -> None:
 @pytest.mark.parametrize("method", ["moco", "simsiam"])
 def test_what_the_compiler_is_given_is_the_step(method: str) -> None:
     """All passes as traced (running statistics or not, gradients or not, keys in groups), executed without fusing."""
-    config = config_for(method=method)
+    config = noise_config(method=method)
     _, expected = train(config, CPU, "eager", steps=2)
-    step = build(config, CPU)
+    step = noise_step(config, CPU)
     compile_backbones(step, backend="aot_eager")
-    for number, pair in enumerate(batches(config, CPU.device, 2)):
+    for number, pair in enumerate(noise(config, 2, CPU.device)):
         row = {name: float(value) for name, value in step(*pair, number).items()}
         assert_same([row], expected[number : number + 1], 1e-3)
 
 
 def test_the_comparison_itself() -> None:
-    assert_follows(config_for(), CPU, "eager", steps=3)
+    assert_follows(noise_config(), CPU, "eager", steps=3)
+
+
+KINDS = [
+    {"hypergradient": "taylor"}, {"consistency": "abs"}, {"consistency": "none"}, {"mmnn": "constants"},
+    {"method": "byol", "optimiser": "sgd", "sync_bn": False}, {"method": "supcon"},
+]  # fmt: skip
+TURNS = [
+    {"lengths_per_step": 1}, {"composite_size": 24}, {"mmnn_every": 3},
+    {"lengths_per_step": 2, "composite_size": 24, "mmnn_every": 2}, {"mmnn_every": 2, "hypergradient": "taylor"},
+]  # fmt: skip
 
 
 @pytest.mark.gpu
 class TestOnGpu:
-    @pytest.mark.parametrize("method", ["moco", "simsiam"])
-    @pytest.mark.parametrize("execution", ["compiled", "graph", "fused"])
-    def test_each_step_is_the_written_one(self, method: str, execution: str) -> None:
-        assert_follows(config_for(method=method), GPU, execution, steps=20)
-
-    @pytest.mark.parametrize("execution", ["compiled", "graph", "fused"])
-    def test_twenty_steps_stay_near_the_written_ones(self, execution: str) -> None:
-        config = config_for(lr=0.005)
-        _, rows = train(config, GPU, execution, steps=20)
-        _, expected = train(config, GPU, "eager", steps=20)
-        disturbed = build(config, GPU)
-        perturb(disturbed.weights())
-        names = ["loss", "labelled_loss", "similarity_1", "similarity_2", "similarity_3"]
-        noise = 0.0
-        for number, pair in enumerate(batches(config, GPU.device, 20)):
-            metrics = disturbed(*pair, number)
-            noise = max(noise, *(abs(float(metrics[name]) - expected[number][name]) for name in names))
-            apart = max(abs(rows[number][name] - expected[number][name]) for name in names)
-            assert apart <= 20 * noise + 0.01, number
-
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {"hypergradient": "taylor"}, {"consistency": "abs"}, {"consistency": "none"}, {"mmnn": "constants"},
-            {"method": "byol", "optimiser": "sgd", "sync_bn": False}, {"method": "supcon"},
-        ],
-    )  # fmt: skip
-    def test_every_kind_of_step_can_be_recorded(self, options: dict) -> None:
-        assert_follows(config_for(**options), GPU, "graph", steps=WARM_UP + 3)
-
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {"lengths_per_step": 1}, {"composite_size": 24}, {"mmnn_every": 3},
-            {"lengths_per_step": 2, "composite_size": 24, "mmnn_every": 2},
-            {"mmnn_every": 2, "hypergradient": "taylor"},
-        ],
-        ids=str,
-    )  # fmt: skip
-    @pytest.mark.parametrize("execution", ["graph", "fused"])
-    def test_steps_with_turns_can_be_recorded(self, options: dict, execution: str) -> None:
-        """Steps in which the MMNN learns and steps in which it does not are each recorded within these 20."""
-        assert_follows(config_for(**options), GPU, execution, steps=20)
+    @pytest.mark.parametrize(("execution", "steps", "options"), [
+        *((how, 20, {"method": name}) for how in ("compiled", "graph", "fused") for name in ("moco", "simsiam")),
+        *(("graph", WARM_UP + 3, options) for options in KINDS), 
+        *((how, 20, options) for how in ("graph", "fused") for options in TURNS),
+    ], ids=str)  # fmt: skip
+    def test_each_step_is_the_written_one(self, execution: str, steps: int, options: dict) -> None:
+        """Steps in which the MMNN learns and steps in which it does not are each recorded within 20."""
+        assert_follows(noise_config(**options), GPU, execution, steps)
 
     def test_lengths_side_by_side(self) -> None:
-        config = config_for()
+        config = noise_config()
         results = []
         for parallel in (False, True):
-            step = build(config, GPU)
+            step = noise_step(config, GPU)
             execute = GraphedStep(step, parallel)
-            for number, pair in enumerate(batches(config, GPU.device, WARM_UP + 5)):
+            for number, pair in enumerate(noise(config, WARM_UP + 5, GPU.device)):
                 metrics = execute(*pair, number)
             results.append([{name: float(value) for name, value in metrics.items()}])
         assert_same(results[1], results[0], 2e-3)
 
     def test_learning_rates_reach_the_recording(self) -> None:
-        step = build(config_for(), GPU)
+        step = noise_step(noise_config(), GPU)
         execute = executable(step, "graph")
-        pairs = list(batches(step.config, GPU.device, WARM_UP + 2))
+        pairs = list(noise(step.config, WARM_UP + 2, GPU.device))
         for number, pair in enumerate(pairs):
             execute(*pair, number)
         assert step.outer is not None
@@ -236,37 +192,30 @@ class TestOnGpu:
         execute(*pairs[0], len(pairs))
         assert all(torch.equal(new, old) for new, old in zip(learning, before, strict=True))
 
-    def test_a_batch_of_another_size(self) -> None:
-        step = build(config_for(), GPU)
-        execute = executable(step, "graph")
-        for number, pair in enumerate(batches(step.config, GPU.device, WARM_UP + 2)):
-            execute(*pair, number)
-        batch, labelled = next(batches(config_for(batch_size=8), GPU.device, 1))
-        assert execute(batch, labelled, WARM_UP + 2)["loss"].isfinite()
-
-    def test_recorded_steps_are_undone_at_nan(self) -> None:
-        step = build(config_for(), GPU)
+    def test_another_size_is_run_and_nan_undone(self) -> None:
+        step = noise_step(noise_config(), GPU)
         execute = SkipNonFinite(step, executable(step, "graph"))
-        pairs = list(batches(step.config, GPU.device, WARM_UP + 3))
+        pairs = list(noise(step.config, WARM_UP + 3, GPU.device))
         for number, pair in enumerate(pairs[:-1]):
             execute(*pair, number)
         before = [weight.clone() for weight in step.weights()]
         batch, labelled = pairs[-1]
         batch.views.fill_(float("nan"))
-        metrics = execute(batch, labelled, len(pairs))
-        assert metrics["skipped"] == 1
+        assert execute(batch, labelled, len(pairs))["skipped"] == 1
         assert all(torch.equal(new, old) for new, old in zip(step.weights(), before, strict=True))
+        batch, labelled = next(noise(noise_config(batch_size=8), 1, GPU.device))
+        assert execute(batch, labelled, len(pairs) + 1)["loss"].isfinite()
 
     def test_a_recording_resumes(self, tmp_path: Path) -> None:
-        config = config_for()
-        whole = build(config, GPU)
+        config = noise_config()
+        whole = noise_step(config, GPU)
         execute = executable(whole, "graph")
-        pairs = list(batches(config, GPU.device, 12))
+        pairs = list(noise(config, 12, GPU.device))
         for number, pair in enumerate(pairs):
             if number == 6:
                 torch.save(whole.state_dict(), tmp_path / "state.pt")
             execute(*pair, number)
-        resumed = build(config, GPU)
+        resumed = noise_step(config, GPU)
         resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
         execute = executable(resumed, "graph")
         for number, pair in enumerate(pairs[6:], start=6):
@@ -275,9 +224,9 @@ class TestOnGpu:
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
     def test_evaluation_compiles_nothing(self) -> None:
-        step = build(config_for(), GPU)
+        step = noise_step(noise_config(), GPU)
         execute = executable(step, "compiled")
-        for number, pair in enumerate(batches(step.config, GPU.device, 1)):
+        for number, pair in enumerate(noise(step.config, 1, GPU.device)):
             execute(*pair, number)
         count = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         with uncompiled(), torch.no_grad():

@@ -1,3 +1,5 @@
+"""Test the cosine schedule with its wait and warm-up."""
+
 import math
 from itertools import pairwise
 
@@ -23,16 +25,9 @@ def test_wait_then_warm_up_then_cosine() -> None:
     assert factors[-1] > 0.1
 
 
-@pytest.mark.parametrize("step", [100, 1000])
-def test_it_ends_at_the_final_factor(step: int) -> None:
-    assert Cosine(total=100, final=0.25)(step) == pytest.approx(0.25)
-
-
-def test_all_warm_up() -> None:
+def test_ends_of_the_schedule() -> None:
+    assert [Cosine(total=100, final=0.25)(step) for step in (100, 1000)] == pytest.approx([0.25, 0.25])
     assert [Cosine(total=2, warmup=2)(step) for step in range(2)] == pytest.approx([1 / 3, 2 / 3])
     assert Cosine(total=0)(0) == 0.0
-
-
-def test_a_warm_up_longer_than_training_is_refused() -> None:
     with pytest.raises(UserError, match="shorten the warm-up"):
         Cosine(total=10, warmup=8, wait=3)

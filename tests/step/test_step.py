@@ -1,12 +1,20 @@
-"""The step against the same step written out literally: one graph, gradients by autograd, SGD by hand, in float64."""
+"""Test the step against a literal one: one graph, gradients by autograd, SGD by hand, in float64."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import executions
-from helpers.steps import WORLD, assert_equal_steps, assert_the_mmnn_has_moved, build, config_for
+from helpers.steps import (
+    WORLD,
+    assert_equal_steps,
+    assert_the_mmnn_has_moved,
+    build,
+    config_for,
+    noise,
+    noise_config,
+    noise_step,
+)
 
 from cocor.methods import METHODS
 from cocor.models import build_method, build_target
@@ -44,23 +52,22 @@ def test_hypergradient_through_lars(photo_folder: Path, method: str, consistency
 
 @pytest.mark.parametrize("optimiser", ["sgd", "lars"])
 def test_frozen_weights_stay(optimiser: str) -> None:
-    config = executions.config_for(optimiser=optimiser)
+    config = noise_config(optimiser=optimiser)
     method = build_method(config, WORLD)
     frozen = next(method.backbone.parameters()).requires_grad_(False)
     before = frozen.clone()
     step = TrainingStep(config, method, build_target(config, WORLD), 5, steps_per_epoch=40)
-    for number, (batch, labelled) in enumerate(executions.batches(config, WORLD.device, 2)):
+    for number, (batch, labelled) in enumerate(noise(config, 2)):
         assert step(batch, labelled, number)["hypergradient_norm"] > 0
     assert torch.equal(frozen, before)
 
 
 def test_abs_loss_in_bfloat16_on_the_cpu() -> None:
     """There a convolution of two precisions has no forward-mode derivative."""
-    config = executions.config_for(consistency="abs")
-    method, target = build_method(config, WORLD), build_target(config, WORLD)
-    step = TrainingStep(config, method, target, 5, steps_per_epoch=40, precision=torch.bfloat16)
-    batch, labelled = next(executions.batches(config, WORLD.device, 1))
-    norm = step(replace(batch, composites=batch.composites.bfloat16()), labelled, 0)["hypergradient_norm"]
+    config = noise_config(consistency="abs")
+    batch, labelled = next(noise(config, 1))
+    batch = replace(batch, composites=batch.composites.bfloat16())
+    norm = noise_step(config, precision=torch.bfloat16)(batch, labelled, 0)["hypergradient_norm"]
     assert norm.isfinite() and norm > 0
 
 

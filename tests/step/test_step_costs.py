@@ -1,4 +1,4 @@
-"""What a step does not do: wait for the device, copy the queue, pass the network once too often, or in full precision.
+"""Test that no step waits for the device, copies the queue, or passes the network once too often.
 
 Every operation on tensors is looked at, on the CPU, where each step makes the same ones as on a GPU.
 """
@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.executions import CPU, batches, build, config_for
+from helpers.steps import noise, noise_config, noise_step
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cocor.methods import METHODS
-from cocor.models import build_method, build_target
 from cocor.monitor.profile import costs
 from cocor.step.cudagraph import WARM_UP, _Recording
-from cocor.step.step import TrainingStep
 from loaders.batch import Batch
 
 WAITING = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_consecutive"}
@@ -46,10 +44,10 @@ class Operations(TorchDispatchMode):
     ids=str,
 )
 def test_a_step_reads_nothing_from_the_device(method: str, options: dict) -> None:
-    step = build(config_for(method=method, optimiser="sgd", embedding_dim=24, **options), CPU)
+    step = noise_step(noise_config(method=method, optimiser="sgd", embedding_dim=24, **options))
     counted: Counter[str] = Counter()
     with Operations(lambda name, args, results: counted.update([name])):
-        for number, pair in enumerate(batches(step.config, CPU.device, 2)):
+        for number, pair in enumerate(noise(step.config, 2)):
             step.set_rates(number)
             step.compute(*pair)
     assert counted["convolution"] and counted["convolution_backward"]
@@ -57,7 +55,7 @@ def test_a_step_reads_nothing_from_the_device(method: str, options: dict) -> Non
 
 
 def test_the_queue_is_never_copied() -> None:
-    step = build(config_for(queue_size=60_000, embedding_dim=16), CPU)
+    step = noise_step(noise_config(queue_size=60_000, embedding_dim=16))
     queue, made = step.method.queue, list[str]()
     assert isinstance(queue, Tensor)
     place = queue.untyped_storage().data_ptr()
@@ -67,7 +65,7 @@ def test_the_queue_is_never_copied() -> None:
         made.extend([name] * len([one for one in large if one.shape[-1] != 60_000]))  # logits: a row an image
 
     with Operations(look):
-        for number, pair in enumerate(batches(step.config, CPU.device, 2)):
+        for number, pair in enumerate(noise(step.config, 2)):
             step(*pair, number)
     assert made == [] and step.method.queue is queue
 
@@ -75,34 +73,32 @@ def test_the_queue_is_never_copied() -> None:
 @pytest.mark.parametrize("method", ["moco", "simsiam"])
 def test_exact_hypergradient_costs_no_pass(method: str) -> None:
     """In units of the cost model: forward passes, and backward passes that cost two each."""
-    step = build(config_for(method=method), CPU)
+    step = noise_step(noise_config(method=method))
     layers = sum(isinstance(module, torch.nn.Conv2d) for module in step.method.backbone.modules())
     counted: Counter[str] = Counter()
     with Operations(lambda name, args, results: counted.update([name])):
-        step(*next(batches(step.config, CPU.device, 1)), 0)
+        step(*next(noise(step.config, 1)), 0)
     model = costs(step.config, ranks=1)
-    labelled = 3  # whatever the size of its batch
-    expected = model["contrastive"] + model["original"] + model["composites"] + labelled
+    expected = model["contrastive"] + model["original"] + model["composites"] + 3  # labels, whatever their number
     assert (counted["convolution"] + 2 * counted["convolution_backward"]) / layers == expected
 
 
 @EVERY_METHOD
 def test_all_passes_run_in_the_asked_precision(method: str) -> None:
-    config = config_for(method=method, precision="bf16", embedding_dim=24)
-    target, seen = build_target(config, CPU), set[torch.dtype]()
-    step = TrainingStep(config, build_method(config, CPU), target, 5, steps_per_epoch=40, precision=torch.bfloat16)
+    config = noise_config(method=method, precision="bf16", embedding_dim=24)
+    step, seen = noise_step(config, precision=torch.bfloat16), set[torch.dtype]()
 
     def look(name: str, args: tuple[Any, ...], results: list[Tensor]) -> None:
         if name == "convolution":
             seen.add(args[0].dtype)
 
     with Operations(look):
-        step(*next(batches(config, CPU.device, 1)), 0)
+        step(*next(noise(config, 1)), 0)
     assert seen == {torch.bfloat16}
 
 
 def test_learning_rates_on_the_device() -> None:
-    step = build(config_for(), CPU)
+    step = noise_step(noise_config())
     step.rates_to_device()
     groups = [group for part in step.parts().values() if isinstance(part, Optimizer) for group in part.param_groups]
     rates, values = [group["lr"] for group in groups], []
@@ -132,8 +128,8 @@ class Played:
 
 
 def test_a_recording_reads_the_whole_batch() -> None:
-    pairs = list(batches(config_for(), CPU.device, WARM_UP))
-    own, values = next(batches(config_for(), CPU.device, 1)), torch.zeros(7)
+    pairs = list(noise(noise_config(), WARM_UP))
+    own, values = next(noise(noise_config(), 1)), torch.zeros(7)
     shapes = {"one": torch.Size([]), "lengths": torch.Size([3]), "others": torch.Size([3])}
     recording = _Recording(Played(own, values), own, shapes, values)  # type: ignore[arg-type]
     played: list[tuple[dict[str, Tensor], Batch, Batch]] = []
@@ -148,5 +144,5 @@ def test_a_recording_reads_the_whole_batch() -> None:
         assert metrics["others"][1] == labelled.original.double().sum().float()
         assert metrics["others"][2] == labelled.label.sum()
     batch, labelled = pairs[0]
-    smaller = next(batches(config_for(batch_size=8), CPU.device, 1))[0]
+    smaller = next(noise(noise_config(batch_size=8), 1))[0]
     assert not recording.fits(smaller, labelled) and not recording.fits(batch, None)

@@ -1,12 +1,13 @@
-"""Options that make steps cheaper: what each of them means, written down literally."""
+"""Test options that make steps cheaper against what each means, written down literally."""
 
+from collections import Counter
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.runs import STEPS, assert_same_bits, final_state, flags, interrupted, metrics
+from helpers.runs import EVERY_STEP, STEPS, Capture, assert_resumes, flags, metrics
 from helpers.steps import EPOCH, WORLD, Literal, assert_equal_steps, assert_the_mmnn_has_moved, build, config_for
 from torch import Tensor
 
@@ -68,6 +69,11 @@ def test_metrics_name_the_lengths_of_the_step(photo_folder: Path) -> None:
     assert lengths == [[1, 2], [1, 2], [1, 3]]
     assert [{"labelled_loss", "labelled_accuracy", "hypergradient_norm"} <= names for names in told] == [1, 0, 1]
     assert "labelled_loss" not in told[1]
+    step, pairs = build(config_for(photo_folder))  # without options nothing is copied
+    for number, (batch, labelled) in enumerate(pairs):
+        assert step.share(batch, labelled, number) == (batch, labelled)
+    step, pairs = build(config_for(photo_folder, composite_size=32, lengths_per_step=3))
+    assert step.share(*pairs[0], 0)[0] is pairs[0][0]
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 4])
@@ -83,16 +89,11 @@ def test_lengths_have_equally_many_turns(count: int, taken: int, every: int) -> 
         for place in places:
             counts[schedule.has_labelled(step)][place] += 1
         assert all(max(row) - min(row) <= 1 for row in counts.values())
-
-
-@pytest.mark.parametrize("every", [1, 3])
-def test_cycle_holds_whole_turns(every: int) -> None:
-    schedule = StepSchedule(resolve({"lengths_per_step": 2, "mmnn_every": every}), steps_per_epoch=1000)
-    for first in (0, 5):
+    schedule = StepSchedule(resolve(options), steps_per_epoch=1000)
+    for first in (0, 5):  # a cycle holds whole turns
         steps = range(first, first + schedule.cycle)
-        places = [place for step in steps for place in schedule.places(step)]
-        assert {places.count(place) for place in (0, 1, 2)} == {2 * every}
-        assert [schedule.has_labelled(step) for step in steps].count(True) == 3
+        turns = Counter(place for step in steps for place in schedule.places(step))
+        assert len(turns) == count and len({*turns.values()}) == 1
 
 
 @pytest.mark.parametrize("consistency", ["softplus", "abs"])
@@ -111,14 +112,6 @@ def test_mean_gradient_over_a_turn(photo_folder: Path, consistency: str) -> None
     whole, one, two = gradients(0), gradients(1), gradients(2)
     torch.testing.assert_close(one, whole, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(two, whole, rtol=1e-9, atol=1e-12)
-
-
-def test_without_options_nothing_is_copied(photo_folder: Path) -> None:
-    step, pairs = build(config_for(photo_folder))
-    for number, (batch, labelled) in enumerate(pairs):
-        assert step.share(batch, labelled, number) == (batch, labelled)
-    step, pairs = build(config_for(photo_folder, composite_size=32, lengths_per_step=3))
-    assert step.share(*pairs[0], 0)[0] is pairs[0][0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -150,42 +143,24 @@ TAYLOR = {"mmnn_every": 2, "hypergradient": "taylor", "on_nan": "skip"}
 
 @pytest.mark.parametrize("options", [*EACH[1:], TAYLOR], ids=str)
 def test_a_run_resumes_within_a_turn(photo_folder: Path, tmp_path: Path, options: dict) -> None:
-    common = {"data": photo_folder, "loader": "torch", "checkpoint_every_minutes": 1e-9, **options}
-    whole = tmp_path / "whole"
-    assert main(flags(**common, output=whole)) == 0
-    folder = tmp_path / "run"
-    interrupted(whole, folder, step=STEPS + 1)
-    assert main([*flags(**common, output=folder), "--resume"]) == 0
-    assert_same_bits(final_state(folder), final_state(whole))
+    common = {"data": photo_folder, "loader": "torch", **EVERY_STEP, **options}
+    assert_resumes(tmp_path, STEPS + 1, **common)
     timed = ("time_s", "time_left_s", "images_per_s", "data_wait_share")
-    one, other = ([{k: v for k, v in line.items() if k not in timed} for line in metrics(f, "train")]
-                  for f in (folder, whole))  # fmt: skip
+    one, other = ([{k: v for k, v in line.items() if k not in timed} for line in metrics(tmp_path / f, "train")]
+                  for f in ("run", "whole"))  # fmt: skip
     assert one == other
 
 
 @pytest.mark.parametrize(("mmnn", "steps"), [("learned", 4), ("constants", 2)])
-def test_dry_run_of_steps_with_turns(
-    photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], mmnn: str, steps: int
-) -> None:
-    options = ALL | {"data": photo_folder, "output": tmp_path / "run", "loader": "torch", "batch_size": 4, "mmnn": mmnn}
-    if mmnn == "constants":
-        del options["mmnn_every"]
-    assert main([*flags(**options), "--dry-run"]) == 0
+def test_dry_run_of_turns(photo_folder: Path, tmp_path: Path, capsys: Capture, mmnn: str, steps: int) -> None:
+    usual = {"data": photo_folder, "output": tmp_path / "run", "loader": "torch"}
+    turns = {key: value for key, value in ALL.items() if mmnn == "learned" or key != "mmnn_every"}
+    assert main([*flags(**usual, **turns, batch_size=4, mmnn=mmnn), "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert f"loss after {steps} steps" in shown and "s a step, 12 steps" in shown
     assert "composites: (2, 4, 3, 16, 16)" in shown  # what a step trains on
-
-
-def test_other_turns_are_another_run(photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    common = {"data": photo_folder, "loader": "torch", "output": tmp_path / "run"}
-    assert main(flags(**common, epochs=1)) == 0
-    assert main([*flags(**common, epochs=1, mmnn_every=2), "--resume"]) == 2
-    assert "mmnn_every: 1 in the checkpoint, 2 now" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_composites_too_small_for_the_network(
-    photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = {"backbone": "test_vit", "image_size": 32, "composite_size": 24}
-    assert main(flags(data=photo_folder, output=tmp_path / "run", **options)) == 2
+    assert main(flags(**usual, backbone="test_vit", composite_size=24)) == 2
     assert "error: --composite-size 24: test_vit cannot take it" in capsys.readouterr().err.splitlines()[-1]
+    assert main(flags(**usual, epochs=1)) == 0
+    assert main([*flags(**usual, epochs=1, mmnn_every=2), "--resume"]) == 2
+    assert "mmnn_every: 1 in the checkpoint, 2 now" in capsys.readouterr().err.splitlines()[-1]

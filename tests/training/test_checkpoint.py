@@ -1,7 +1,6 @@
-"""Checkpoints are whole, safe, portable and never the last of their kind; exports load with timm's own functions."""
+"""Test that checkpoints are whole, safe and portable, and that exports load with timm's functions."""
 
 import logging
-import os
 import pickle
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import pytest
 import safetensors
 import timm
 import torch
-from helpers.hostile import few_more_files
+from helpers.hostile import Harm, few_more_files
 from torch import nn
 
 from cocor import checkpoint
@@ -52,6 +51,8 @@ def test_what_was_saved_comes_back_equal(tmp_path: Path) -> None:
     assert torch.equal(loaded["b"]["w"], weight)
     assert loaded["b"]["w"].is_contiguous(memory_format=torch.channels_last)
     assert loaded["b"][3] == 7 and loaded["b"][3].dtype == torch.bfloat16
+    path = checkpoint.save(tmp_path, {"step": 1, "view": torch.zeros(10**6)[:10]}, keep=1)
+    assert path.stat().st_size < 10_000  # a view does not drag its memory along
 
 
 def test_a_checkpoint_opens_without_cocor(tmp_path: Path) -> None:
@@ -88,14 +89,11 @@ def test_unsafe_objects_are_named_when_saved(tmp_path: Path, stranger: object) -
     assert steps(tmp_path) == []
 
 
-def test_a_view_does_not_drag_its_memory_along(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, {"step": 1, "view": torch.zeros(10**6)[:10]}, keep=1)
-    assert path.stat().st_size < 10_000
-
-
 def test_a_damaged_newest_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for step in (1, 2, 3):
         path = checkpoint.save(tmp_path, state(step), keep=5)
+    with few_more_files(0), pytest.raises(OSError, match="Too many open files"):
+        checkpoint.newest(tmp_path)  # which is no damage
     path.write_bytes(path.read_bytes()[:-200])  # truncated
     second = tmp_path / "step_0000002.pt"
     content = bytearray(second.read_bytes())
@@ -106,48 +104,30 @@ def test_a_damaged_newest_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptu
         found = checkpoint.newest(tmp_path)
     assert found is not None and found[1]["step"] == 1
     assert "step_0000003.pt is damaged" in caplog.text and "step_0000002.pt is damaged" in caplog.text
+    (tmp_path / "step_0000001.pt").write_bytes(b"damaged")
+    with pytest.raises(UserError, match="none of its 3 checkpoints loads"):
+        checkpoint.newest(tmp_path)
 
 
-def test_saving_leaves_later_files(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, state(1), keep=1)
-    (tmp_path / "step_0000009.pt").write_bytes(b"damaged")
-    (tmp_path / f".step_0000001.pt.123{TEMPORARY}").write_bytes(b"half, of a killed run")
-    checkpoint.save(tmp_path, state(2), keep=1)
-    assert steps(tmp_path) == ["step_0000002.pt", "step_0000009.pt"]
-
-
-def test_copies_under_other_names_are_left_alone(tmp_path: Path) -> None:
+def test_saving_leaves_later_files_and_copies(tmp_path: Path) -> None:
     copies = ["step_best.pt", "step_0000001 (copy).pt"]
     for name in copies:
         checkpoint.save(tmp_path, state(1), keep=1).rename(tmp_path / name)
     assert checkpoint.newest(tmp_path) is None
-    for step in (2, 3):
-        checkpoint.save(tmp_path, state(step), keep=1)
-    assert steps(tmp_path) == sorted([*copies, "step_0000003.pt"])
-
-
-def test_no_start_anew_beside_damaged_files(tmp_path: Path) -> None:
-    assert checkpoint.newest(tmp_path) is None
+    checkpoint.save(tmp_path, state(1), keep=1)
+    (tmp_path / f".step_0000001.pt.123{TEMPORARY}").write_bytes(b"half, of a killed run")
     (tmp_path / "step_0000009.pt").write_bytes(b"damaged")
-    with pytest.raises(UserError, match="none of its 1 checkpoints loads"):
-        checkpoint.newest(tmp_path)
-
-
-class _Harm:
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (os.mkdir, (str(self.marker),))
+    checkpoint.save(tmp_path, state(2), keep=1)
+    assert steps(tmp_path) == sorted([*copies, "step_0000002.pt", "step_0000009.pt"])
 
 
 @pytest.mark.parametrize("how", ["torch", "pickle"])
 def test_a_strangers_file_runs_no_code(tmp_path: Path, how: str) -> None:
     path, marker = tmp_path / "step_0000001.pt", tmp_path / "harm"
     if how == "torch":
-        torch.save({"step": 1, "x": _Harm(marker)}, path)
+        torch.save({"step": 1, "x": Harm(marker)}, path)
     else:
-        path.write_bytes(pickle.dumps(_Harm(marker)))
+        path.write_bytes(pickle.dumps(Harm(marker)))
     with pytest.raises(UserError, match="damaged or no checkpoint"):
         checkpoint.load(path)
     assert not marker.exists()
@@ -175,12 +155,6 @@ def test_a_full_disk_keeps_the_old_checkpoint(tmp_path: Path) -> None:
         f"cannot write step_0000002.pt in {tmp_path}: File too large; raise the limit of a file"
     )
     assert steps(tmp_path) == ["step_0000001.pt"]
-
-
-def test_what_killed_runs_left_is_cleared_away(tmp_path: Path) -> None:
-    (tmp_path / f".step_0000001.pt.123{TEMPORARY}").write_bytes(b"half")
-    checkpoint.save(tmp_path, state(2), keep=1)
-    assert steps(tmp_path) == ["step_0000002.pt"]
 
 
 def test_resume_finds_what_it_is_asked_for(tmp_path: Path) -> None:
@@ -220,6 +194,12 @@ def test_differences_are_listed_with_both_values() -> None:
     ]
 
 
+def small_stem() -> nn.Module:
+    model: Any = timm.create_model("resnet18", num_classes=0)
+    model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
+    return model
+
+
 def test_the_export_is_what_timm_loads(tmp_path: Path) -> None:
     model = timm.create_model("resnet18", num_classes=0).to(memory_format=torch.channels_last).eval()
     path = tmp_path / "backbone.safetensors"
@@ -233,18 +213,9 @@ def test_the_export_is_what_timm_loads(tmp_path: Path) -> None:
     with safetensors.safe_open(path, "pt") as file:
         assert file.metadata() == {"format": "pt", "architecture": "resnet18", "stem": "imagenet", "step": "7"}
     assert steps(tmp_path) == ["backbone.safetensors"]
-
-
-def test_a_small_stem_loads_as_documented(tmp_path: Path) -> None:
-    def small() -> nn.Module:
-        model: Any = timm.create_model("resnet18", num_classes=0)
-        model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
-        return model
-
-    model = small()
-    export_backbone(model, tmp_path / "backbone.safetensors", {})
-    again = small()
-    timm.models.load_checkpoint(again, str(tmp_path / "backbone.safetensors"))
+    model, again = small_stem(), small_stem()
+    export_backbone(model, path, {})
+    timm.models.load_checkpoint(again, str(path))
     assert all(torch.equal(value, again.state_dict()[key]) for key, value in model.state_dict().items())
 
 
@@ -261,13 +232,3 @@ def test_a_backbone_is_read_from_either_file(tmp_path: Path) -> None:
     for file, message in ((tmp_path / "b.safetensors", "cannot be read"), (empty, "holds no backbone")):
         with pytest.raises(UserError, match=message):
             checkpoint.read_backbone(file)
-
-
-def test_lack_of_file_handles_is_no_damage(tmp_path: Path) -> None:
-    """An older one would take its place, and the steps between be made again."""
-    for step in (1, 2):
-        checkpoint.save(tmp_path, {"step": step}, keep=2)
-    with few_more_files(0), pytest.raises(OSError, match="Too many open files"):
-        checkpoint.newest(tmp_path)
-    newest = checkpoint.newest(tmp_path)
-    assert newest is not None and newest[1]["step"] == 2

@@ -1,11 +1,11 @@
-"""``configs/demo.yaml``, which a new user starts with, shortened to a few steps."""
+"""Test ``configs/demo.yaml``, which a new user starts with, shortened to a few steps."""
 
 import shutil
 from pathlib import Path
 
 import pytest
 import yaml
-from helpers.runs import ROOT, metrics
+from helpers.runs import ROOT, Capture, metrics
 
 from cocor.train import main
 
@@ -20,9 +20,7 @@ def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "cocor" / "demo"
 
 
-def test_the_demo_makes_its_data_and_learns_from_it(
-    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_demo_makes_its_data_and_learns(demo: Path, tmp_path: Path, capsys: Capture) -> None:
     command = ["--config", str(RECIPE), "--gpus", "0", "--workers", "1"]
     assert main([*command, "--dry-run"]) == 0
     assert "loss after 2 steps" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""A run that an older version has written goes on as that version would have."""
+"""Test that a run of an older version goes on as that version would have."""
 
 import json
 import shutil
@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.runs import TESTS
 from timm.models import register_model
 from timm.models.resnet import BasicBlock, ResNet
 
-import cocor
 import cocor.eval.cli
 import cocor.monitor.plot
 from cocor.config.resolve import load
 from cocor.train import main
 
 # Half a run of commit 48d1010 on synthetic images, with its own config.yaml; only views.png is left out.
-OLD = Path(cocor.__file__).parents[1] / "tests" / "data" / "run-48d1010"
+OLD = TESTS / "data" / "run-48d1010"
 
 
 @register_model
@@ -37,11 +37,9 @@ def test_it_resumes(run: Path) -> None:
     names = ("step", "loss", "labelled_loss", "similarity_3")
     found = [[line[name] for name in names] for line in lines if line["kind"] == "train"]
     expected = [  # by 48d1010 itself
-        [5, 3.824636, 5.572415, 0.855955],
-        [6, 3.498353, 5.053854, 0.920931],
-        [7, 3.595310, 5.836142, 0.839121],
-        [8, 2.933976, 5.790643, 0.904745],
-    ]
+        [5, 3.824636, 5.572415, 0.855955], [6, 3.498353, 5.053854, 0.920931],
+        [7, 3.595310, 5.836142, 0.839121], [8, 2.933976, 5.790643, 0.904745],
+    ]  # fmt: skip
     assert [row[0] for row in found] == list(range(1, 9))
     assert found[4:] == [pytest.approx(row, rel=1e-3) for row in expected]
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"step_0000004.pt", "step_0000008.pt"}
