@@ -3,10 +3,9 @@
     cocor-eval linear runs/moco --data data/cifar10
     cocor-eval transfer runs/moco runs/moco_cocor --datasets all --root data
 
-Weights may be of any origin. Numbers go to the terminal and, with the picture, to ``--output``. Under torchrun the
-ranks share the encoding and the search for neighbours; solvers run on the main rank alone, except in ``transfer``,
-where every rank solves the same probe, so that they stay in step. Exit codes: 0 done, 2 a mistake in the call or the
-data, 130 and 143 interrupted.
+Weights may be of any origin. Numbers go to the terminal and, with the picture, to ``--output``. Under torchrun ranks
+share the encoding and the search for neighbours; solvers run on the main rank alone, except in ``transfer``, where
+every rank solves the same probe to stay in step. Exit codes: 0 done, 2 a user's mistake, 130 and 143 interrupted.
 """
 
 import argparse
@@ -21,6 +20,7 @@ from cocor.run_dir import check_pair
 from loaders.arguments import Parser, above_zero, image_size, not_negative, positive, seed, two_or_more, workers
 from loaders.files import user_cache
 
+_NAMES = ", ".join(PROTOCOLS)
 _WEIGHTS = "a run's folder, a file of weights of any origin, timm:NAME or random:NAME"
 
 
@@ -43,7 +43,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _leave(number: int, frame: object) -> None:
-    """On SIGTERM, leave through the ``finally`` clauses, which end the data workers."""
+    """Leave on SIGTERM, through the ``finally`` clauses, which end the data workers."""
     raise SystemExit(128 + number)
 
 
@@ -53,18 +53,13 @@ def _parser() -> Parser:
 
     linear = _command(add, "linear", "linear probe: L-BFGS over 45 penalties, chosen on val, tested once")
     _data(linear)
-    linear.add_argument(
-        "--probe", choices=["lbfgs", "moco", "simsiam"], default="lbfgs", help="SGD for ImageNet's size"
-    )
-    linear.add_argument(
-        "--metric", choices=["top1", "class-mean"], help="chooses the penalty (default: the protocol's)"
-    )
+    probes = ["lbfgs", "moco", "simsiam"]
+    linear.add_argument("--probe", choices=probes, default="lbfgs", help="SGD for ImageNet's size")
+    metric = "chooses the penalty (default: the protocol's)"
+    linear.add_argument("--metric", choices=["top1", "class-mean"], help=metric)
     linear.add_argument("--iterations", type=positive, help="most of one fit (default 1000)")
-    linear.add_argument(
-        "--learn-from",
-        choices=["crops", "features"],
-        help="SGD: random crops, encoded anew in every epoch as in the sources, or cached features (default crops)",
-    )
+    views = "SGD: random crops, encoded anew in every epoch as in the sources, or cached features (default crops)"
+    linear.add_argument("--learn-from", choices=["crops", "features"], help=views)
     linear.add_argument("--epochs", type=positive, help="SGD: fewer or more than the recipe's 100 or 90")
 
     knn = _command(add, "knn", "weighted k-nearest neighbours")
@@ -75,15 +70,12 @@ def _parser() -> Parser:
 
     fewshot = _command(add, "fewshot", "a few images a class: n-shot probes and N-way tasks")
     _data(fewshot)
-    fewshot.add_argument(
-        "--shots", type=positive, nargs="+", default=list(SHOTS), help=f"images a class (default {_list(SHOTS)})"
-    )
+    counts = f"images a class (default {_list(SHOTS)})"
+    fewshot.add_argument("--shots", type=positive, nargs="+", default=list(SHOTS), help=counts)
     fewshot.add_argument("--seeds", type=positive, default=SHOT_SEEDS, help="draws of the shots (default 5)")
     fewshot.add_argument("--tasks", type=not_negative, default=TASKS, help="N-way tasks; 0: none (default 2000)")
     fewshot.add_argument("--ways", type=two_or_more, default=WAYS, help="classes of a task (default 5)")
-    fewshot.add_argument(
-        "--metric", choices=["top1", "class-mean"], help="chooses the penalty (default: the protocol's)"
-    )
+    fewshot.add_argument("--metric", choices=["top1", "class-mean"], help=metric)
 
     retrieval = _command(add, "retrieval", "nearest neighbours of query images as a contact sheet")
     _data(retrieval)
@@ -102,30 +94,29 @@ def _parser() -> Parser:
     spectrum.add_argument("--raw", action="store_true", help="features as they are (default: of unit length)")
 
     transfer = _command(add, "transfer", f"the paper's table of linear probes, {several}", True)
-    transfer.add_argument("--datasets", nargs="+", default=["all"], metavar="NAME", help=f"all, or of {_names()}")
+    transfer.add_argument("--datasets", nargs="+", default=["all"], metavar="NAME", help=f"all, or of {_NAMES}")
     transfer.add_argument("--root", type=Path, required=True, metavar="DIR", help="the folder that the sets lie in")
     transfer.add_argument("--iterations", type=positive, default=1000, help="most of one fit (default 1000)")
     return parser
 
 
-def _names() -> str:
-    return ", ".join(PROTOCOLS)
+def add_encoder_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that choose among the encoders of WEIGHTS, or name what these do not tell."""
+    which = "the trained encoder or its moving average"
+    parser.add_argument("--which", choices=["online", "ema"], default="online", help=which)
+    parser.add_argument("--backbone", metavar="NAME", help="timm's name, where the weights do not tell")
+    parser.add_argument("--stem", choices=["imagenet", "small"], help="first layers, where the weights do not tell")
 
 
 def _command(add, name: str, text: str, several: bool = False) -> argparse.ArgumentParser:  # type: ignore[no-untyped-def]
     parser: argparse.ArgumentParser = add.add_parser(name, help=text, description=text, allow_abbrev=False)
     parser.add_argument("weights", nargs="+" if several else 1, metavar="WEIGHTS", help=_WEIGHTS)
-    parser.add_argument(
-        "--which", choices=["online", "ema"], default="online", help="the encoder or its moving average"
-    )
-    parser.add_argument("--backbone", metavar="NAME", help="timm's name, where the weights do not tell")
-    parser.add_argument("--stem", choices=["imagenet", "small"], help="first layers, where the weights do not tell")
+    add_encoder_flags(parser)
     usual = "eval/RUN" if name == "transfer" else "eval/RUN/DATA"
     parser.add_argument("--output", type=Path, metavar="DIR", help=f"for numbers and pictures (default: {usual})")
     how = parser.add_argument_group("features")
-    how.add_argument(
-        "--crop", choices=["full", "central", "ten"], help="default: the protocol's; ten: for training images only"
-    )
+    crops = "default: the protocol's; ten: for training images only"
+    how.add_argument("--crop", choices=["full", "central", "ten"], help=crops)
     how.add_argument("--filter", choices=["bicubic", "bilinear"], help="of the resize (default: the protocol's)")
     how.add_argument("--image-size", type=image_size, help="side in pixels (default: as in training, else 224)")
     how.add_argument("--loader", choices=["dali", "torch"], help="default: dali on a GPU, torch without")
@@ -133,24 +124,18 @@ def _command(add, name: str, text: str, several: bool = False) -> argparse.Argum
     how.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of the encoder (default fp32)")
     how.add_argument("--batch-size", type=positive, default=256, help="default 256")
     how.add_argument("--workers", type=workers, help="CPU threads or processes of the loader (default: one a core)")
-    how.add_argument(
-        "--cache", type=Path, default=user_cache() / "eval", help="of features (default ~/.cache/cocor/eval)"
-    )
+    cache = user_cache() / "eval"
+    how.add_argument("--cache", type=Path, default=cache, help="of features (default ~/.cache/cocor/eval)")
     return parser
 
 
 def _data(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("data: a folder of one's own, or a known set below a root")
-    group.add_argument(
-        "--data",
-        type=Path,
-        metavar="DIR",
-        help="holds train/CLASS/... and test/CLASS/... (or val, or .beton); demo: those of configs/demo.yaml",
-    )
-    group.add_argument(
-        "--on-error", choices=["stop", "skip"], default="stop", help="unusable files of --data: stop, or leave out"
-    )
-    group.add_argument("--dataset", metavar="NAME", help=_names())
+    layout = "holds train/CLASS/... and test/CLASS/... (or val, or .beton); demo: those of configs/demo.yaml"
+    group.add_argument("--data", type=Path, metavar="DIR", help=layout)
+    on_error = "unusable files of --data: stop, or leave out"
+    group.add_argument("--on-error", choices=["stop", "skip"], default="stop", help=on_error)
+    group.add_argument("--dataset", metavar="NAME", help=_NAMES)
     group.add_argument("--root", type=Path, metavar="DIR", help="the folder that --dataset lies in")
 
 

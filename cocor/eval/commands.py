@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import torch
 
@@ -11,7 +11,7 @@ from cocor.distributed.env import RankEnv
 from cocor.eval import figures, options, reports
 from cocor.eval.datasets.protocols import KNN_K, RECIPES, WAY_SHOTS
 from cocor.eval.datasets.splits import Splits
-from cocor.eval.features import Features, features_of, joined, summary
+from cocor.eval.features import features_of, joined, summary
 from cocor.eval.probes import consistency as consistency_probe
 from cocor.eval.probes import fewshot as few
 from cocor.eval.probes import spectrum as spectra
@@ -23,7 +23,6 @@ from cocor.eval.transfer import transfer as transfer_table
 from cocor.eval.weights.load import Encoder
 from cocor.log import set_up_logging
 from loaders.cpus import available_cores
-from loaders.datasets.dataset import ImageDataset
 from loaders.errors import UserError
 from loaders.prep.demo import or_demo
 
@@ -46,23 +45,18 @@ def on_device(args: argparse.Namespace, run: Callable[[argparse.Namespace], None
     try:
         run(args)
     except (MemoryError, RuntimeError) as error:
-        raise _out_of_memory(error, args) or error from None
+        text, batch = str(error), f"lower --batch-size ({args.batch_size})"
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text:
+            raise UserError(f"the GPU's memory is full: {batch}, or use --gpu no") from None
+        if isinstance(error, MemoryError) or "can't allocate memory" in text or "not enough memory" in text:
+            raise UserError(f"too little memory: {batch}, --image-size or --workers") from None
+        raise
     collectives.shutdown()
-
-
-def _out_of_memory(error: Exception, args: argparse.Namespace) -> UserError | None:
-    text = str(error)
-    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text:
-        return UserError(f"the GPU's memory is full: lower --batch-size ({args.batch_size}), or use --gpu no")
-    if isinstance(error, MemoryError) or "can't allocate memory" in text or "not enough memory" in text:
-        return UserError(f"too little memory: lower --batch-size ({args.batch_size}), --image-size or --workers")
-    return None
 
 
 def linear(args: argparse.Namespace) -> None:
     """Run the linear probe, by full-batch L-BFGS or by SGD."""
-    unused = ("epochs", "learn_from") if args.probe == "lbfgs" else ("metric", "iterations")
-    for name in unused:
+    for name in ("epochs", "learn_from") if args.probe == "lbfgs" else ("metric", "iterations"):
         if getattr(args, name):
             raise UserError(f"--{name.replace('_', '-')}: not for --probe {args.probe}; leave it out")
     splits = options.chosen_splits(args)
@@ -73,14 +67,12 @@ def linear(args: argparse.Namespace) -> None:
     train, val, test = options.features_of_splits(args, encoder, splits)
     if not args.world.main:
         return None
-    device, report = args.world.device, reports.about(encoder, splits, train=train, test=test)
-    metric = args.metric or splits.protocol.metric
+    metric, device = args.metric or splits.protocol.metric, args.world.device
+    report = reports.about(encoder, splits, train=train, test=test)
     found = linear_probe(train, val, test, metric=metric, iterations=args.iterations or 1000, device=device)
     report["result"] = found.plain()
-    picture, title = reports.folder(args, encoder) / "linear.png", reports.title(encoder, splits)
-    line = figures.drawn(picture, figures.draw_grid, title, found.trials, found.penalty)
-    reports.finish(args, encoder, "linear", [*found.lines(), line], report)
-    return None
+    picture = figures.draw_grid, reports.title(encoder, splits), found.trials, found.penalty
+    return reports.finish(args, encoder, "linear", found.lines(), report, *picture)
 
 
 def _linear_by_sgd(args: argparse.Namespace, encoder: Encoder, splits: Splits) -> None:
@@ -124,16 +116,15 @@ def knn(args: argparse.Namespace) -> None:
     bank, queries = bank.to(args.world.device), queries.to(args.world.device)
     pairs = (queries.values, queries.labels, bank.values, bank.labels)
     found = knn_curve(*pairs, chosen, temperature=args.temperature, leave_one_out=args.leave_one_out)
-    if not args.world.main:
-        return
-    lines = [f"k = {k}: top-1 {result.accuracy:.2%}" for k, result in zip(chosen, found, strict=True)]
-    lines.append(f"{len(queries):,} queries, bank of {len(bank):,}, temperature {args.temperature}")
-    lines += [f"note: {note}" for note in notes]
-    curve = {encoder.name: {k: result.accuracy for k, result in zip(chosen, found, strict=True)}}
-    picture = reports.folder(args, encoder) / "knn.png"
-    lines.append(figures.drawn(picture, figures.draw_curve, title, "neighbours k", curve))
-    report = {"encoder": encoder.describe(), "features": summary(bank), "temperature": args.temperature}
-    reports.finish(args, encoder, "knn", lines, report | {"result": [asdict(result) for result in found]})
+    if args.world.main:
+        curve = {k: result.accuracy for k, result in zip(chosen, found, strict=True)}
+        lines = [f"k = {k}: top-1 {accuracy:.2%}" for k, accuracy in curve.items()]
+        lines.append(f"{len(queries):,} queries, bank of {len(bank):,}, temperature {args.temperature}")
+        lines += [f"note: {note}" for note in notes]
+        report = {"encoder": encoder.describe(), "features": summary(bank), "temperature": args.temperature}
+        report["result"] = [asdict(result) for result in found]
+        picture = figures.draw_curve, title, "neighbours k", {encoder.name: curve}
+        reports.finish(args, encoder, "knn", lines, report, *picture)
 
 
 def fewshot(args: argparse.Namespace) -> None:
@@ -144,47 +135,33 @@ def fewshot(args: argparse.Namespace) -> None:
     train, val, test = options.features_of_splits(args, encoder, splits, learn_from_val=True)
     if not args.world.main:
         return
-    pool, device = joined(train, val), args.world.device
-    metric = args.metric or splits.protocol.metric
+    pool, device, metric = joined(train, val), args.world.device, args.metric or splits.protocol.metric
     shots = [few.shots(pool, test, n, seeds=range(args.seeds), metric=metric, device=device) for n in args.shots]
-    tasks = [
-        few.episodes(test, count, ways=args.ways, tasks=args.tasks, device=device)
-        for count in (WAY_SHOTS if args.tasks else ())
-    ]
-    lines = [line for result in shots for line in result.lines()] + [line for task in tasks for line in task.lines()]
-    picture = reports.folder(args, encoder) / "fewshot.png"
-    lines.append(figures.drawn(picture, figures.draw_shots, reports.title(encoder, splits), shots))
+    counts = WAY_SHOTS if args.tasks else ()
+    tasks = [few.episodes(test, n, ways=args.ways, tasks=args.tasks, device=device) for n in counts]
     report = reports.about(encoder, splits, train=train, test=test)
     report |= {"shots": [asdict(result) for result in shots], "tasks": [asdict(task) for task in tasks]}
-    reports.finish(args, encoder, "fewshot", lines, report)
+    lines = [line for shot in shots for line in shot.lines()] + [line for task in tasks for line in task.lines()]
+    reports.finish(args, encoder, "fewshot", lines, report, figures.draw_shots, reports.title(encoder, splits), shots)
 
 
 def retrieval(args: argparse.Namespace) -> None:
     """Draw a contact sheet of the nearest training images of a few test images."""
     options.refuse_ten_crops(args)
     splits = options.chosen_splits(args)
-    if args.neighbours > len(splits.train):
-        raise UserError(
-            f"--neighbours {args.neighbours}: the bank holds {len(splits.train):,} images; use that or fewer"
-        )
+    if args.neighbours > (count := len(splits.train)):
+        raise UserError(f"--neighbours {args.neighbours}: the bank holds {count:,} images; use that or fewer")
     encoder = options.chosen_encoder(args, args.weights[0])
     how = options.extraction(args, encoder)
-    bank, train = _usable(features_of(encoder, splits.train, how, "bank"), splits.train)
-    queries, test = _usable(features_of(encoder, splits.test, how, "queries"), splits.test)
+    bank, queries = features_of(encoder, splits.train, how, "bank"), features_of(encoder, splits.test, how, "queries")
     if not args.world.main:
         return
+    train, test = splits.train.subset(bank.usable().numpy()), splits.test.subset(queries.usable().numpy())
+    bank, queries = bank.subset(bank.usable()), queries.subset(queries.usable())
     rows, device = min(args.queries, len(queries)), args.world.device
     found = retrieve(queries, bank, rows=rows, k=args.neighbours, seed=args.seed, device=device)
-    sheet = reports.folder(args, encoder) / "retrieval.png"
-    save_sheet(found, test, train, sheet)
-    report = reports.about(encoder, splits, train=bank, test=queries)
-    report |= {"result": found.plain(test, train)}
-    reports.finish(args, encoder, "retrieval", [*found.lines(), f"picture: {sheet}"], report)
-
-
-def _usable(features: Features, dataset: ImageDataset) -> tuple[Features, ImageDataset]:
-    places = features.usable()
-    return features.subset(places), dataset.subset(places.numpy())
+    report = reports.about(encoder, splits, train=bank, test=queries) | {"result": found.plain(test, train)}
+    reports.finish(args, encoder, "retrieval", found.lines(), report, save_sheet, found, test, train)
 
 
 def consistency(args: argparse.Namespace) -> None:
@@ -195,30 +172,22 @@ def consistency(args: argparse.Namespace) -> None:
         raise UserError("--crop and --filter: consistency draws its views as training does; leave them out")
     dataset = evenly_spread(options.chosen_images(args), args.images)
     hints = {"which": args.which, "architecture": args.backbone, "stem": args.stem}
-    subjects = [consistency_probe.subject(path, args.world.device, **hints) for path in args.weights]
-    names = options.distinct([one.name for one in subjects])
-    subjects = [replace(one, name=name) for one, name in zip(subjects, names, strict=True)]
+    subjects = options.distinct([consistency_probe.subject(w, args.world.device, **hints) for w in args.weights])
     encoder = options.chosen_encoder(args, args.weights[0])
     found = consistency_probe.measure(subjects, dataset, options.extraction(args, encoder), args.seed)
-    lines = [line for one in found for line in one.lines()]
-    lines.append(figures.drawn(reports.folder(args, encoder) / "consistency.png", figures.draw_consistency, found))
-    reports.finish(args, encoder, "consistency", lines, {"result": [asdict(one) for one in found]})
+    reports.finish_several(args, encoder, "consistency", found, figures.draw_consistency)
 
 
 def spectrum(args: argparse.Namespace) -> None:
     """Compute the singular values of the features of several encoders."""
     dataset = options.chosen_images(args)
-    encoders = options.chosen_encoders(args)
-    found = []
+    encoders, found = options.chosen_encoders(args), []
     for encoder in encoders:
         features = features_of(encoder, dataset, options.extraction(args, encoder), encoder.name)
         features = features.subset(features.usable())
         found.append(spectra.spectrum(encoder.name, features, normalise=not args.raw))
-    if not args.world.main:
-        return
-    lines = [line for one in found for line in one.lines()]
-    lines.append(figures.drawn(reports.folder(args, encoders[0]) / "spectrum.png", figures.draw_spectra, found))
-    reports.finish(args, encoders[0], "spectrum", lines, {"result": [asdict(one) for one in found]})
+    if args.world.main:
+        reports.finish_several(args, encoders[0], "spectrum", found, figures.draw_spectra)
 
 
 def transfer(args: argparse.Namespace) -> None:
@@ -229,9 +198,8 @@ def transfer(args: argparse.Namespace) -> None:
 
     def probe(encoder: Encoder, splits: Splits) -> LinearResult:
         options.check_probe(splits)
-        parts = options.features_of_splits(args, encoder, splits)
-        metric, iterations = splits.protocol.metric, args.iterations
-        return linear_probe(*parts, metric=metric, iterations=iterations, device=args.world.device)
+        parts, metric = options.features_of_splits(args, encoder, splits), splits.protocol.metric
+        return linear_probe(*parts, metric=metric, iterations=args.iterations, device=args.world.device)
 
     table = transfer_table(
         encoders,

@@ -3,9 +3,8 @@
     Encoder + ImageDataset + crops -> loader -> backbone in eval mode, without gradient -> Features -> cache
 
 A cache entry is named by a digest of the weights, of the data set with the sizes and modification times of its files,
-and of the preprocessing, so it is never stale; it is written whole or not at all, so several commands may share a
-cache. Under torchrun every rank computes whole batches, the same ones that a single process would compute, so features
-do not depend on the number of ranks.
+and of the preprocessing, and written whole or not at all: it is never stale, and several commands may share a cache.
+Under torchrun every rank computes whole batches of a single process, so features do not depend on the number of ranks.
 """
 
 import hashlib
@@ -45,10 +44,9 @@ ONE_PROCESS = World(0, 0, 1, torch.device("cpu"))
 
 @dataclass(frozen=True)
 class Features:
-    """Features of N images.
+    """Features of N images: ``values`` float32 (N, D) or, of ten crops, (N, 10, D), and ``labels`` int64 (N,).
 
-    - ``values``: float32 (N, D) or, of ten crops, (N, 10, D), on the CPU; NaN for images that could not be read.
-    - ``labels``: int64 (N,); -1 where unknown, and for these images.
+    Images that could not be read have NaN; they, and those of unknown class, have label -1.
     """
 
     values: Tensor
@@ -89,12 +87,7 @@ def joined(first: Features, second: Features) -> Features:
 
 @dataclass(frozen=True)
 class Extraction:
-    """Settings of feature extraction.
-
-    - ``size``: side of the crops in pixels.
-    - ``cache``: folder; None keeps nothing.
-    - ``on_error``: "skip" leaves images out that cannot be read.
-    """
+    """Settings of feature extraction: ``size``, the side in pixels, ``cache``, a folder or None, and the loader's."""
 
     crop: Crop = "full"
     filter: Filter = "bicubic"
@@ -113,9 +106,13 @@ class Extraction:
         parts += [self.crop, self.filter, self.size, self.loader, str(self.precision), _files(dataset)]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
+    def path(self, encoder: Encoder, dataset: ImageDataset) -> Path | None:
+        """Return the file of the cache for these features."""
+        return None if self.cache is None else self.cache / f"{self.key(encoder, dataset)}.safetensors"
+
 
 def _files(dataset: ImageDataset) -> str:
-    """Return a digest of the files' sizes and modification times."""
+    """Digest the files' sizes and modification times."""
     paths = [str(dataset.file.path)] if isinstance(dataset, StoredDataset) else dataset.paths
     found = np.zeros((len(paths), 2), np.int64)
     for place, path in enumerate(paths):
@@ -133,66 +130,67 @@ def features_of(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: 
     Raises:
         UserError: images that cannot be read, or features that are not finite.
     """
-    return _features(encoder, {name: dataset}, None, how)[0]
+    path = how.path(encoder, dataset)
+    found = _from_cache(path, len(dataset), how)
+    return _finished(_compute(encoder, dataset, how, name, path) if found is None else found, dataset, how, name)
 
 
 def features_of_two(
     encoder: Encoder, train: ImageDataset, val: ImageDataset, both: ImageDataset, how: Extraction
 ) -> list[Features]:
-    """As :func:`features_of`, of two sets; if ``both`` holds the images of both, one loader serves them."""
-    return _features(encoder, {"training images": train, "validation images": val}, both, how)
-
-
-def _features(
-    encoder: Encoder, parts: dict[str, ImageDataset], whole: ImageDataset | None, how: Extraction
-) -> list[Features]:
-    """Return the features of all ``parts``, by their names; ``whole`` may hold their images in this order."""
-    paths = [
-        None if how.cache is None else how.cache / f"{how.key(encoder, part)}.safetensors" for part in parts.values()
-    ]
-    found = [_from_cache(path, len(part), how) for path, part in zip(paths, parts.values(), strict=True)]
-    lengths = [len(part) for part in parts.values()]
-    kept = [values is not None for values in found]
-    if whole is not None and not any(kept) and len(whole) == sum(lengths):  # a loader takes seconds to start
-        found = list(_compute(encoder, whole, how, "training and validation images").split(lengths))
-    results = []
-    for (name, part), values, path, cached in zip(parts.items(), found, paths, kept, strict=True):
-        values = _compute(encoder, part, how, name) if values is None else values
-        if not cached:
+    """Return features as :func:`features_of` does, of two sets; ``both`` may hold the images of the two."""
+    parts = {"training images": train, "validation images": val}
+    paths = [how.path(encoder, part) for part in parts.values()]
+    cached = [_from_cache(path, len(part), how) for path, part in zip(paths, parts.values(), strict=True)]
+    if all(found is None for found in cached) and len(both) == len(train) + len(val):  # loaders take seconds to start
+        whole = _compute(encoder, both, how, "training and validation images", None)
+        cached = list(whole.split([len(train), len(val)]))
+        for values, path in zip(whole.split([len(train), len(val)]), paths, strict=True):
             _write_cache(values, path, how)
-            barrier()
-        features = Features(values, torch.from_numpy(part.labels.copy()))
-        usable = features.usable()
-        features.labels[torch.isin(torch.arange(len(part)), usable, invert=True)] = -1
-        if how.world.main:
-            _warn_of_collapse(features.subset(usable).values, name)
-            if len(usable) < len(part):
-                _log.warning(f"{name}: {len(part) - len(usable):,} images that cannot be read are left out")
-        results.append(features)
-    return results
+    return [
+        _finished(_compute(encoder, part, how, name, path) if found is None else found, part, how, name)
+        for (name, part), path, found in zip(parts.items(), paths, cached, strict=True)
+    ]
 
 
-def _compute(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: str) -> Tensor:
+def _finished(values: Tensor, dataset: ImageDataset, how: Extraction, name: str) -> Features:
+    """Add the labels, -1 for images that could not be read; warn of these and of collapse."""
+    features = Features(values, torch.from_numpy(dataset.labels.copy()))
+    usable = features.usable()
+    features.labels[torch.isin(torch.arange(len(dataset)), usable, invert=True)] = -1
+    if how.world.main:
+        _warn_of_collapse(features.subset(usable).values, name)
+        if len(usable) < len(dataset):
+            _log.warning(f"{name}: {len(dataset) - len(usable):,} images that cannot be read are left out")
+    return features
+
+
+def _compute(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: str, path: Path | None) -> Tensor:
     began = time.perf_counter()
     values, left_out = _extract(encoder.backbone, dataset, how, name)
     seconds = time.perf_counter() - began
     if how.world.main:
         _log.info(f"{name}: {len(dataset):,} in {seconds:.1f} s, {len(dataset) / seconds:,.0f} images/s")
-    _refuse_infinite(values, name)
+    bad = torch.cat([~part.flatten(1).isfinite().all(1) for part in values.split(_SHARED_ROWS)]).nonzero()
+    if len(bad):
+        which = f"of {len(bad):,} of {len(values):,} images (first: number {int(bad[0])}) "
+        raise UserError(f"{name}: features {which}are not finite; the weights are broken, or try --precision fp32")
     values[left_out] = torch.nan
+    _write_cache(values, path, how)
     return values
 
 
 def _from_cache(path: Path | None, count: int, how: Extraction) -> Tensor | None:
     """Return the cached features if every rank has them: ranks need not share a disk, but compute together."""
+    if path is None:
+        return None
     values = None
     with suppress(OSError, KeyError, safetensors.SafetensorError):  # missing or damaged
-        values = None if path is None else safetensors.torch.load_file(path)["features"]
-    if values is not None and len(values) != count:
+        values = safetensors.torch.load_file(path)["features"]
+    of_another_call = values is not None and how.on_error == "stop" and values.flatten(1)[:, 0].isnan().any()
+    if values is None or len(values) != count or of_another_call:  # one that left images out
         values = None
-    if values is not None and how.on_error == "stop" and values.flatten(1)[:, 0].isnan().any():
-        values = None  # of a call that left images out
-    if path is not None and how.world.size > 1:
+    if how.world.size > 1:
         have = torch.tensor(int(values is not None), device=how.world.device)
         dist.all_reduce(have, dist.ReduceOp.MIN)
         return values if have.item() else None
@@ -201,13 +199,14 @@ def _from_cache(path: Path | None, count: int, how: Extraction) -> Tensor | None
 
 def _write_cache(values: Tensor, path: Path | None, how: Extraction) -> None:
     """Write ``values`` to the cache. A failure costs a warning, not the features."""
-    if path is None or not how.world.main:
-        return
-    try:
-        with replacing(path) as temporary:
-            safetensors.torch.save_file({"features": values.contiguous()}, temporary)
-    except (UserError, safetensors.SafetensorError) as error:
-        _log.warning(f"features are not kept, and will be made again next time; --cache {path.parent}: {error}")
+    if path is not None and how.world.main:
+        try:
+            with replacing(path) as temporary:
+                safetensors.torch.save_file({"features": values.contiguous()}, temporary)
+        except (UserError, safetensors.SafetensorError) as error:
+            place = f"--cache {path.parent}"
+            _log.warning(f"features are not kept, and will be made again next time; {place}: {error}")
+    barrier()
 
 
 @torch.no_grad()
@@ -258,7 +257,7 @@ def _batches(backbone, dataset, how, name):  # type: ignore[no-untyped-def]
 
 @torch.no_grad()
 def encode(backbone: nn.Module, images: Tensor, how: Extraction) -> Tensor:
-    """Return features float32 (N, D) of ``images`` (N, 3, H, W), by a backbone that is in evaluation mode."""
+    """Encode ``images`` (N, 3, H, W) to features float32 (N, D), by a backbone that is in evaluation mode."""
     with torch.autocast(images.device.type, how.precision, enabled=how.precision != torch.float32):
         try:
             output: Tensor = backbone(images).float()
@@ -270,7 +269,7 @@ def encode(backbone: nn.Module, images: Tensor, how: Extraction) -> Tensor:
 
 
 def _rows_of_rank(count: int, batch_size: int, world: World) -> np.ndarray:
-    """Return the images of every ``size``-th batch: the batches are those of a single process."""
+    """Choose the images of every ``size``-th batch: the batches are those of a single process."""
     rows = np.arange(count, dtype=np.int64)
     return rows[rows // batch_size % world.size == world.rank]
 
@@ -287,13 +286,6 @@ def _exchange(found: Tensor | None, count: int, backbone: nn.Module, how: Extrac
         dist.all_reduce(shared)
         part.copy_(shared)
     return found
-
-
-def _refuse_infinite(values: Tensor, name: str) -> None:
-    bad = torch.cat([~part.flatten(1).isfinite().all(1) for part in values.split(_SHARED_ROWS)]).nonzero()
-    if len(bad):
-        which = f"of {len(bad):,} of {len(values):,} images (first: number {int(bad[0])}) "
-        raise UserError(f"{name}: features {which}are not finite; the weights are broken, or try --precision fp32")
 
 
 def _warn_of_collapse(values: Tensor, name: str) -> None:

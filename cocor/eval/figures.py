@@ -3,11 +3,12 @@
 matplotlib is optional: without it a command still reports its numbers and says what is missing (see :func:`drawn`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cocor.eval.probes.consistency import Consistency
 from cocor.eval.probes.fewshot import ShotResult
@@ -16,53 +17,55 @@ from cocor.eval.probes.spectrum import Spectrum
 from cocor.panels import WIDTH, legend, legend_text, panels, shown
 from loaders.errors import UserError
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
-def draw_grid(path: Path, name: str, trials: Sequence[Trial], chosen: float) -> None:
+
+@contextmanager
+def _frame(path: Path, title: str, xlabel: str, ylabel: str, **options: Any) -> Iterator["Axes"]:
+    """Draw a picture of one panel, whose legend and words are set when the block ends."""
+    with panels(path, 1, **options) as (axes,):
+        yield axes
+        axes.set(title=shown(title), xlabel=xlabel, ylabel=ylabel)
+        legend(axes, **({"loc": "upper left"} if options else {}))
+
+
+def draw_grid(path: Path, title: str, trials: Sequence[Trial], chosen: float) -> None:
     """Draw validation accuracy over the penalties of a linear probe."""
-    with panels(path, 1) as (axes,):
-        penalties = [trial.penalty for trial in trials]
-        curves = _distinct({
-            "top-1": [100 * trial.top1 for trial in trials],
-            "mean per class": [100 * trial.class_mean for trial in trials],
-        })  # fmt: skip
-        for label, curve in curves.items():
+    penalties, rows = [trial.penalty for trial in trials], [(trial.top1, trial.class_mean) for trial in trials]
+    with _frame(path, title, "l2 penalty w", "validation accuracy (%)") as axes:
+        for label, curve in _distinct(*([100 * value for value in row] for row in zip(*rows, strict=True))).items():
             axes.semilogx(penalties, curve, marker=".", label=label)
-        stopped = [place for place, trial in enumerate(trials) if not trial.converged]
+        stopped = [(trial.penalty, 100 * trial.top1) for trial in trials if not trial.converged]
         if stopped:
-            places, values = [penalties[place] for place in stopped], [100 * trials[place].top1 for place in stopped]
-            axes.semilogx(places, values, "o", color="C0", markerfacecolor="white", label="stopped at the limit")
+            hollow = {"color": "C0", "markerfacecolor": "white", "label": "stopped at the limit"}
+            axes.semilogx(*zip(*stopped, strict=True), "o", **hollow)
         axes.axvline(chosen, color="grey", linestyle="--", label=f"chosen: {chosen:.2g}")
-        axes.set(title=shown(name), xlabel="l2 penalty w", ylabel="validation accuracy (%)")
-        legend(axes)
 
 
 def draw_curve(path: Path, title: str, xlabel: str, curves: dict[str, dict[int, float]]) -> None:
     """Draw accuracies in [0, 1] over small whole numbers, such as neighbours or shots."""
-    with panels(path, 1) as (axes,):
+    with _frame(path, title, xlabel, "accuracy (%)") as axes:
         for name, curve in curves.items():
             axes.plot(list(curve), [100 * value for value in curve.values()], marker="o", label=shown(name))
-        axes.set(title=shown(title), xlabel=xlabel, ylabel="accuracy (%)", xscale="log")
+        axes.set_xscale("log")
         ticks = sorted({key for curve in curves.values() for key in curve})
         close = any(after < 1.6 * tick for tick, after in pairwise(ticks))
         axes.set_xticks(ticks, [str(tick) for tick in ticks], rotation=60 if close else 0)
         axes.minorticks_off()
-        legend(axes)
 
 
 def draw_shots(path: Path, title: str, found: Sequence[ShotResult]) -> None:
     """Draw accuracy over images a class, mean and standard deviation over the draws."""
-    with panels(path, 1) as (axes,):
-        rows = {
-            "top-1": [[100 * value for value in result.top1] for result in found],
-            "mean per class": [[100 * value for value in result.class_mean] for result in found],
-        }
-        means = _distinct({name: [mean(row) for row in values] for name, values in rows.items()})
-        for (name, curve), values in zip(means.items(), rows.values(), strict=False):
-            errors = [stdev(row) if len(row) > 1 else 0.0 for row in values]
-            axes.errorbar([result.shots for result in found], curve, errors, marker="o", capsize=4, label=name)
-        axes.set(title=shown(title), xlabel="images a class", ylabel="accuracy (%), mean and deviation")
-        axes.set_xticks([result.shots for result in found])
-        legend(axes)
+    counts = [result.shots for result in found]
+    with _frame(path, title, "images a class", "accuracy (%), mean and deviation") as axes:
+        rows = [[[100 * value for value in row] for row in part]
+                for part in ([r.top1 for r in found], [r.class_mean for r in found])]  # fmt: skip
+        means = _distinct(*([mean(row) for row in part] for part in rows))
+        for (name, curve), part in zip(means.items(), rows, strict=False):
+            errors = [stdev(row) if len(row) > 1 else 0.0 for row in part]
+            axes.errorbar(counts, curve, errors, marker="o", capsize=4, label=name)
+        axes.set_xticks(counts)
 
 
 def draw_consistency(path: Path, found: Sequence[Consistency]) -> None:
@@ -96,20 +99,19 @@ def draw_consistency(path: Path, found: Sequence[Consistency]) -> None:
 
 def draw_spectra(path: Path, found: Sequence[Spectrum]) -> None:
     """Draw singular values, largest first, on a logarithmic axis."""
-    with panels(path, 1) as (axes,):
+    with _frame(path, "singular values of the features", "place, largest first", "singular value") as axes:
         lowest = max((one.singular_values[0] for one in found), default=1.0) * 1e-5
         for one in found:
             label = f"{shown(one.name)}: effective rank {one.effective_rank:.0f}"
             values = [value if value > lowest else float("nan") for value in one.singular_values]
             axes.semilogy(range(1, 1 + len(values)), values, label=label)
-        axes.set(title="singular values of the features", xlabel="place, largest first", ylabel="singular value")
-        legend(axes)
 
 
 def draw_table(path: Path, rows: dict[str, dict[str, float]], title: str) -> None:
     """Draw bars: for every data set (``rows``) the accuracy in [0, 1] of every encoder."""
     encoders = list(dict.fromkeys(name for row in rows.values() for name in row))  # in the order of the call
-    with panels(path, 1, width=max(WIDTH, 0.9 * len(rows) * max(1, 0.5 * len(encoders)))) as (axes,):
+    total = max(WIDTH, 0.9 * len(rows) * max(1, 0.5 * len(encoders)))
+    with _frame(path, title, "", "accuracy (%)", width=total) as axes:
         width = 0.8 / max(1, len(encoders))
         for number, name in enumerate(encoders):
             shift = (number - (len(encoders) - 1) / 2) * width
@@ -120,26 +122,19 @@ def draw_table(path: Path, rows: dict[str, dict[str, float]], title: str) -> Non
         margin = 0.6 + max(0, 3 - len(rows)) / 2  # so that few bars are no walls
         lines = sum(1 + legend_text(shown(name)).count("\n") for name in encoders)
         names = min(0.6, 0.05 + 0.065 * lines)  # share of the height that they take, and hide no bars there
-        axes.set(
-            title=shown(title),
-            ylabel="accuracy (%)",
-            ylim=(0, 105 / (1 - names)),
-            xlim=(-margin, len(rows) - 1 + margin),
-        )
+        axes.set(ylim=(0, 105 / (1 - names)), xlim=(-margin, len(rows) - 1 + margin))
         axes.set_yticks(range(0, 101, 20))
         axes.set_axisbelow(True)
-        legend(axes, loc="upper left")
 
 
-def _distinct(curves: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Return a single curve if the two would hide each other, as top-1 and mean per class do in balanced splits."""
-    (first, values), (second, others) = curves.items()
-    equal = all(abs(value - other) < 0.05 for value, other in zip(values, others, strict=True))
-    return {f"{first} = {second}": values} if equal else curves
+def _distinct(top1: list[float], class_mean: list[float]) -> dict[str, list[float]]:
+    """Return a single curve if the two would hide each other, as they do in balanced splits."""
+    equal = all(abs(value - other) < 0.05 for value, other in zip(top1, class_mean, strict=True))
+    return {"top-1 = mean per class": top1} if equal else {"top-1": top1, "mean per class": class_mean}
 
 
 def drawn(path: Path, draw: Callable[..., None], *arguments: Any) -> str:
-    """Draw to ``path`` and return a line that says so; without matplotlib, a line that says that instead."""
+    """Draw to ``path`` and report it in a line; without matplotlib, report that instead."""
     try:
         draw(path, *arguments)
         return f"picture: {path}"

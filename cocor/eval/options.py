@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from cocor.eval.datasets.protocols import PROTOCOLS, TRANSFER, VIEWS, WAY_SHOTS
 from cocor.eval.datasets.splits import Splits, open_named, open_splits
 from cocor.eval.features import Extraction, Features, features_of, features_of_two
+from cocor.eval.probes.consistency import Subject
 from cocor.eval.probes.fewshot import check_shots, check_ways
 from cocor.eval.probes.linear import check_splits
 from cocor.eval.weights.load import Encoder, load_encoder
@@ -22,6 +24,8 @@ from loaders.datasets.layout import SPLITS, TRAIN
 from loaders.errors import UserError
 from loaders.files import check_folder
 from loaders.open import open_images
+
+Named = TypeVar("Named", Encoder, Subject)
 
 
 def check_writable(args: argparse.Namespace) -> None:
@@ -58,9 +62,8 @@ def chosen_images(args: argparse.Namespace) -> ImageDataset:
     """Open images to look at: the test split, or the folder or file itself if it holds no splits."""
     refuse_ten_crops(args)
     if args.data is not None and args.dataset is None:
-        if is_beton(args.data):
-            return open_images(args.data, on_error=args.on_error)
-        if args.data.is_dir() and {path.stem for path in args.data.iterdir()}.isdisjoint(TRAIN):
+        bare = args.data.is_dir() and {path.stem for path in args.data.iterdir()}.isdisjoint(TRAIN)
+        if bare or is_beton(args.data):
             return open_images(args.data, on_error=args.on_error, workers=args.workers)
     return chosen_splits(args).test
 
@@ -95,14 +98,14 @@ def chosen_encoder(args: argparse.Namespace, weights: str) -> Encoder:
 
 def chosen_encoders(args: argparse.Namespace) -> list[Encoder]:
     """Load all of ``WEIGHTS``, under names that differ."""
-    found = [chosen_encoder(args, weights) for weights in args.weights]
-    names = distinct([encoder.name for encoder in found])
-    return [replace(encoder, name=name) for encoder, name in zip(found, names, strict=True)]
+    return distinct([chosen_encoder(args, weights) for weights in args.weights])
 
 
-def distinct(names: Sequence[str]) -> list[str]:
-    """Return ``names`` with a number behind the second and later uses of each."""
-    return [f"{name} ({names[:at].count(name) + 1})" if name in names[:at] else name for at, name in enumerate(names)]
+def distinct(found: Sequence[Named]) -> list[Named]:
+    """Add a number to the ``name`` of the second and later ones of a name."""
+    names = [one.name for one in found]
+    counts = [names[:at].count(name) + 1 for at, name in enumerate(names)]
+    return [one if n == 1 else replace(one, name=f"{one.name} ({n})") for one, n in zip(found, counts, strict=True)]
 
 
 def extraction(args: argparse.Namespace, encoder: Encoder) -> Extraction:
@@ -171,7 +174,7 @@ def check_knn(args: argparse.Namespace, splits: Splits) -> None:
 
 
 def check_leave_one_out(args: argparse.Namespace, dataset: ImageDataset) -> None:
-    """As :func:`check_knn`, for a set each of whose images is classified by all others."""
+    """Check as :func:`check_knn` does, where every image is classified by all others."""
     labels = _known(dataset)
     _check_bank(args, labels, len(labels) - 1, len(labels))
 

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from cocor.eval import options
 from cocor.eval.datasets.splits import Splits
 from cocor.eval.features import Features, summary
+from cocor.eval.figures import drawn
 from cocor.eval.weights.load import Encoder
 from loaders.files import write_text
 
@@ -37,20 +38,31 @@ def folder(args: argparse.Namespace, encoder: Encoder) -> Path:
     return Path("eval") / encoder.name.replace("/", "-").replace(":", "-") / options.data_name(args)
 
 
-def finish(args: argparse.Namespace, encoder: Encoder, name: str, lines: Sequence[str], report: dict[str, Any]) -> Path:
-    """Save ``report`` as JSON and print ``lines``; return the file."""
+def finish(
+    args: argparse.Namespace,
+    encoder: Encoder,
+    name: str,
+    lines: Sequence[str],
+    report: dict[str, Any],
+    draw: Callable[..., None] | None = None,
+    *arguments: Any,
+) -> None:
+    """Save ``report`` as NAME.json, make ``draw(NAME.png, *arguments)``, and print ``lines``."""
     path = folder(args, encoder) / f"{name}.json"
-    save(path, report)
+    write_text(path, json.dumps(report, indent=1, default=str) + "\n")
     for note in report.get("notes", ()):
         print(f"note: {note}")
     tested = report.get("features", {}).get("test")
     if tested:
         norm, spread = tested["mean_norm"], tested["spread"]
         print(f"features: {tested['dimensions']} dimensions, mean norm {norm:.3g}, spread {spread:.3g}")
-    print("\n".join([*lines, f"numbers: {path}"]), flush=True)
-    return path
+    picture = [] if draw is None else [drawn(path.with_suffix(".png"), draw, *arguments)]
+    print("\n".join([*lines, *picture, f"numbers: {path}"]), flush=True)
 
 
-def save(path: Path, report: dict[str, Any]) -> None:
-    """Write ``report`` to ``path`` as JSON."""
-    write_text(path, json.dumps(report, indent=1, default=str) + "\n")
+def finish_several(
+    args: argparse.Namespace, encoder: Encoder, name: str, found: Sequence[Any], draw: Callable[..., None]
+) -> None:
+    """Finish as :func:`finish` does, with one result of each encoder."""
+    report = {"result": [asdict(one) for one in found]}
+    finish(args, encoder, name, [line for one in found for line in one.lines()], report, draw, found)

@@ -84,7 +84,7 @@ def test_retrieval_finds_and_shows_the_nearest(photo_folder: Path, tmp_path: Pat
     found = retrieve(features, features, rows=3, k=4)
     assert found.precision == 1.0 and found.neighbours.shape == (3, 4)
     assert (found.similarities.diff(dim=1) <= 0).all()
-    save_sheet(found, dataset, dataset, tmp_path / "sheet.png")
+    save_sheet(tmp_path / "sheet.png", found, dataset, dataset)
     sheet = Image.open(tmp_path / "sheet.png")
     assert sheet.width > 5 * 128 and sheet.height > 3 * 128
     assert found.plain(dataset, dataset)["rows"][0]["query"] in dataset.names

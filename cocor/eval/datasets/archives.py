@@ -1,28 +1,36 @@
-"""Read the data sets' own formats: from the folder that an archive unpacks to, to names, classes and splits.
+"""Read the data sets' own formats: from an unpacked archive to names, classes and splits.
 
-Every reader takes the folder that holds the marker file and returns a :class:`Listed`: which files, of which class, and
-which of them are for training, validation (where the authors fixed it) and testing. Nothing is decoded here.
+Every reader takes the folder that holds the marker file and returns a :data:`Listed`. Images are not decoded here, but
+CIFAR's pickled ones are unpacked, once and losslessly, into a folder of PNGs that every loader reads.
 """
 
+import hashlib
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import pickle
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from cocor.eval.datasets import cifar
+import numpy as np
+from PIL import Image
+
 from loaders.errors import UserError
+from loaders.prep.output import staged
+from loaders.progress import track
 
-Rows = list[tuple[str, int]]  # (file relative to the root, class)
+Rows = list[tuple[str, str]]  # (file relative to the root, class)
+# Root of the files, classes, and rows of "train", "test" and, where the authors fixed it, "val"; of "all" if they fixed
+# none.
+Listed = tuple[Path, list[str], dict[str, Rows]]
 
-
-@dataclass(frozen=True)
-class Listed:
-    """``splits``: rows of "train", "test" and, where the authors fixed it, "val"; rows of "all" if they fixed none."""
-
-    root: Path
-    classes: list[str]
-    splits: dict[str, Rows]
+_CIFAR = {  # batches of each split; file and key of the classes
+    "cifar10": ({"train": [f"data_batch_{i}" for i in range(1, 6)], "test": ["test_batch"]},
+                "batches.meta", "label_names"),
+    "cifar100": ({"train": ["train"], "test": ["test"]}, "meta", "fine_label_names"),
+}  # fmt: skip
+_HARMLESS = {("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct"),
+             ("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")}  # fmt: skip
 
 
 def _lines(path: Path) -> list[str]:
@@ -45,50 +53,77 @@ def _mat(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: not readable as a MATLAB file ({error})") from None
 
 
-def _number(classes: Iterable[str]) -> dict[str, int]:
-    return {name: place for place, name in enumerate(classes)}
+class _Unpickler(pickle.Unpickler):
+    """Make numpy arrays and plain containers only: the pickles come from the network."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _HARMLESS:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no CIFAR batch holds")
+        return super().find_class(module, name)
 
 
-def read_cifar(name: str) -> Callable[[Path, Path], Listed]:
-    """Return the reader of "cifar10" or "cifar100", whose pickled batches are unpacked into ``cache``."""
+def _unpickle(file: Path) -> dict[str, Any]:
+    try:
+        with file.open("rb") as stream:
+            return dict(_Unpickler(stream, encoding="latin1").load())
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}; unpack the data set's archive again") from None
+    except Exception as error:  # a damaged pickle can fail in any way
+        raise UserError(f"{file}: no CIFAR batch: {error}") from None
 
-    def read(base: Path, cache: Path) -> Listed:
-        root, labels, classes = cifar.unpack(name, base, cache)
-        rows = {s: [(f"{s}/{i:05d}.png", label) for i, label in enumerate(found)] for s, found in labels.items()}
-        return Listed(root, classes, rows)
 
-    return read
+def _cifar(name: str, base: Path, cache: Path) -> Listed:
+    """Unpack the batches below ``cache``, unless they are there: ``train/00000.png`` and so on, in their order."""
+    batches, meta, key = _CIFAR[name]
+    classes = [str(label) for label in _unpickle(base / meta)[key]]
+    images: dict[str, np.ndarray] = {}
+    splits: dict[str, Rows] = {}
+    identity = ""
+    for split, names in batches.items():
+        found = [_unpickle(base / file) for file in names]
+        status = [(base / file).stat() for file in names]
+        identity += "".join(f"{n} {s.st_size} {s.st_mtime_ns};" for n, s in zip(names, status, strict=True))
+        labels = [label for batch in found for label in batch.get("labels", batch.get("fine_labels", []))]
+        images[split] = np.concatenate([np.asarray(batch["data"]) for batch in found]).reshape(-1, 3, 32, 32)
+        if len(labels) != len(images[split]):
+            raise UserError(f"{base / names[0]}: {len(images[split])} images but {len(labels)} labels")
+        splits[split] = [(f"{split}/{i:05d}.png", classes[label]) for i, label in enumerate(labels)]
+    folder = cache / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    if not folder.is_dir():
+        cache.mkdir(parents=True, exist_ok=True)
+        try:
+            with staged(folder, folder=True) as temporary:
+                for split, pixels in images.items():
+                    (temporary / split).mkdir()
+                    for i, image in track(enumerate(pixels), len(pixels), f"unpacking {split}", "images"):
+                        picture = Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0)))
+                        picture.save(temporary / split / f"{i:05d}.png", compress_level=1)
+        except UserError:
+            if not folder.is_dir():  # else another process was faster
+                raise
+    return folder, classes, splits
 
 
-def read_cub200(base: Path, cache: Path) -> Listed:
+def _cub200(base: Path) -> Listed:
     """Read ``images.txt``, ``image_class_labels.txt`` (from 1), ``train_test_split.txt`` (1: training), all by id."""
-    tables = [dict(line.split(maxsplit=1) for line in _lines(base / f"{name}.txt"))
-              for name in ("images", "image_class_labels", "train_test_split")]  # fmt: skip
-    images, labels, training = tables
-    classes = [line.split(maxsplit=1)[1] for line in _lines(base / "classes.txt")]
+    images, labels, training, names = (dict(line.split(maxsplit=1) for line in _lines(base / f"{name}.txt"))
+        for name in ("images", "image_class_labels", "train_test_split", "classes"))  # fmt: skip
     splits: dict[str, Rows] = {"train": [], "test": []}
     for key, name in images.items():
-        splits["train" if training[key] == "1" else "test"].append((f"images/{name}", int(labels[key]) - 1))
-    return Listed(base, classes, splits)
+        splits["train" if training[key] == "1" else "test"].append((f"images/{name}", names[labels[key]]))
+    return base, list(names.values()), splits
 
 
-def read_caltech101(base: Path, cache: Path) -> Listed:
+def _caltech101(base: Path) -> Listed:
     """Read class folders; the background class is none (as in torchvision)."""
     root = base / "101_ObjectCategories"
     classes = sorted(p.name for p in root.iterdir() if p.is_dir() and p.name != "BACKGROUND_Google")
-    rows = [
-        (f"{name}/{file.name}", label)
-        for label, name in enumerate(classes)
-        for file in sorted((root / name).iterdir())
-        if file.suffix.lower() == ".jpg"
-    ]
-    return Listed(root, classes, {"all": rows})
+    files = [file for name in classes for file in sorted((root / name).iterdir()) if file.suffix.lower() == ".jpg"]
+    return root, classes, {"all": [(f"{file.parent.name}/{file.name}", file.parent.name) for file in files]}
 
 
-def read_sun397(base: Path, cache: Path) -> Listed:
+def _sun397(base: Path) -> Listed:
     """Read ``ClassName.txt`` ("/a/abbey") and the authors' first partition, beside the images or one folder up."""
-    classes = _lines(base / "ClassName.txt")
-    places = _number(classes)
     images = base / "SUN397" if (base / "SUN397" / "a").is_dir() else base
     around = [base, base / "Partitions", base.parent, base.parent / "Partitions"]
     splits: dict[str, Rows] = {}
@@ -96,99 +131,84 @@ def read_sun397(base: Path, cache: Path) -> Listed:
         folder = next((place for place in around if (place / file).is_file()), None)
         if folder is None:
             raise UserError(f"{base / file}: missing; unpack the authors' Partitions.zip there")
-        splits[split] = [(name[1:], places[name.rpartition("/")[0]]) for name in _lines(folder / file)]
-    return Listed(images, classes, splits)
+        splits[split] = [(name[1:], name.rpartition("/")[0]) for name in _lines(folder / file)]
+    return images, _lines(base / "ClassName.txt"), splits
 
 
-def read_food101(base: Path, cache: Path) -> Listed:
+def _food101(base: Path) -> Listed:
     """Read ``meta/classes.txt`` and, for each split, JSON with the names of every class's images."""
-    classes = _lines(base / "meta" / "classes.txt")
-    splits: dict[str, Rows] = {}
+    classes, splits = _lines(base / "meta" / "classes.txt"), {}
     for split in ("train", "test"):
         found = json.loads("\n".join(_lines(base / "meta" / f"{split}.json")))
-        splits[split] = [(f"{name}.jpg", label) for label, c in enumerate(classes) for name in found[c]]
-    return Listed(base / "images", classes, splits)
+        splits[split] = [(f"{name}.jpg", label) for label in classes for name in found[label]]
+    return base / "images", classes, splits
 
 
-def read_flowers102(base: Path, cache: Path) -> Listed:
+def _flowers102(base: Path) -> Listed:
     """Read ``imagelabels.mat`` (from 1) and ``setid.mat`` (numbers of images, from 1)."""
-    labels = [int(label) - 1 for label in _mat(base / "imagelabels.mat")["labels"]]
-    sets = _mat(base / "setid.mat")
-    splits = {
-        split: [(f"jpg/image_{int(number):05d}.jpg", labels[int(number) - 1]) for number in sets[key]]
-        for split, key in (("train", "trnid"), ("val", "valid"), ("test", "tstid"))
-    }
-    return Listed(base, [str(number) for number in range(1, max(labels) + 2)], splits)
+    labels = [int(label) for label in _mat(base / "imagelabels.mat")["labels"]]
+    sets, keys = _mat(base / "setid.mat"), {"train": "trnid", "val": "valid", "test": "tstid"}
+    splits = {split: [(f"jpg/image_{int(at):05d}.jpg", str(labels[int(at) - 1])) for at in sets[key]]
+              for split, key in keys.items()}  # fmt: skip
+    return base, [str(number) for number in range(1, max(labels) + 1)], splits
 
 
-def read_pets(base: Path, cache: Path) -> Listed:
+def _pets(base: Path) -> Listed:
     """Read lines ``Abyssinian_100 1 1 1``: name, class (from 1), species, breed."""
-    classes: dict[int, str] = {}
+    numbers: dict[str, int] = {}
     splits: dict[str, Rows] = {}
     for split, file in (("train", "trainval.txt"), ("test", "test.txt")):
         fields = [line.split() for line in _lines(base / "annotations" / file) if not line.startswith("#")]
-        splits[split] = [(f"images/{name}.jpg", int(label) - 1) for name, label, *_ in fields]
-        classes |= {int(label) - 1: name.rpartition("_")[0] for name, label, *_ in fields}
-    return Listed(base, [classes[place] for place in sorted(classes)], splits)
+        splits[split] = [(f"images/{name}.jpg", name.rpartition("_")[0]) for name, *_ in fields]
+        numbers |= {name.rpartition("_")[0]: int(label) for name, label, *_ in fields}
+    return base, sorted(numbers, key=lambda name: numbers[name]), splits
 
 
-def read_aircraft(base: Path, cache: Path) -> Listed:
+def _aircraft(base: Path) -> Listed:
     """Read lines ``1025794 707-320``: image and variant."""
     data = base / "data"
-    found = {
-        split: [line.split(maxsplit=1) for line in _lines(data / f"images_variant_{split}.txt")]
-        for split in ("train", "val", "test")
-    }
+    splits: dict[str, Rows] = {}
+    for split in ("train", "val", "test"):
+        fields = [line.split(maxsplit=1) for line in _lines(data / f"images_variant_{split}.txt")]
+        splits[split] = [(f"images/{name}.jpg", variant) for name, variant in fields]
     known = data / "variants.txt"
-    classes = _lines(known) if known.is_file() else sorted({variant for _, variant in found["train"]})
-    places = _number(classes)
-    splits = {split: [(f"images/{name}.jpg", places[v]) for name, v in rows] for split, rows in found.items()}
-    return Listed(data, classes, splits)
+    return data, _lines(known) if known.is_file() else sorted({label for _, label in splits["train"]}), splits
 
 
-def read_cars(base: Path, cache: Path) -> Listed:
+def _cars(base: Path) -> Listed:
     """Read the devkit's ``annotations`` (``fname``, ``class`` from 1); the test set's have lain in two places."""
-    tests = [base / "cars_test_annos_withlabels.mat", base / "devkit" / "cars_test_annos_withlabels.mat"]
-    files = {
-        "train": base / "devkit" / "cars_train_annos.mat",
-        "test": next((file for file in tests if file.is_file()), tests[0]),
-    }
-    splits = {
-        split: [(f"cars_{split}/{row['fname']}", int(row["class"]) - 1) for row in _mat(file)["annotations"]]
-        for split, file in files.items()
-    }
-    return Listed(base, [str(name) for name in _mat(base / "devkit" / "cars_meta.mat")["class_names"]], splits)
+    test = "cars_test_annos_withlabels.mat"
+    files = {"train": base / "devkit" / "cars_train_annos.mat"}
+    files["test"] = base / test if (base / test).is_file() else base / "devkit" / test
+    names = [str(name) for name in _mat(base / "devkit" / "cars_meta.mat")["class_names"]]
+    splits = {split: [(f"cars_{split}/{row['fname']}", names[int(row["class"]) - 1])
+                      for row in _mat(file)["annotations"]] for split, file in files.items()}  # fmt: skip
+    return base, names, splits
 
 
-@dataclass(frozen=True)
-class Archive:
-    """Where a data set lies: ``marker`` is a file (or with a slash a folder) in its folder, which is the root itself or
-    one of ``folders``."""
+class Archive(NamedTuple):
+    """Where a set lies: ``marker`` is a file (or with a slash a folder) in the root, or in ``folder`` there."""
 
     marker: str
     folders: tuple[str, ...]
-    read: Callable[[Path, Path], Listed]
+    read: Callable[..., Listed]  # of the folder; CIFAR's also of the cache
 
     def find(self, root: Path, name: str) -> Path | None:
         """Find the folder with the marker below ``root`` or ``root``/``name``, or None."""
-        below = ("", *self.folders)
-        places = [root / folder for folder in (*below, *(f"{name}/{folder}" for folder in below))]
-        return next((place for place in places if self._is_at(place)), None)
-
-    def _is_at(self, place: Path) -> bool:
-        marker = place / self.marker
-        return marker.is_dir() if self.marker.endswith("/") else marker.is_file()
+        places = (base / folder for base in (root, root / name) for folder in ("", *self.folders))
+        is_there = Path.is_dir if self.marker.endswith("/") else Path.is_file
+        return next((place for place in places if is_there(place / self.marker)), None)
 
 
 ARCHIVES: dict[str, Archive] = {
-    "cifar10": Archive("data_batch_1", ("cifar-10-batches-py",), read_cifar("cifar10")),
-    "cifar100": Archive("train", ("cifar-100-python",), read_cifar("cifar100")),
-    "cub200": Archive("train_test_split.txt", ("CUB_200_2011",), read_cub200),
-    "caltech101": Archive("101_ObjectCategories/", ("caltech101", "caltech-101"), read_caltech101),
-    "sun397": Archive("ClassName.txt", ("SUN397",), read_sun397),
-    "food101": Archive("meta/classes.txt", ("food-101",), read_food101),
-    "flowers102": Archive("setid.mat", ("flowers-102",), read_flowers102),
-    "pets": Archive("annotations/trainval.txt", ("oxford-iiit-pet",), read_pets),
-    "aircraft": Archive("data/images_variant_train.txt", ("fgvc-aircraft-2013b",), read_aircraft),
-    "cars": Archive("devkit/cars_train_annos.mat", ("stanford_cars",), read_cars),
+    "cifar10": Archive("data_batch_1", ("cifar-10-batches-py",), partial(_cifar, "cifar10")),
+    "cifar100": Archive("train", ("cifar-100-python",), partial(_cifar, "cifar100")),
+    "cub200": Archive("train_test_split.txt", ("CUB_200_2011",), _cub200),
+    "caltech101": Archive("101_ObjectCategories/", ("caltech101", "caltech-101"), _caltech101),
+    "sun397": Archive("ClassName.txt", ("SUN397",), _sun397),
+    "food101": Archive("meta/classes.txt", ("food-101",), _food101),
+    "flowers102": Archive("setid.mat", ("flowers-102",), _flowers102),
+    "pets": Archive("annotations/trainval.txt", ("oxford-iiit-pet",), _pets),
+    "aircraft": Archive("data/images_variant_train.txt", ("fgvc-aircraft-2013b",), _aircraft),
+    "cars": Archive("devkit/cars_train_annos.mat", ("stanford_cars",), _cars),
 }

@@ -1,12 +1,11 @@
-"""Open a data set by name or by folder: its training, validation and test images, in the split of its protocol.
+"""Open a data set by name or by folder, divided into training, validation and test images as its protocol says.
 
     root/cifar-10-batches-py, root/food-101, ...     as torchvision or the authors' archives lay them
     root/NAME/train, root/NAME/test                  or class folders, under the name of the set
     any folder with train and val or test folders    by its path
 
-train.beton, val.beton and test.beton, which cocor-prep makes, may stand for the class folders.
-
-Random splits depend on nothing but the protocol's seed and the order in the data set's own lists.
+train.beton, val.beton and test.beton, which cocor-prep makes, may stand for the class folders. Random splits depend on
+nothing but the protocol's seed and the order in the data set's own lists.
 """
 
 from dataclasses import dataclass, replace
@@ -69,11 +68,11 @@ def open_named(name: str, root: Path, cache: Path, workers: int | None = None) -
     base = archive.find(root, name)
     if base is not None:
         try:
-            listed = archive.read(base, cache)
+            listed = archive.read(base, cache) if name.startswith("cifar") else archive.read(base)
+            return _checked(_split(protocol, listed, workers))
         except (ValueError, LookupError, TypeError, AttributeError) as error:  # whatever a damaged list holds
             reason = f"{type(error).__name__}: {error}"
             raise UserError(f"{base}: damaged lists ({reason}); unpack the archive of {protocol.title} again") from None
-        return _checked(_split(protocol, listed, workers))
     if find_split(root / name, TRAIN) is not None:
         return _checked(replace(open_splits(root / name, workers), protocol=protocol))
     where = ", ".join(f"{root / folder}" for folder in (*archive.folders, f"{name}/train"))
@@ -101,20 +100,12 @@ def open_splits(folder: Path, workers: int | None = None, on_error: OnError = "s
     if not train.classes:
         raise UserError(f"{train_root}: no class folders; a probe needs labels")
 
-    def held_out(root: Path) -> ImageDataset:
-        return open_images(root, on_error=on_error, workers=workers, classes=train.classes)
-
-    protocol = of_folder(folder.resolve().name)
-    if val_root is not None and test_root is not None:
-        parts = (train, held_out(val_root), held_out(test_root))
-        return Splits(protocol, *parts, _left_out(*parts))
-    test = held_out(test_root or val_root)  # type: ignore[arg-type]
-    return Splits(protocol, *_hold_out(train, DEFAULT_VAL_SHARE, 0), test, _left_out(train, test))
-
-
-def _left_out(*datasets: ImageDataset) -> tuple[str, ...]:
-    count = sum(len(dataset.skipped) for dataset in datasets)
-    return (f"{count:,} unusable files are left out",) if count else ()
+    others = [open_images(root, on_error=on_error, workers=workers, classes=train.classes)
+              for root in (val_root, test_root) if root is not None]  # fmt: skip
+    left_out = sum(len(part.skipped) for part in (train, *others))
+    notes = (f"{left_out:,} unusable files are left out",) if left_out else ()
+    fitted, val = (train, others[0]) if len(others) == 2 else _hold_out(train, DEFAULT_VAL_SHARE, 0)
+    return Splits(of_folder(folder.resolve().name), fitted, val, others[-1], notes)
 
 
 def _hold_out(train: ImageDataset, share: float, seed: int) -> tuple[ImageDataset, ImageDataset]:
@@ -123,9 +114,7 @@ def _hold_out(train: ImageDataset, share: float, seed: int) -> tuple[ImageDatase
     counts = np.bincount(train.labels[train.labels >= 0])
     chosen = chosen[counts[train.labels[chosen]] > 1]
     if not len(chosen):
-        raise UserError(
-            f"{train.root}: one image a class, so none to validate on; add images, or a val folder beside it"
-        )
+        raise UserError(f"{train.root}: one image a class: none to validate on; add images, or a val folder beside it")
     return train.subset(np.setdiff1d(np.arange(len(train)), chosen)), train.subset(chosen)
 
 
@@ -158,32 +147,45 @@ def _of_classes(dataset: ImageDataset, wanted: list[str]) -> ImageDataset:
 
 
 def _split(protocol: Protocol, listed: Listed, workers: int | None) -> Splits:
-    """Open the listed files once, and divide them as the protocol says."""
-    rows = [row for split in listed.splits.values() for row in split]
-    everything = _open_files(listed.root, rows, listed.classes, workers)
-    ends = np.cumsum([len(split) for split in listed.splits.values()])
-    parts = dict(zip(listed.splits, np.split(np.arange(len(rows)), ends[:-1]), strict=True))
+    """Open the listed files once, keeping the index of their sizes, and divide them. UserError for unusable ones."""
+    root, classes, splits = listed
+    rows = [row for split in splits.values() for row in split]
+    listing = Listing([name for name, _ in rows])
+    for name in listing.names:
+        try:
+            status = (root / name).stat()
+        except OSError as error:
+            raise UserError(f"{root / name}: {error.strerror}, but listed; unpack the archive again") from None
+        listing.sizes.append(status.st_size)
+        listing.mtimes.append(status.st_mtime_ns)
+    index = size_index(root, listing, workers or available_cores())
+    if index.faults:
+        place = min(index.faults)
+        raise UserError(f"{root / listing.names[place]}: {index.faults[place]}; unpack the archive again")
+    places = {name: place for place, name in enumerate(classes)}
+    labels, sizes = np.array([places[label] for _, label in rows], np.int64), np.array(listing.sizes, np.int64)
+    whole = ImageDataset(root, listing.names, labels, classes, index.sizes, index.plain, file_sizes=sizes)
+    ends = np.cumsum([len(split) for split in splits.values()])
+    parts = dict(zip(splits, np.split(np.arange(len(rows)), ends[:-1]), strict=True))
     if "all" in parts:
-        train, val, test = _caltech_split(everything.labels, protocol.seed or 0)
+        chosen = _caltech_split(labels, protocol.seed or 0)
+    elif "val" in parts:
+        chosen = parts["train"], parts["val"], parts["test"]
     else:
-        train, test = parts["train"], parts["test"]
-        if "val" in parts:
-            val = parts["val"]
-        else:
-            train, val = random_split(train, protocol)
-    return Splits(protocol, everything.subset(train), everything.subset(val), everything.subset(test))
+        chosen = *random_split(parts["train"], protocol), parts["test"]
+    train, val, test = (whole.subset(part) for part in chosen)
+    return Splits(protocol, train, val, test)
 
 
 def random_split(index: npt.NDArray[np.int64], protocol: Protocol) -> tuple[npt.NDArray[np.int64], ...]:
     """Split as ``torch.utils.data.random_split`` with the protocol's seed does; by share if images are missing."""
     val = round(len(index) * protocol.val / (protocol.train + protocol.val))
-    generator = torch.Generator().manual_seed(protocol.seed or 0)
-    order = torch.randperm(len(index), generator=generator).numpy()
+    order = torch.randperm(len(index), generator=torch.Generator().manual_seed(protocol.seed or 0)).numpy()
     return index[order[: len(index) - val]], index[order[len(index) - val :]]
 
 
 def _caltech_split(labels: npt.NDArray[np.int64], seed: int) -> tuple[npt.NDArray[np.int64], ...]:
-    """25 images of every class for training, 5 for validation, the rest for testing."""
+    """Choose 25 images of every class for training, 5 for validation, the rest for testing."""
     generator = torch.Generator().manual_seed(seed)
     parts: tuple[list[int], ...] = ([], [], [])
     for label in np.unique(labels):
@@ -196,37 +198,13 @@ def _caltech_split(labels: npt.NDArray[np.int64], seed: int) -> tuple[npt.NDArra
     return tuple(np.array(part, np.int64) for part in parts)
 
 
-def _open_files(root: Path, rows: list[tuple[str, int]], classes: list[str], workers: int | None) -> ImageDataset:
-    """Open the listed files as a data set; the index of their sizes is kept. UserError names unusable ones."""
-    names = [name for name, _ in rows]
-    listing = Listing(names)
-    for name in names:
-        try:
-            status = (root / name).stat()
-        except OSError as error:
-            raise UserError(f"{root / name}: {error.strerror}, but listed; unpack the archive again") from None
-        listing.sizes.append(status.st_size)
-        listing.mtimes.append(status.st_mtime_ns)
-    index = size_index(root, listing, workers or available_cores())
-    if index.faults:
-        place = min(index.faults)
-        raise UserError(f"{root / names[place]}: {index.faults[place]}; unpack the archive again")
-    labels = np.array([label for _, label in rows], np.int64)
-    sizes = np.array(listing.sizes, np.int64)
-    return ImageDataset(root, names, labels, classes, index.sizes, index.plain, file_sizes=sizes)
-
-
 def _checked(splits: Splits) -> Splits:
-    """Return ``splits`` with notes on every count that is not the protocol's."""
-    protocol = splits.protocol
+    """Add notes on every count that is not the protocol's."""
+    protocol, parts = splits.protocol, {"training": splits.train, "validation": splits.val, "test": splits.test}
     notes = list(splits.notes)
-    for name, found, wanted in (
-        ("training", len(splits.train), protocol.train),
-        ("validation", len(splits.val), protocol.val),
-        ("test", len(splits.test), protocol.test),
-    ):
-        if wanted and found != wanted:
-            notes.append(f"{found:,} {name} images instead of {wanted:,}")
+    for (name, part), wanted in zip(parts.items(), (protocol.train, protocol.val, protocol.test), strict=True):
+        if wanted and len(part) != wanted:
+            notes.append(f"{len(part):,} {name} images instead of {wanted:,}")
     if protocol.classes and len(splits.train.classes) != protocol.classes:
         notes.append(f"{len(splits.train.classes)} classes instead of {protocol.classes}")
     return replace(splits, notes=tuple(notes))

@@ -38,6 +38,7 @@ class Retrieval:
     k: int
 
     def lines(self) -> list[str]:
+        """Format the report for people."""
         if self.precision is None:
             return ["the queries have no labels, so there is no precision"]
         return [f"{self.precision:.2%} of the {self.k} nearest neighbours are of the query's class"]
@@ -66,7 +67,7 @@ def retrieve(
     return Retrieval(shown, places[shown], values[shown], precision, places.shape[1])
 
 
-def save_sheet(found: Retrieval, queries: ImageDataset, bank: ImageDataset, path: Path) -> None:
+def save_sheet(path: Path, found: Retrieval, queries: ImageDataset, bank: ImageDataset) -> None:
     """Draw ``found`` into the PNG file ``path``. UserError if an image cannot be read or the file not be written."""
     columns = 1 + found.k
     width = columns * (_TILE + _GAP) + 2 * _GAP

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 import cocor
 from cocor import checkpoint, cli
 from cocor.checkpoint import export_backbone
+from cocor.eval.cli import add_encoder_flags
 from cocor.eval.weights.load import Encoder, digest, load_encoder
 from cocor.models import build_backbone, fixed_size
 from cocor.run_dir import check_pair
@@ -52,8 +53,7 @@ def export(encoder: Encoder, form: Format, output: Path) -> Path:
         UserError: the format cannot hold this encoder, or the file cannot be written.
     """
     check_possible(encoder, form)
-    for act in _FORMATS[form][1:]:
-        act(encoder, output)
+    _FORMATS[form][1](encoder, output)
     return output
 
 
@@ -67,29 +67,28 @@ def check_possible(encoder: Encoder, form: Format) -> None:
     if form == "detectron2":
         bottleneck = "layer1.0.conv3.weight" in _weights(encoder)
         if not bottleneck or encoder.stem != "imagenet" or not _IN_DETECTRON2.fullmatch(encoder.architecture):
-            raise UserError(
-                "--to detectron2: its ResNets are bottleneck ones with the usual stem, such as resnet50; "
-                f"this is {encoder.architecture} with the {encoder.stem} stem"
-            )
+            raise UserError("--to detectron2: its ResNets are bottleneck ones with the usual stem, such as resnet50; "
+                            f"this is {encoder.architecture} with the {encoder.stem} stem")  # fmt: skip
 
 
 def _weights(encoder: Encoder) -> dict[str, Tensor]:
     return {name: value.detach().cpu().contiguous().clone() for name, value in encoder.backbone.state_dict().items()}
 
 
-def _write_timm(encoder: Encoder, output: Path) -> None:
+def _write(encoder: Encoder, output: Path) -> None:
     about = {"architecture": encoder.architecture, "stem": encoder.stem, "image_size": encoder.image_size}
     export_backbone(encoder.backbone, output, about)
 
 
-def _check_timm(encoder: Encoder, output: Path) -> None:
+def _timm(encoder: Encoder, output: Path) -> None:
+    _write(encoder, output)
     if encoder.stem == "imagenet":
         size = _size_option(encoder)
         model = timm.create_model(encoder.architecture, num_classes=0, checkpoint_path=str(output), **size)
     else:
         model = build_backbone(encoder.architecture, encoder.stem)
         timm.models.load_checkpoint(model, str(output))
-    _same(encoder, model, output)
+    _check_same(encoder, model, output)
 
 
 def _only_size(encoder: Encoder) -> int | None:
@@ -106,18 +105,15 @@ def _size_option(encoder: Encoder) -> dict[str, Any]:
     return {} if size is None or usual is None or usual.input_size[-1] == size else {"img_size": size}
 
 
-def _write_torchvision(encoder: Encoder, output: Path) -> None:
+def _torchvision(encoder: Encoder, output: Path) -> None:
     with replacing(output) as temporary:
         checkpoint.write(_weights(encoder), temporary)
-
-
-def _check_torchvision(encoder: Encoder, output: Path) -> None:
     model = _torchvision_model(encoder)
     missing = model.load_state_dict(torch.load(output, weights_only=True), strict=False)
     if set(missing.missing_keys) - {"fc.weight", "fc.bias"} or missing.unexpected_keys:
         raise RuntimeError(f"{output} does not fit torchvision's {encoder.architecture}: {missing}")
     model.fc = nn.Identity()
-    _same(encoder, model, output)
+    _check_same(encoder, model, output)
 
 
 def _torchvision_model(encoder: Encoder) -> nn.Module:
@@ -131,29 +127,23 @@ def _torchvision_model(encoder: Encoder) -> nn.Module:
     return model
 
 
-def _write_safetensors(encoder: Encoder, output: Path) -> None:
-    weights = output / "model.safetensors"
-    _write_timm(encoder, weights)
-    features = int(getattr(encoder.backbone, "num_features", 0))
-    config = {
-        "architecture": encoder.architecture,
-        "num_classes": 0,
-        "num_features": features,
-        "stem": encoder.stem,
-        "pretrained_cfg": {"mean": IMAGENET_MEAN, "std": IMAGENET_STD, "interpolation": "bilinear", "crop_pct": 0.875},
-    }
-    write_text(output / "config.json", json.dumps(config, indent=2) + "\n")
+def _safetensors(encoder: Encoder, output: Path) -> None:
+    weights, features = output / "model.safetensors", int(getattr(encoder.backbone, "num_features", 0))
+    _write(encoder, weights)
+    config = {"architecture": encoder.architecture, "num_classes": 0, "num_features": features, "stem": encoder.stem}
+    pretrained = {"mean": IMAGENET_MEAN, "std": IMAGENET_STD, "interpolation": "bilinear", "crop_pct": 0.875}
+    write_text(output / "config.json", json.dumps(config | {"pretrained_cfg": pretrained}, indent=2) + "\n")
     write_text(output / "README.md", model_card(encoder, features))
+    model = build_backbone(encoder.architecture, encoder.stem, _only_size(encoder))
+    model.load_state_dict(safetensors.torch.load_file(weights))
+    _check_same(encoder, model, output)
 
 
 def model_card(encoder: Encoder, features: int) -> str:
     """Write the README of an exported folder: what it is, how to load it, how to normalise its input."""
-    stem = ""
-    if encoder.stem == "small":
-        stem = (
-            "model.conv1 = torch.nn.Conv2d(3, model.conv1.out_channels, 3, padding=1, bias=False)\n"
-            "model.maxpool = torch.nn.Identity()\n"
-        )
+    small = ("model.conv1 = torch.nn.Conv2d(3, model.conv1.out_channels, 3, padding=1, bias=False)\n"
+             "model.maxpool = torch.nn.Identity()\n")  # fmt: skip
+    stem = small if encoder.stem == "small" else ""
     parameters = sum(p.numel() for p in encoder.backbone.parameters())
     size = "".join(f", {name}={value}" for name, value in _size_option(encoder).items())
     return f"""---
@@ -180,15 +170,8 @@ Not stated here, because the weights do not tell: training data, its licence, in
 """
 
 
-def _check_safetensors(encoder: Encoder, output: Path) -> None:
-    config = json.loads((output / "config.json").read_text())
-    model = build_backbone(config["architecture"], config["stem"], _only_size(encoder))
-    model.load_state_dict(safetensors.torch.load_file(output / "model.safetensors"))
-    _same(encoder, model, output)
-
-
 def detectron2_name(name: str) -> str:
-    """Return Detectron2's name of a ResNet weight: conv1 -> stem.conv1, layer1 -> res2, bn2 -> conv2.norm, ..."""
+    """Derive Detectron2's name of a ResNet weight: conv1 -> stem.conv1, layer1 -> res2, bn2 -> conv2.norm, ..."""
     if not name.startswith("layer"):
         name = f"stem.{name}"
     for number in (1, 2, 3, 4):
@@ -198,23 +181,15 @@ def detectron2_name(name: str) -> str:
     return name.replace("downsample.0.", "shortcut.").replace("downsample.1.", "shortcut.norm.")
 
 
-def _write_detectron2(encoder: Encoder, output: Path) -> None:
-    arrays = {
-        detectron2_name(name): value.numpy()
-        for name, value in _weights(encoder).items()
-        if not name.endswith("num_batches_tracked")
-    }
+def _detectron2(encoder: Encoder, output: Path) -> None:
+    weights = {name: v.numpy() for name, v in _weights(encoder).items() if not name.endswith("num_batches_tracked")}
+    arrays = {detectron2_name(name): value for name, value in weights.items()}
     content = {"model": arrays, "__author__": "cocor", "matching_heuristics": True}
     with replacing(output) as temporary:
         temporary.write_bytes(pickle.dumps(content, protocol=4))
-
-
-def _check_detectron2(encoder: Encoder, output: Path) -> None:
-    """Compare names and values; if Detectron2 is installed, the names must be those of its ResNet."""
     found = pickle.loads(output.read_bytes())["model"]  # just written here
-    wanted = {n: v for n, v in _weights(encoder).items() if not n.endswith("num_batches_tracked")}
-    equal = all(np.array_equal(found[detectron2_name(name)], value.numpy()) for name, value in wanted.items())
-    if len(found) != len(wanted) or not equal:
+    equal = all(np.array_equal(found[detectron2_name(name)], value) for name, value in weights.items())
+    if len(found) != len(weights) or not equal:
         raise RuntimeError(f"{output} does not hold the encoder's weights")
     names = detectron2_resnet_names(encoder.architecture)
     if names is not None and set(found) != names:
@@ -236,7 +211,7 @@ def detectron2_resnet_names(architecture: str) -> set[str] | None:
     return {name for name in state if not name.endswith("num_batches_tracked")}
 
 
-def _same(encoder: Encoder, model: nn.Module, output: Path) -> None:
+def _check_same(encoder: Encoder, model: nn.Module, output: Path) -> None:
     """Raise a RuntimeError unless ``model``, loaded from ``output``, has the encoder's weights and features."""
     if digest(model) != encoder.digest:
         raise RuntimeError(f"{output} does not give the encoder's weights back")
@@ -247,12 +222,12 @@ def _same(encoder: Encoder, model: nn.Module, output: Path) -> None:
             raise RuntimeError(f"{output} does not give the encoder's features")
 
 
-# Suffix, writer and check of each format.
-_FORMATS: dict[Format, tuple[str, Callable[[Encoder, Path], None], Callable[[Encoder, Path], None]]] = {
-    "timm": (".safetensors", _write_timm, _check_timm),
-    "torchvision": (".pth", _write_torchvision, _check_torchvision),
-    "safetensors": ("", _write_safetensors, _check_safetensors),
-    "detectron2": (".pkl", _write_detectron2, _check_detectron2),
+# Suffix, and what writes and checks each format.
+_FORMATS: dict[Format, tuple[str, Callable[[Encoder, Path], None]]] = {
+    "timm": (".safetensors", _timm),
+    "torchvision": (".pth", _torchvision),
+    "safetensors": ("", _safetensors),
+    "detectron2": (".pkl", _detectron2),
 }
 
 
@@ -268,11 +243,7 @@ def _parser() -> Parser:
     parser.add_argument("--to", nargs="+", choices=list(_FORMATS), default=["timm"], help="formats (default timm)")
     parser.add_argument("--output", type=Path, default=Path("exported"), metavar="FOLDER", help="default: exported")
     parser.add_argument("--name", help="of the files (default: the run's)")
-    parser.add_argument(
-        "--which", choices=["online", "ema"], default="online", help="the trained encoder or its average"
-    )
-    parser.add_argument("--backbone", metavar="NAME", help="timm's name, where the file does not tell")
-    parser.add_argument("--stem", choices=["imagenet", "small"], help="first layers, where the file does not tell")
+    add_encoder_flags(parser)
     parser.add_argument("--force", action="store_true", help="replace existing files")
     return parser
 

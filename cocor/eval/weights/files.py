@@ -1,7 +1,6 @@
 """Read tensors from a weight file of any origin, without running code that the file may hold.
 
-Reads ``.safetensors`` files and everything that ``torch.load(weights_only=True)`` opens: tensors, numbers, text and
-containers; also harmless objects in the checkpoints of SupCon, Lightning and others, that is ``argparse.Namespace`` and
+Reads ``.safetensors`` files and all that ``torch.load(weights_only=True)`` opens, also ``argparse.Namespace`` and
 numpy's scalars and arrays. Paths, and objects that some packages keep beside the weights, such as configurations, are
 replaced by inert stand-ins, so that these packages need not be installed.
 
@@ -40,11 +39,10 @@ _LFS = b"version https://git-lfs.github.com/"
 
 @dataclass(frozen=True)
 class WeightFile:
-    """What a file holds.
+    """Tensors by flat name without wrappers' prefixes, and what the file says about its model (``hints``).
 
-    - ``tensors`` by flat name, without the prefixes of wrappers.
-    - ``hints``: what the file says about its model (``architecture``, ``stem``, ``image_size``), if anything.
-    - ``averaged``: whether all are of a moving average, which the file keeps in a dict of its own.
+    Hints are ``architecture``, ``stem`` and ``image_size``. ``averaged``: all tensors are of a moving average, which
+    the file keeps in a dict of its own.
     """
 
     path: Path
@@ -69,10 +67,11 @@ def read_weights(path: Path, which: Which = "online") -> WeightFile:
     if not isinstance(content, Mapping):
         raise UserError(f"{path}: holds a {type(content).__name__}, not weights by name; save model.state_dict()")
     part, averaged = _weights_of(content, which)
-    tensors = _flat(part) or _flat(_from_numpy(part))
+    tensors = _flat(part) or {name: torch.from_numpy(value.copy()) for name, value in part.items()
+                              if isinstance(value, np.ndarray) and value.dtype.kind in "fi"}  # fmt: skip
     if not tensors:
         raise UserError(f"{path}: holds no weights; its keys are {', '.join(map(str, list(content)[:8])) or 'none'}")
-    return WeightFile(path, {_unwrapped(name): value for name, value in tensors.items()}, _hints(content), averaged)
+    return WeightFile(path, _unwrapped(tensors), _hints(content), averaged)
 
 
 def _beginning(path: Path, count: int) -> bytes:
@@ -92,7 +91,7 @@ def _read_safetensors(path: Path) -> WeightFile:
         raise UserError(f"{path}: cannot be read: {error}") from None
     if not tensors:
         raise UserError(f"{path}: holds no weights")
-    return WeightFile(path, {_unwrapped(name): value for name, value in tensors.items()}, hints)
+    return WeightFile(path, _unwrapped(tensors), hints)
 
 
 def _read_pickle(path: Path) -> Any:
@@ -113,10 +112,12 @@ def _read_pickle(path: Path) -> Any:
             raise UserError(f"{path}: damaged, or no file of weights: torch.save did not write it") from None
         if "Unsupported global" in text or "weights_only" in text:
             culprit = text.partition("GLOBAL ")[2].split(" ")[0] or "code"
-            raise UserError(
-                f"{path}: opening it would run code of its own ({culprit}); where you trust it, keep only its tensors: "
-                + _tensors_of(culprit)
-            ) from None
+            loaded = "torch.load(FILE, weights_only=False)"
+            code = f"torch.save({loaded}['state_dict'], NEW), or where that is a module, its .state_dict()"
+            if culprit.startswith(("torchvision.models.", "timm.models.", "torch.nn.")):  # a whole module
+                code = f"torch.save({loaded}.state_dict(), NEW)"
+            raise UserError(f"{path}: opening it would run code of its own ({culprit}); where you trust it, keep only "
+                            f"its tensors: {code}") from None  # fmt: skip
         reason = f"{type(error).__name__}: {text.splitlines()[0][:160]}" if text else type(error).__name__
         raise UserError(f"{path}: damaged, or no file of weights ({reason})") from None
 
@@ -138,14 +139,6 @@ def _stand_ins(path: Path, harmless: list[Any]) -> list[Any]:
     except Exception:  # a broken file, or one of the oldest format: torch.load will raise
         return []
     return [(_StandIn, name) for name in names if _BESIDE.match(name)]
-
-
-def _tensors_of(culprit: str) -> str:
-    """Return Python that keeps the tensors of FILE: of a whole module, as its class shows, or of a checkpoint."""
-    loaded = "torch.load(FILE, weights_only=False)"
-    if culprit.startswith(("torchvision.models.", "timm.models.", "torch.nn.")):
-        return f"torch.save({loaded}.state_dict(), NEW)"
-    return f"torch.save({loaded}['state_dict'], NEW), or where that is a module, its .state_dict()"
 
 
 def _weights_of(content: Mapping[Any, Any], which: Which) -> tuple[Mapping[Any, Any], bool]:
@@ -172,21 +165,13 @@ def _flat(part: Mapping[Any, Any], prefix: str = "") -> dict[str, Tensor]:
     return found
 
 
-def _from_numpy(part: Mapping[Any, Any]) -> dict[Any, Tensor]:
-    numbers = {key: value for key, value in part.items() if isinstance(value, np.ndarray) and value.dtype.kind in "fi"}
-    return {key: torch.from_numpy(value.copy()) for key, value in numbers.items()}
-
-
-def _unwrapped(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+def _unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {".".join(part for part in n.split(".") if part not in _WRAPPERS): value for n, value in tensors.items()}
 
 
 def _hints(content: Mapping[Any, Any]) -> dict[str, str]:
-    hints = {}
     config = content.get("config")
     if isinstance(config, Mapping) and isinstance(config.get("backbone"), str):
         hints = {"architecture": config["backbone"], "stem": str(config.get("stem", "imagenet"))}
-        hints |= {"image_size": str(config["image_size"])} if "image_size" in config else {}
-    elif isinstance(content.get("arch"), str):
-        hints = {"architecture": content["arch"]}
-    return hints
+        return hints | ({"image_size": str(config["image_size"])} if "image_size" in config else {})
+    return {"architecture": content["arch"]} if isinstance(content.get("arch"), str) else {}

@@ -20,56 +20,34 @@ from cocor.eval.weights.files import WeightFile, Which
 from cocor.models import build_backbone
 from loaders.errors import UserError
 
-# Prefix -> origin of the trained encoder, and of its moving average. Names come without "module." and "_orig_mod.".
-_ONLINE = {
-    "encoder_q.": "MoCo",
-    "encoder_q.0.": "OpenSelfSup",
-    "online_encoder.net.": "BYOL",
-    "online_encoder.encoder.": "BYOL",
-    "online_encoder.": "BYOL",
-    "online_network.encoder.": "BYOL",
-    "online_network.": "BYOL",
-    "online_network_state_dict.encoder.": "BYOL",
-    "online_net.0.": "OpenSelfSup",
-    "online_net.": "BYOL",
-    "student_backbone.": "lightly",
-    "student.backbone.": "DINO",
-    "backbone.": "cocor, solo-learn, lightly, INTL or AugSelf",
-    "encoder.": "SimSiam, SupCon or solo-learn",
-    "base_model.model.trunk._feature_blocks.": "VISSL",
-    "base_encoder.": "MoCo v3",
-    "model.": "a model wrapper",
-    "net.": "a model wrapper",
-    "": "timm or torchvision",
-}
-_EMA = {
-    "encoder_k.": "MoCo",
-    "encoder_k.0.": "OpenSelfSup",
-    "key_backbone.": "cocor",
-    "target_encoder.net.": "BYOL",
-    "target_encoder.": "BYOL",
-    "target_network.encoder.": "BYOL",
-    "target_network.": "BYOL",
-    "target_network_state_dict.encoder.": "BYOL",
-    "target_net.0.": "OpenSelfSup",
-    "target_net.": "BYOL",
-    "momentum_backbone.": "solo-learn",
-    "momentum_encoder.": "solo-learn or MoCo v3",
-    "backbone_momentum.": "lightly",
-    "teacher_backbone.": "lightly",
-    "teacher.backbone.": "DINO",
-}
+# Origin -> prefixes of the trained encoder, in the order of the search, and of its moving average. Names come without
+# "module." and "_orig_mod.".
+_PROGRAMS = {
+    "MoCo": ("encoder_q.", "encoder_k."),
+    "OpenSelfSup": ("encoder_q.0. online_net.0.", "encoder_k.0. target_net.0."),
+    "BYOL": ("online_encoder.net. online_encoder.encoder. online_encoder. online_network.encoder. online_network. "
+             "online_network_state_dict.encoder. online_net.", "target_encoder.net. target_encoder. "
+             "target_network.encoder. target_network. target_network_state_dict.encoder. target_net."),
+    "lightly": ("student_backbone.", "backbone_momentum. teacher_backbone."),
+    "DINO": ("student.backbone.", "teacher.backbone."),
+    "cocor": ("", "key_backbone."),
+    "cocor, solo-learn, lightly, INTL or AugSelf": ("backbone.", ""),
+    "SimSiam, SupCon or solo-learn": ("encoder.", ""),
+    "solo-learn": ("", "momentum_backbone."),
+    "VISSL": ("base_model.model.trunk._feature_blocks.", ""),
+    "MoCo v3": ("base_encoder.", ""),
+    "solo-learn or MoCo v3": ("", "momentum_encoder."),
+    "a model wrapper": ("model. net.", ""),
+}  # fmt: skip
+_ONLINE, _EMA = ({p: origin for origin, row in _PROGRAMS.items() for p in row[at].split()} for at in (0, 1))
+_ONLINE[""] = "timm or torchvision"
 _HEAD = re.compile(r"(fc|head|classifier|linear|last_linear|projector|projection\w*|predict\w*|mlp)(\.|\d)")
 
 # Blocks in layer1..4, and whether they are bottlenecks.
 _RESNETS: dict[tuple[tuple[int, ...], bool], str] = {
-    ((2, 2, 2, 2), False): "resnet18",
-    ((3, 4, 6, 3), False): "resnet34",
-    ((3, 4, 6, 3), True): "resnet50",
-    ((3, 4, 23, 3), True): "resnet101",
-    ((3, 8, 36, 3), True): "resnet152",
-}
-
+    ((2, 2, 2, 2), False): "resnet18", ((3, 4, 6, 3), False): "resnet34", ((3, 4, 6, 3), True): "resnet50",
+    ((3, 4, 23, 3), True): "resnet101", ((3, 8, 36, 3), True): "resnet152",
+}  # fmt: skip
 _FIRST = re.compile(r"(conv1|conv1\.0|stem\S*|patch_embed\.proj|features\.0\S*|conv_stem|0|f\.0)\.weight$")
 
 
@@ -148,7 +126,7 @@ class Layout:
 
 
 def recognise(file: WeightFile, which: Which, models: Models) -> Layout:
-    """Return the layout of the encoder in ``file``: of a whole one if there is any, else of the most likely one.
+    """Find the encoder in ``file``: a whole one if there is any, else the most likely one.
 
     Raises:
         UserError: there is none, or there are two whole ones and their prefixes do not say which is the trained one.
@@ -169,17 +147,17 @@ def recognise(file: WeightFile, which: Which, models: Models) -> Layout:
         return whole[0]
     if known is not None:
         return known
+    places = " and ".join(repr(layout.prefix) for layout in whole)
     if len(whole) > 1:
-        places = " and ".join(repr(layout.prefix) for layout in whole)
         raise UserError(f"{file.path}: whole encoders lie below {places}; save one of them to a file of its own")
     if averages:
-        raise UserError(
-            f"{file.path}: no encoder but a moving average of one, below {whole[0].prefix!r}; use --which ema"
-        )
-    best = max(others, key=lambda layout: (len(layout.fitting), len(layout.tensors)), default=None)
-    if best is None:
-        raise _no_encoder(file, which)
-    return best
+        raise UserError(f"{file.path}: no encoder but a moving average of one, below {places}; use --which ema")
+    if others:
+        return max(others, key=lambda layout: (len(layout.fitting), len(layout.tensors)))
+    groups = sorted({".".join(name.split(".")[:2]) for name in file.tensors})
+    text = f"{', '.join(groups[:6])}{', ...' if len(groups) > 6 else ''}"
+    kind = "encoder" if which == "online" else "moving average of an encoder (try --which online)"
+    raise UserError(f"{file.path}: no {kind} among its {len(file.tensors)} weights ({text})")
 
 
 def _within(whole: list[Layout], which: Which) -> Layout | None:
@@ -195,21 +173,11 @@ def _within(whole: list[Layout], which: Which) -> Layout | None:
     return replace(inner[wanted[0]], origin=table[wanted[0]]) if len(wanted) == 1 else None
 
 
-def _no_encoder(file: WeightFile, which: Which) -> UserError:
-    groups = sorted({".".join(name.split(".")[:2]) for name in file.tensors})
-    text = f"{', '.join(groups[:6])}{', ...' if len(groups) > 6 else ''}"
-    kind = "encoder" if which == "online" else "moving average of an encoder (try --which online)"
-    return UserError(f"{file.path}: no {kind} among its {len(file.tensors)} weights ({text})")
-
-
 def _candidates(file: WeightFile, models: Models) -> dict[str, Layout]:
     """Return a layout for every prefix below which an encoder begins, the shortest prefix first."""
-    prefixes = set()
-    for name in file.tensors:
-        starts = [0, *(at + 1 for at, mark in enumerate(name) if mark == ".")]
-        prefixes |= {name[:at] for at in starts if _FIRST.match(name[at:])}
+    starts = ((name, at) for name in file.tensors for at in (0, *(dot.end() for dot in re.finditer(r"\.", name))))
     found = {}
-    for prefix in sorted(prefixes, key=lambda prefix: (len(prefix), prefix)):
+    for prefix in sorted({n[:at] for n, at in starts if _FIRST.match(n[at:])}, key=lambda one: (len(one), one)):
         below = {name.removeprefix(prefix): v for name, v in file.tensors.items() if name.startswith(prefix)}
         below = _conventional_names(below)
         guess, seen = _guess(below)
@@ -221,14 +189,11 @@ def _candidates(file: WeightFile, models: Models) -> dict[str, Layout]:
 
 def _distinct(layouts: Iterable[Layout]) -> list[Layout]:
     """Drop layouts that repeat the values of an earlier one, as where a program has a module under two names."""
-
-    def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-        return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
-
     found: list[Layout] = []
-    for layout in layouts:
-        if not any(equal(layout.tensors, other.tensors) for other in found):
-            found.append(layout)
+    for one in layouts:
+        same = (other for other in found if one.tensors.keys() == other.tensors.keys())
+        if not any(all(torch.equal(one.tensors[name], v) for name, v in other.tensors.items()) for other in same):
+            found.append(one)
     return found
 
 
@@ -239,13 +204,10 @@ def _conventional_names(found: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     if "f.0.weight" in found:  # SimCLR re-implementations
         found = {name.removeprefix("f."): value for name, value in found.items()}
-    numbers = sorted({int(name.partition(".")[0]) for name in found if name.partition(".")[0].isdecimal()})
+    numbers = sorted({int(head) for head in (name.partition(".")[0] for name in found) if head.isdecimal()})
     if numbers[:1] == [0]:
         parts = dict(zip(map(str, numbers), ("conv1", "bn1", "layer1", "layer2", "layer3", "layer4"), strict=False))
-        found = {
-            f"{parts.get(head, head)}.{rest}": value
-            for (head, _, rest), value in zip((name.partition(".") for name in found), found.values(), strict=True)
-        }
+        found = {re.sub(r"^\d+(?=\.)", lambda m: parts.get(m[0], m[0]), name): v for name, v in found.items()}
     return {re.sub(r"^(layer\d\.\d+)\.shortcut\.", r"\1.downsample.", name): value for name, value in found.items()}
 
 
@@ -254,10 +216,8 @@ def _guess(found: dict[str, Tensor]) -> tuple[str | None, str]:
     blocks = [(int(m[1]), int(m[2])) for m in (re.match(r"layer(\d)\.(\d+)\.", name) for name in found) if m]
     depth = tuple(max((block for layer, block in blocks if layer == at), default=-1) + 1 for at in (1, 2, 3, 4))
     bottleneck = "layer1.0.conv3.weight" in found
-    name = _RESNETS.get((depth, bottleneck))
+    name: str | None = _RESNETS.get((depth, bottleneck))
     stem = found.get("conv1.weight")
-    kind = "small" if stem is not None and stem.shape[1:] == (3, 3, 3) else "imagenet"
     if name and bottleneck:
-        width = found["layer1.0.conv1.weight"].shape[0]
-        name = {64: name, 128: f"wide_{name}_2"}.get(width)
-    return name, kind
+        name = {64: name, 128: f"wide_{name}_2"}.get(found["layer1.0.conv1.weight"].shape[0])
+    return name, "small" if stem is not None and stem.shape[1:] == (3, 3, 3) else "imagenet"

@@ -10,7 +10,7 @@ the prefix may be left over but those of heads; else the load is refused with co
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import timm
@@ -26,12 +26,11 @@ from loaders.errors import UserError
 
 @dataclass(frozen=True)
 class Encoder:
-    """A frozen backbone and where it comes from.
+    """A frozen backbone, images (B, 3, H, W) -> features (B, D), in eval mode, and where it comes from.
 
-    - ``backbone``: images (B, 3, H, W) -> features (B, D), in eval mode.
-    - ``image_size``: side in pixels of the crops that it was trained on, if known, else the usual one.
-    - ``matched`` of its ``total`` tensors came from the file, whose ``unused`` tensors are heads and the like.
-    - ``digest``: SHA-256, equal for equal encoders.
+    ``image_size``: side in pixels of the crops that it was trained on, if known, else the usual one. ``matched`` of its
+    ``total`` tensors came from the file, whose ``unused`` tensors are heads and the like. Equal encoders have equal
+    ``digest`` (SHA-256).
     """
 
     backbone: nn.Module
@@ -46,7 +45,7 @@ class Encoder:
     digest: str
 
     def describe(self) -> str:
-        """Return a line about it."""
+        """Describe it in a line."""
         stem = "" if self.stem == "imagenet" else f", {self.stem} stem"
         counts = f"{self.matched} of {self.total} tensors loaded, {self.unused} of other parts left"
         return f"{self.name}: {self.architecture}{stem}, layout of {self.origin}; {counts}"
@@ -78,36 +77,24 @@ def load_encoder(
     size = None if hint is None else _image_size(hint, architecture, stem or "imagenet")
     layout = recognise(file, which, Models(architecture, stem, size))
     if layout.architecture is None or layout.model is None:
-        raise UserError(
-            f"{file.path}: the shapes of its {_few(list(layout.tensors))} weights are no ResNet's that is known here; "
-            "name the model with --backbone"
-        )
+        raise UserError(f"{file.path}: the shapes of its {_few(list(layout.tensors))} weights are no ResNet's that is "
+                        "known here; name the model with --backbone")  # fmt: skip
     _fill(layout.model, layout, file.path)
     origin = "cocor" if "stem" in file.hints else layout.origin
     size = size or _image_size(None, layout.architecture, layout.stem)
+    found = _encoder(layout.model, _short_name(file.path), origin, layout.architecture, layout.stem, size)
     matched = len(layout.fitting)
-    about = (_short_name(file.path), origin, layout.architecture, layout.stem, size)
-    return _encoder(layout.model, *about, matched=matched, unused=len(file.tensors) - matched)
+    return replace(found, matched=matched, unused=len(file.tensors) - matched)
 
 
-def _encoder(
-    backbone: nn.Module,
-    name: str,
-    origin: str,
-    architecture: str,
-    stem: str,
-    image_size: int,
-    matched: int | None = None,
-    unused: int = 0,
-) -> Encoder:
+def _encoder(backbone: nn.Module, name: str, origin: str, architecture: str, stem: str, image_size: int) -> Encoder:
     backbone.eval().requires_grad_(False)
     total = len(backbone.state_dict())
-    matched = total if matched is None else matched
-    return Encoder(backbone, name, origin, architecture, stem, image_size, matched, total, unused, digest(backbone))
+    return Encoder(backbone, name, origin, architecture, stem, image_size, total, total, 0, digest(backbone))
 
 
 def digest(module: nn.Module) -> str:
-    """Return the SHA-256 over the names and values of all parameters and buffers of ``module``."""
+    """Compute the SHA-256 over the names and values of all parameters and buffers of ``module``."""
     found = hashlib.sha256()
     for name, value in sorted(module.state_dict().items()):
         data = value.detach().cpu().contiguous()
@@ -172,11 +159,9 @@ def _fill(backbone: nn.Module, layout: Layout, path: Path) -> None:
             has, needs = (tuple(part[other[0]].shape) for part in (found, wanted))
             shapes = f"of another shape: {_few(other)}, {has} instead of {needs} at first; "
         below = f" below {layout.prefix!r}" if layout.prefix else ""
-        raise UserError(
-            f"{path}: only {len(fitting)} of the {len(wanted)} tensors of {layout.architecture} match{below}; "
-            f"missing: {_few(layout.missing)}; left over: {_few(layout.strange)}; {shapes}"
-            "name another model with --backbone or --stem"
-        )
+        counts = f"only {len(fitting)} of the {len(wanted)} tensors of {layout.architecture} match{below}"
+        raise UserError(f"{path}: {counts}; missing: {_few(layout.missing)}; left over: {_few(layout.strange)}; "
+                        f"{shapes}name another model with --backbone or --stem")  # fmt: skip
     broken = [name for name, value in fitting.items() if not value.isfinite().all()]
     if broken:
         raise UserError(f"{path}: {_few(broken)} of its weights are not finite; the training has failed")
