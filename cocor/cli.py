@@ -13,8 +13,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from cocor.distributed.report import USER_ERROR, drop_unwritten, report
-
 UNREAD = 128 + signal.SIGPIPE  # a shell's exit code for programs that SIGPIPE ends
 _LOST = ("Connection closed by peer", "Connection reset by peer", "remote process exit")  # gloo's and NCCL's words
 
@@ -56,6 +54,8 @@ def _command(name: str, module: str, first: Callable[[], None] | None = None) ->
     handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not if ignored, as for background jobs
     if handled:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from cocor.distributed.report import USER_ERROR
+
     try:
         Path.cwd()
     except OSError as error:  # Intel's library would say that PyTorch cannot be loaded
@@ -99,6 +99,7 @@ def command(name: str, body: Callable[[], None]) -> int:
     import warnings
 
     from cocor.distributed.env import die_with_launcher
+    from cocor.distributed.report import drop_unwritten, report
     from loaders.dali import cuda_env
     from loaders.text import print_everything
 
@@ -127,6 +128,7 @@ def command(name: str, body: Callable[[], None]) -> int:
 def _explain(name: str, error: Exception) -> tuple[str, int]:
     """Return message and exit code for ``error``; raise a single process' bug."""
     from cocor.distributed.env import RankEnv
+    from cocor.distributed.report import USER_ERROR
     from cocor.distributed.signals import Ended, Stopped
     from loaders.errors import UserError, explain
 
@@ -169,6 +171,8 @@ def open_streams() -> None:
 
 def _reader_has_gone() -> bool:
     """Tell whether nobody can read stdout any more, and drop what cannot be written."""
+    from cocor.distributed.report import drop_unwritten
+
     poll = select.poll()
     poll.register(1, 0)  # errors only
     gone = bool(poll.poll(0))

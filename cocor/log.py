@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from cocor.cli import drop_unwritten
 from cocor.distributed.collectives import World, mean_over_ranks
+from cocor.distributed.report import drop_unwritten
 from loaders.files import replacing
 
 Item = TypeVar("Item")

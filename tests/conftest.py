@@ -12,10 +12,12 @@ import pytest
 import torch
 from helpers import loading
 from helpers.prep_cases import corner_image, jpeg_bytes, write_all
+from helpers.runs import flags
 from PIL import Image
 from skimage import data
 from tqdm import tqdm
 
+from cocor.train import main
 from loaders.prep.convert import convert
 from loaders.prep.encode import Settings
 from loaders.prep.sources import open_source
@@ -116,3 +118,12 @@ def corner_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_all(root / "a", {f"{i}.jpg": jpeg_bytes(corner_image((40 + i, 30))) for i in range(3)})
     write_all(root / "b", {f"{i}.jpg": jpeg_bytes(corner_image((40 + i, 30))) for i in range(3)})
     return root
+
+
+@pytest.fixture(scope="module")
+def unbroken(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """MoCo + CoCor, two epochs through DALI, with a checkpoint after every step. Read only, do not change."""
+    folder = tmp_path_factory.mktemp("runs") / "unbroken"
+    every_step = {"checkpoint_every_minutes": 1e-9}
+    assert main(flags(data=photo_folder, val_data=photo_folder, output=folder, loader="dali", **every_step)) == 0
+    return folder
