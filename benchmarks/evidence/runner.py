@@ -70,7 +70,7 @@ class Training:
         write_json(self.beside("done.json"), record | {"linear": str(self.linear)} if record else new)
 
     def command(self) -> list[str]:
-        """Command of the training, or of the evaluation if the run is trained."""
+        """Return the command of the training or, once that is done, of the evaluation."""
         words, values = ["cocor.train"], self.flags | {"output": self.folder, "resume": "auto"}
         if self.record():  # architecture, stem and image size are stored with the weights
             words, gpu = ["cocor.eval.cli", "linear", str(self.folder)], "yes" if int(self.flags["gpus"]) else "no"

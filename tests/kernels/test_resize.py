@@ -41,8 +41,7 @@ def test_odd_boxes_and_thin_images(photos: dict[str, Image.Image]) -> None:
 
 
 def test_boxes_of_the_size_asked_for_are_copied(photos: dict[str, Image.Image]) -> None:
-    image = photos["coffee"]
-    box = np.array([(17, 23, 64, 64)], np.int32)
+    image, box = photos["coffee"], np.array([(17, 23, 64, 64)], np.int32)
     assert np.array_equal(crops_of(image, box, 64)[0], np.asarray(image)[17:81, 23:87])
 
 
