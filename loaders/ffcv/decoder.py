@@ -2,9 +2,8 @@
 
 They use the libjpeg-turbo that FFCV is linked to, through decompressors of their own: FFCV's decoders drop the return
 code, so that a damaged image shows half of itself or of its neighbour; its binding never frees the decompressors of a
-thread; and its fast inverse transform differs from Pillow's. Where the code is not success,
-:mod:`loaders.datasets.decode` decides: if the stored bytes are those that cocor-prep wrote, the code was a harmless
-warning.
+thread; and its fast inverse transform differs from Pillow's. Where the code is not success, be it for damage or as a
+harmless warning, :mod:`loaders.datasets.decode` decides, as for the other loaders.
 
 Import this module only after :func:`loaders.ffcv.patches.load_ffcv`.
 """
@@ -148,8 +147,6 @@ class DecodePool:
         return faults
 
     def _decode_by_reference(self, row: int, boxes: NDArray[np.int32], out: NDArray[np.uint8]) -> None:
-        if self._file.beton.record is None:
-            raise self._file.damaged(row, "damaged JPEG data")
         pixels = np.asarray(self._file.decode(row))
         height, width, _ = pixels.shape
         resize_crops(pixels.reshape(-1), height, width, boxes, self._size, out)
