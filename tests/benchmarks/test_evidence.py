@@ -274,7 +274,13 @@ def test_no_training_outlives_its_study(tmp_path: Path, number: signal.Signals) 
     threading.Thread(target=lambda: started.wait(30) and os.kill(os.getpid(), number), daemon=True).start()
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        run_all([fake(tmp_path / "run", method="sleeps")], 1, 0, math.inf, lambda text: started.set())
+        run_all(
+            [fake(tmp_path / "run", method="sleeps")],
+            1,
+            0,
+            math.inf,
+            lambda text: text.startswith("started") and started.set(),
+        )
     assert time.monotonic() - begin < 50 and signal.getsignal(number) is before
     running = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
     assert not any(str(tmp_path / "run").encode() in line for line in running)
