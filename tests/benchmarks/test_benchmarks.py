@@ -152,7 +152,7 @@ def test_a_single_window_has_no_spread(windows: int, spread: float | None) -> No
     assert case_line(case).split()[5] == ("-" if spread is None else "10%")
 
 
-ZEROS = ["--batch-size 0", "--images 0", "--images -3", "--seconds 0", "--seconds nan", "--budget 0", "--workers 0",
+ZEROS = ["--batch-size 0", "--images 0", "--images -3", "--seconds 0", "--seconds nan", "--workers 0",
          "--size 0", "--gpus -1", "--hw-decoder-load 2"]  # fmt: skip
 
 

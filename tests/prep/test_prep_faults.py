@@ -34,7 +34,8 @@ def failed(source: Path, folder: Path, name: str, words: str, **options: Any) ->
     """Run a conversion that must fail with one line and leave nothing behind."""
     command = conversions.conversion(source, folder / name)
     done = subprocess.run(command, capture_output=True, timeout=SECONDS, **options)
-    assert done.returncode == 2 and done.stderr.count(b"\n") == 1 and words.encode() in done.stderr
+    (error,) = (line for line in done.stderr.splitlines() if not line.startswith(b"converting: "))  # if it takes long
+    assert done.returncode == 2 and words.encode() in error
     assert not list(folder.iterdir())
 
 
