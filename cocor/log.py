@@ -34,7 +34,10 @@ _log = logging.getLogger(__name__)
 
 
 def set_up_logging(world: World, file: Path | None = None) -> None:
-    """Log to the terminal and, on the main rank, to ``file``, as nowhere before."""
+    """Send messages of cocor and loaders to the terminal and, on rank 0, to ``file``.
+
+    A second call replaces what the first one set up.
+    """
     console: logging.Handler = _Console()
     handlers = [console]
     if world.main:
@@ -79,7 +82,7 @@ class _File(logging.FileHandler):
 
 
 class Clock:
-    """Measure the time of a loop over batches, and that spent waiting for them.
+    """Time spent in a loop over batches, and the part of it spent waiting.
 
     On a GPU, whose host runs ahead, the wait is the time in which the device had nothing but the loader's work to do,
     measured by CUDA events around the fetch.
@@ -92,7 +95,7 @@ class Clock:
         self._fetches: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def timed(self, batches: Iterable[Item]) -> Iterator[Item]:
-        """Yield ``batches``; the clock runs until the iterator is exhausted or closed."""
+        """Yield ``batches``, measuring the wait for them and the work on them."""
         iterator = iter(batches)
         self._since = time.perf_counter()
         try:
@@ -109,20 +112,20 @@ class Clock:
                 iterator.close()
 
     def _fetch(self, iterator: Iterator[Item]) -> Item:
-        if self.device.type != "cuda":
+        if self.device.type == "cuda":
+            idle, busy = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            idle.record()
+            item = next(iterator)
+            busy.record()
+            self._fetches.append((idle, busy))
+        else:
             begin = time.perf_counter()
             item = next(iterator)
             self._waited += time.perf_counter() - begin
-            return item
-        idle, busy = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        idle.record()
-        item = next(iterator)
-        busy.record()
-        self._fetches.append((idle, busy))
         return item
 
     def read(self) -> tuple[float, float]:
-        """Return (seconds, seconds waited) since the last reading."""
+        """Read (seconds, seconds waited) since the last time; the device must be done."""
         now = time.perf_counter()
         seconds, waited = self._seconds, self._waited
         if self._since is not None:
@@ -133,7 +136,7 @@ class Clock:
 
 
 class RunLog:
-    """Record averages of metrics, speed, waiting for data and time left.
+    """Log of a run's metrics: averages, speed, share of waiting, time left.
 
         for batch in log.timed(loader.epoch(epoch)):
             metrics = train(batch)
@@ -145,17 +148,16 @@ class RunLog:
         again: kinds of lines of ``start_step`` that are dropped as well, as they will come again (at step 0: all).
     """
 
-    def __init__(self, folder: Path, world: World, *, batch_size: int, total_steps: int, log_every: int,
-                 start_step: int = 0, again: Collection[str] = ()) -> None:  # fmt: skip
+    def __init__(
+        self, folder: Path, world: World, *, batch_size: int, total_steps: int, log_every: int, start_step: int = 0,
+        again: Collection[str] = (),
+    ) -> None:  # fmt: skip
         self.world, self.batch_size, self.total_steps, self.log_every = world, batch_size, total_steps, log_every
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
         self._last_step = start_step
-        self._clock = Clock(world.device)
-        self._recent: deque[tuple[int, float]] = deque(maxlen=_RECENT)
-        self._file = None
-        self._size = 0
-        self._warned_of_full_disk = False
+        self._clock, self._recent = Clock(world.device), deque[tuple[int, float]](maxlen=_RECENT)
+        self._file, self._size, self._warned_of_full_disk = None, 0, False
         if world.main:
             path = folder / METRICS
             _truncate(path, start_step, again)
@@ -165,11 +167,14 @@ class RunLog:
         self._bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True, disable=hidden)
 
     def timed(self, batches: Iterable[Item]) -> Iterator[Item]:
-        """Yield ``batches``, measuring the waiting for them and the work on them."""
+        """Yield ``batches``, measuring the wait for them and the work on them."""
         return self._clock.timed(batches)
 
     def step(self, step: int, epoch: int, lr: float, metrics: Mapping[str, Tensor]) -> dict[str, Any] | None:
-        """Add a finished step's metrics, on every rank; return the record if one is due."""
+        """Add one step's scalars on every rank; ``step`` counts finished steps.
+
+        Returns the record that was written, or None between the steps to log.
+        """
         # Sums stay on the device and are read with one transfer every log_every steps.
         self._add(metrics)
         if step % self.log_every and step < self.total_steps:
@@ -179,12 +184,9 @@ class RunLog:
         steps, self._last_step = step - self._last_step, step
         self._recent.append((steps, seconds))
         rate = sum(steps for steps, _ in self._recent) / max(sum(seconds for _, seconds in self._recent), 1e-9)
-        means |= {
-            "lr": lr,
-            "images_per_s": steps * self.batch_size / max(seconds, 1e-9),
-            "data_wait_share": waited / max(seconds, 1e-9),
-            "time_left_s": (self.total_steps - step) / max(rate, 1e-9),
-        }
+        speed, wait = (value / max(seconds, 1e-9) for value in (steps * self.batch_size, waited))
+        left = (self.total_steps - step) / max(rate, 1e-9)
+        means |= {"lr": lr, "images_per_s": speed, "data_wait_share": wait, "time_left_s": left}
         if self.world.device.type == "cuda":
             means["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         record = self.event("train", step, epoch, means)
@@ -198,12 +200,9 @@ class RunLog:
         """
         record = {"kind": kind, "step": step, "epoch": epoch, "time_s": round(time.time(), 3)}
         record |= {key: _plain(value) for key, value in values.items()}
-        self._write(json.dumps(record, allow_nan=False).encode() + b"\n")
-        return record
-
-    def _write(self, line: bytes) -> None:
+        line = json.dumps(record, allow_nan=False).encode() + b"\n"
         if self._file is None:
-            return
+            return record
         try:
             if self._file.write(line) < len(line):
                 self._file.truncate(self._size)  # half a line would spoil the file for its readers
@@ -213,8 +212,10 @@ class RunLog:
             if not self._warned_of_full_disk:
                 _log.warning(f"cannot write {METRICS}: {error.strerror}; training goes on, this part of it unrecorded")
             self._warned_of_full_disk = True
+        return record
 
     def close(self) -> None:
+        """End the bar and close the file."""
         self._bar.close()
         if self._file is not None:
             self._file.close()
@@ -239,11 +240,11 @@ class RunLog:
     def _show(self, step: int, steps: int, epoch: int, values: Mapping[str, Any]) -> None:
         loss = f"loss {values['loss']:.4f}  " if "loss" in values else ""
         state = f"{loss}lr {values['lr']:.3g}  {values['images_per_s']:.0f} images/s"
-        wait, left = f"waiting for data {values['data_wait_share']:.0%}", f"{duration(values['time_left_s'])} left"
-        self._bar.set_postfix_str(f"{state}  {wait}", refresh=False)
+        state += f"  waiting for data {values['data_wait_share']:.0%}"
+        self._bar.set_postfix_str(state, refresh=False)
         self._bar.update(steps)
         if self.world.main:
-            line = f"epoch {epoch}  step {step}/{self.total_steps}  {state}  {wait}  {left}"
+            line = f"epoch {epoch}  step {step}/{self.total_steps}  {state}  {duration(values['time_left_s'])} left"
             _log.info(line, extra={"in_bar": True})
 
 

@@ -1,4 +1,4 @@
-"""Turn the flags of ``cocor-eval`` into encoders, data sets and features; check what needs no features."""
+"""Turn flags into encoders, data sets and features; check what needs no features."""
 
 import argparse
 import os
@@ -48,7 +48,7 @@ def chosen_splits(args: argparse.Namespace) -> Splits:
 
 
 def chosen_datasets(words: Sequence[str]) -> list[str]:
-    """Return the names behind ``--datasets``: ``all`` are the ten of the paper's transfer table."""
+    """Expand ``--datasets``: ``all`` are the ten of the paper's transfer table."""
     names: list[str] = []
     for word in ",".join(words).split(","):
         if word != "all" and word not in PROTOCOLS:
@@ -59,7 +59,7 @@ def chosen_datasets(words: Sequence[str]) -> list[str]:
 
 
 def chosen_images(args: argparse.Namespace) -> ImageDataset:
-    """Open images to look at: the test split, or the folder or file itself if it holds no splits."""
+    """Open images to look at: the test split, or a folder or file without splits."""
     refuse_ten_crops(args)
     if args.data is not None and args.dataset is None:
         bare = args.data.is_dir() and {path.stem for path in args.data.iterdir()}.isdisjoint(TRAIN)
@@ -69,15 +69,15 @@ def chosen_images(args: argparse.Namespace) -> ImageDataset:
 
 
 def refuse_ten_crops(args: argparse.Namespace) -> None:
-    """Raise UserError where ten crops are asked for and nothing is learned that they could help."""
+    """Raise UserError for ten crops where nothing is learned from them."""
     if args.crop == "ten":
         raise UserError("--crop ten: for training images, and this learns from none; leave it out")
 
 
 def data_name(args: argparse.Namespace) -> str:
-    """Return a name for the images, of which results on others keep apart; "" for ``transfer``.
+    """Name the images by set, folder or file, so that results keep apart.
 
-    It is the data set's, or the folder's or file's; that of a split, such as ``tiny/val``, with the folder above.
+    A split, such as ``tiny/val``, is called by the folder above as well.
     """
     if getattr(args, "dataset", None) is not None:
         return str(args.dataset)
@@ -109,21 +109,15 @@ def distinct(found: Sequence[Named]) -> list[Named]:
 
 
 def extraction(args: argparse.Namespace, encoder: Encoder) -> Extraction:
-    """Return how features are computed: as the protocol says, unless flags do. ``--crop ten`` counts as central."""
+    """Set how features are computed: as the protocol says, unless flags do."""
     gpu = args.world.device.type == "cuda"
     view = VIEWS[args.probe if args.command == "linear" else args.command]
     return Extraction(
-        crop="central" if args.crop == "ten" else args.crop or view.crop,
-        filter=args.filter or view.filter,
-        size=args.image_size or encoder.image_size,
-        loader=args.loader or ("dali" if gpu else "torch"),
-        precision=torch.bfloat16 if args.precision == "bf16" else torch.float32,
-        batch_size=args.batch_size,
-        workers=args.workers,
-        cache=args.cache,
-        world=args.world,
-        on_error=getattr(args, "on_error", "stop"),
-    )
+        crop="central" if args.crop == "ten" else args.crop or view.crop, filter=args.filter or view.filter,
+        size=args.image_size or encoder.image_size, loader=args.loader or ("dali" if gpu else "torch"),
+        precision=torch.bfloat16 if args.precision == "bf16" else torch.float32, batch_size=args.batch_size,
+        workers=args.workers, cache=args.cache, world=args.world, on_error=getattr(args, "on_error", "stop"),
+    )  # fmt: skip
 
 
 def features_of_splits(
@@ -131,33 +125,27 @@ def features_of_splits(
 ) -> tuple[Features, Features, Features]:
     """Compute the features of the three splits.
 
-    ``--crop ten`` is for images to learn from: training images, and validation images if ``learn_from_val``. All
-    others give central crops.
+    ``--crop ten`` is for training images and, if ``learn_from_val``, validation images; others give central crops.
     """
     looking = extraction(args, encoder)
     learning = replace(looking, crop="ten") if args.crop == "ten" else looking
-    val_how = learning if learn_from_val else looking
-    if val_how == learning:
+    if learn_from_val or learning == looking:
         train, val = features_of_two(encoder, splits.train, splits.val, splits.learned_from(), learning)
     else:
         train = features_of(encoder, splits.train, learning, "training images")
-        val = features_of(encoder, splits.val, val_how, "validation images")
+        val = features_of(encoder, splits.val, looking, "validation images")
     return train, val, features_of(encoder, splits.test, looking, "test images")
 
 
 def check_probe(splits: Splits, validates: bool = True) -> None:
-    """Raise UserError unless a linear probe can learn from the splits and be tested on them.
-
-    One that never ``validates`` learns from the validation images as well.
-    """
+    """Raise UserError unless a linear probe can learn from the splits and be tested."""
     train, val = _labels(splits.train), _labels(splits.val)
-    if not validates:
-        train = val = torch.cat([train, val])
-    check_splits(train, val, _labels(splits.test))
+    both = torch.cat([train, val])
+    check_splits(train if validates else both, val if validates else both, _labels(splits.test))
 
 
 def check_fewshot(args: argparse.Namespace, splits: Splits) -> None:
-    """Raise UserError unless there are classes and images enough for all shots and tasks."""
+    """Raise UserError unless there are images enough for all shots and tasks."""
     pool = torch.cat([_labels(splits.train), _labels(splits.val)])
     check_splits(pool, pool, _labels(splits.test))
     for count in args.shots:
@@ -167,10 +155,10 @@ def check_fewshot(args: argparse.Namespace, splits: Splits) -> None:
 
 
 def check_knn(args: argparse.Namespace, splits: Splits) -> None:
-    """Raise UserError unless the bank holds ``--k`` neighbours for the test images; each of ten crops is one."""
+    """Raise UserError unless the bank holds ``--k`` neighbours for the test images."""
     train, val = _known(splits.train), _known(splits.val)
-    crops = 10 if args.crop == "ten" else 1
-    _check_bank(args, torch.cat([train, val]), len(train) * crops + len(val), len(_known(splits.test)))
+    most = len(train) * (10 if args.crop == "ten" else 1) + len(val)
+    _check_bank(args, torch.cat([train, val]), most, len(_known(splits.test)))
 
 
 def check_leave_one_out(args: argparse.Namespace, dataset: ImageDataset) -> None:
@@ -184,8 +172,7 @@ def _check_bank(args: argparse.Namespace, labels: Tensor, most: int, queries: in
         raise UserError("k-NN needs images with labels in the bank and among the queries")
     if len(labels.unique()) < 2:
         raise UserError("all images of the bank are of 1 class; k-NN needs two or more class folders")
-    too_large = [k for k in args.k or () if k > most]
-    if too_large:
+    if too_large := [k for k in args.k or () if k > most]:
         raise UserError(f"--k {too_large[0]}: the bank holds {most:,} images; use {most} or fewer")
 
 

@@ -280,13 +280,7 @@ def test_no_training_outlives_its_study(tmp_path: Path, number: signal.Signals) 
             started.set()
 
     with pytest.raises(KeyboardInterrupt):
-        run_all(
-            [fake(tmp_path / "run", method="sleeps")],
-            1,
-            0,
-            math.inf,
-            lambda text: text.startswith("started") and started.set(),
-        )
+        run_all([fake(tmp_path / "run", method="sleeps")], 1, 0, math.inf, say)
     assert time.monotonic() - begin < 50 and signal.getsignal(number) is before
     assert not any(str(tmp_path / "run").encode() in command for *_, command in living())
 

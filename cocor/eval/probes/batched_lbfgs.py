@@ -1,4 +1,4 @@
-"""Minimise several softmax regressions that differ in their penalty only by L-BFGS, in lockstep.
+"""Minimise softmax regressions that differ in their penalty by L-BFGS, together.
 
     gradient -> memory -> direction -> its logits -> line search -> weights, logits, gradient
 
@@ -20,13 +20,14 @@ _MOST_EVALUATIONS = 30  # of one line search
 _SLOPE = 0.1  # a line search ends when the slope has fallen to this share of the first
 _NEAR = 0.01  # or when the step would change by less than this share
 _RECOMPUTE = 50  # iterations after which logits are computed from the weights, so that rounding does not add up
+_FLOOR = 0.001  # share of the curvature at zero weights that an image keeps, however sure the start is of it
 _CROWDED = 0.75  # solved problems are dropped when no more than this share is open
 _BLOCK = {"cpu": 2**17, "cuda": 2**25}  # logits per block of an evaluation: what fits caches, or memory
 
 
 @dataclass(frozen=True)
 class Solution:
-    """A minimum: ``weights`` (K, C), the objective ``loss`` there and the norm of its ``gradient``."""
+    """Minimum ``weights`` (K, C), its objective and the norm of its ``gradient``."""
 
     weights: Tensor
     loss: float
@@ -36,21 +37,16 @@ class Solution:
 
 
 class Descent:
-    """Problems of ``inputs`` (N, K) with ``labels`` (N,) in 0..C-1, one for each of ``penalties``.
+    """Descent of inputs (N, K) with labels in 0..C-1, for each of ``penalties``.
 
     ``moments`` (K,): second moments along the axes of ``inputs``. All start at ``start`` (K, C), preconditioned
     by the Hessian at zero weights or, if ``blocks``, by its block of every class at ``start``.
     """
 
     def __init__(
-        self,
-        inputs: Tensor,
-        labels: Tensor,
-        moments: Tensor,
-        penalties: Sequence[float],
-        start: Tensor,
+        self, inputs: Tensor, labels: Tensor, moments: Tensor, penalties: Sequence[float], start: Tensor,
         blocks: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._inputs, self._labels = inputs, labels
         self._places = list(range(len(penalties)))
         self._penalties = torch.tensor(penalties, dtype=torch.float64, device=inputs.device)
@@ -66,7 +62,8 @@ class Descent:
         self._turned: Tensor | None = None  # (C, K, K): each class's own axes, as columns
         if blocks:
             share = self._logits[:, 0].softmax(1)
-            weighted = (inputs.T @ (inputs * column[:, None]) for column in (share * (1 - share)).T)
+            floor = _FLOOR * (1 - 1 / classes) / classes
+            weighted = (inputs.T @ (inputs * one[:, None]) for one in (share * (1 - share)).clamp(min=floor).T)
             values, self._turned = torch.linalg.eigh(torch.stack(list(weighted)))
             curvature = values.clamp(min=0).T.double()  # (K, C)
         self._root = (curvature + 2 * self._penalties[:, None, None]).sqrt().to(inputs)  # (P, K, 1) or (P, K, C)
@@ -77,7 +74,7 @@ class Descent:
     def run(
         self, tolerance: float, iterations: int, after_each: Callable[[int], None] = lambda _: None
     ) -> list[Solution]:
-        """Descend until every gradient's norm is ``tolerance`` or less, or the objective stops decreasing.
+        """Descend until gradients are ``tolerance`` or less, or objectives stay.
 
         Makes at most ``iterations`` and calls ``after_each`` with the number done. Returns a solution for every
         penalty, in their order.
@@ -209,7 +206,7 @@ def _dot(first: Tensor, second: Tensor) -> Tensor:
 
 
 class Memory:
-    """The memory of L-BFGS for many problems at once, in compact form: a direction costs two batched products.
+    """Memory of L-BFGS for many problems, in compact form: two products a direction.
 
     Holds up to ``pairs`` pairs of vectors of length ``size`` for each of ``problems``, like ``like``. With steps ``s``
     and changes of the gradient ``y`` as rows of S and Y, R the upper triangle of S Y^T, D its diagonal and gamma =
@@ -249,7 +246,7 @@ class Memory:
         self._squares[:, place, : self._known] = self._squares[:, : self._known, place] = across
 
     def times(self, gradient: Tensor) -> Tensor:
-        """Multiply ``gradient`` (problems, size) with the approximate inverse Hessians; 1 while the memory is empty."""
+        """Multiply ``gradient`` (problems, size) with the approximate inverse Hessians."""
         if not self._added:
             return gradient
         known = self._known

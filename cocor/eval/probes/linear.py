@@ -1,12 +1,9 @@
-"""Run the linear probe of the paper's tables: regularised softmax regression on frozen features, to convergence.
+"""Run the linear probe of the paper's tables: softmax regression, to convergence.
 
-    train, val -> 45 penalties from 1e-6 to 1e5, warm-started from strong to weak -> the best on val
-    train + val -> refit from that solution -> test, once
+    train, val -> 45 penalties, warm-started from strong to weak -> the best on val -> refit on both -> test, once
 
-Protocol of AugSelf's transfer evaluation, which follows Kornblith et al. 2019 (see
-:mod:`cocor.eval.probes.softmax_regression` for the
-objective). One thing is added: features are divided by one number, the root mean square of the training features;
-otherwise the fixed grid would not suit an encoder whose features are a thousand times larger.
+Protocol of AugSelf's transfer evaluation, which follows Kornblith et al. 2019. One thing is added: features are divided
+by the root mean square of the training features; otherwise the grid would not suit an encoder with larger ones.
 """
 
 import time
@@ -30,7 +27,7 @@ _MOST_DOUBLES = 2**28  # feature values that are solved in float64; more of them
 
 @dataclass(frozen=True)
 class Trial:
-    """One penalty of the grid: accuracies on the validation split in [0, 1], and how its fit ended."""
+    """Penalty of the grid, its accuracies in [0, 1] on val, and how its fit ended."""
 
     penalty: float
     top1: float
@@ -41,9 +38,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class LinearResult:
-    """Test accuracies in [0, 1]; ``metric`` chose ``penalty`` on the validation split. ``converged``: of the refit.
+    """Test accuracies in [0, 1] with the ``penalty`` that ``metric`` chose on val.
 
-    ``predicted`` int64 (N,): the classes of the labelled test images. ``loss``: the refit's objective."""
+    ``predicted`` int64 (N,): the classes of the labelled test images. ``converged`` and ``loss``, the objective, are
+    the refit's.
+    """
 
     top1: float
     class_mean: float
@@ -62,29 +61,31 @@ class LinearResult:
 
     @property
     def accuracy(self) -> float:
-        """In the metric of the protocol."""
+        """Choose the accuracy in the metric of the protocol."""
         return self.top1 if self.metric == "top1" else self.class_mean
 
     def plain(self) -> dict[str, Any]:
-        """For JSON: everything but the single predictions."""
+        """Convert to what JSON holds: everything but the single predictions."""
         return asdict(replace(self, predicted=torch.empty(0))) | {"predicted": None}
 
     def lines(self) -> list[str]:
-        """Return the report for people."""
+        """Format the report for people."""
         mark = {"top1": "top-1", "class-mean": "mean per class"}[self.metric]
         limit = [trial.penalty for trial in self.trials if not trial.converged]
         ends = {trial.penalty for trial in (*self.trials[:1], *self.trials[-1:])}
         edge = " (an end of the grid)" if self.penalty in ends else ""
         fit = "converged" if self.converged else "NOT converged: raise --iterations"
+        ended = "all fits of the grid converged"
+        if limit:
+            ended = (f"{len(limit)} fits of the grid stopped at the iteration limit, penalties {min(limit):.2g} to "
+                     f"{max(limit):.2g}: their objective is an upper bound, their accuracy that of a fit that is not "
+                     "finished")  # fmt: skip
         return [
             f"top-1 {self.top1:.2%}, mean per class {self.class_mean:.2%} (the protocol's choice: {mark})",
             f"{self.train:,} + {self.val:,} images to learn from, {self.test:,} to test on, {self.classes} classes",
             f"penalty {self.penalty:.3g} of {len(self.trials)} tried{edge}; refit {fit}, "
             f"relative gradient {self.gradient:.1e}; {self.seconds:.1f} s",
-            "all fits of the grid converged"
-            if not limit
-            else f"{len(limit)} fits of the grid stopped at the iteration limit, penalties {min(limit):.2g} to "
-            f"{max(limit):.2g}: their objective is an upper bound, their accuracy that of a fit that is not finished",
+            ended,
         ]
 
 
@@ -94,7 +95,7 @@ def top1(predicted: Tensor, labels: Tensor) -> float:
 
 
 def class_mean(predicted: Tensor, labels: Tensor) -> float:
-    """Return the mean over the classes in ``labels`` of the share of their images that are predicted right."""
+    """Average over the classes in ``labels`` the share of right predictions."""
     present, place = labels.unique(return_inverse=True)
     right = torch.zeros(len(present), dtype=torch.float64).index_add_(0, place, (predicted == labels).double())
     return (right / place.bincount(minlength=len(present))).mean().item()
@@ -104,16 +105,10 @@ _METRICS: dict[Metric, Callable[[Tensor, Tensor], float]] = {"top1": top1, "clas
 
 
 def linear_probe(
-    train: Features,
-    val: Features | None,
-    test: Features,
-    *,
-    metric: Metric = "top1",
-    penalties: Sequence[float] = PENALTIES,
-    iterations: int = 1000,
-    device: torch.device | str = "cpu",
-) -> LinearResult:
-    """Choose the penalty, refit and test, as the module's docstring says. Ten-crop features are ten samples an image.
+    train: Features, val: Features | None, test: Features, *, metric: Metric = "top1",
+    penalties: Sequence[float] = PENALTIES, iterations: int = 1000, device: torch.device | str = "cpu",
+) -> LinearResult:  # fmt: skip
+    """Choose the penalty, refit and test; ten crops are ten samples an image.
 
     Without ``val`` nothing is chosen: ``penalties`` is the one to use.
 
@@ -176,7 +171,7 @@ def _predict(inputs: Tensor, fit: Fit) -> Tensor:
 
 
 def check_splits(train: Tensor, val: Tensor, test: Tensor) -> int:
-    """Return the number of classes in the labels (-1: unknown). Raise UserError if no probe can use the splits."""
+    """Count the classes in the labels. UserError if no probe can use the splits."""
     train, val, test = (labels[labels >= 0] for labels in (train, val, test))
     for name, labels in (("training", train), ("validation", val), ("test", test)):
         if not len(labels):

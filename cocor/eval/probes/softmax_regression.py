@@ -1,4 +1,4 @@
-"""Fit softmax regressions on frozen features to convergence, for many penalties at once, by full-batch L-BFGS.
+"""Fit softmax regressions for many penalties to convergence, by L-BFGS.
 
     minimise  sum_i CE(W x_i + b, y_i) + w (|W|^2 + |b|^2)      (AugSelf's objective; Kornblith et al. 2019 and others)
 
@@ -29,13 +29,13 @@ _AXES = 8192  # dimensions up to which features are rotated; the eigenvalues of 
 _TOGETHER = 5  # penalties solved at once; with more, the weaker ones would start too far from their minima
 _MOST_TOGETHER, _FULL = 15, 2**23  # on a GPU up to so many, if fewer logits than these would not keep it busy
 _SLOW = 50  # iterations after which a part of the grid is preconditioned at its start
-_MOST_BLOCK_COST = 200  # iterations that the preconditioner may cost
+_MOST_BLOCK_COST, _MOST_BLOCKS = 200, 2**27  # iterations that the preconditioner may cost, and its numbers
 _ROWS = 65536  # rotated at a time
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A fit: ``weights`` (D + 1, C), whose last row is the bias, and the objective ``loss`` there.
+    """Fit's ``weights`` (D + 1, C), the bias last, and the objective ``loss`` there.
 
     ``gradient``: its norm as a share of that at zero weights; ``converged``: below the tolerance, or no lower float.
     """
@@ -48,7 +48,7 @@ class Fit:
 
 
 class SoftmaxRegression:
-    """The problem of features (N, D) with labels (N,) in 0..classes-1, on the features' device and in their dtype."""
+    """Problem of features (N, D), on their device, with labels in 0..classes-1."""
 
     def __init__(self, features: Tensor, labels: Tensor, classes: int) -> None:
         inputs = torch.cat([features, torch.ones_like(features[:, :1])], dim=1)
@@ -68,25 +68,22 @@ class SoftmaxRegression:
         return (entropy + penalty * (rotated.double().square().sum() + outside.clamp(min=0))).item()
 
     def fit(self, penalty: float, start: Tensor | None = None, *, iterations: int = 1000) -> Fit:
-        """As :func:`fit_all`, for one penalty."""
+        """Fit one penalty as :func:`fit_all` does."""
         return self.fit_all([penalty], start, iterations=iterations)[0]
 
     @torch.no_grad()
     def fit_all(
-        self,
-        penalties: Sequence[float],
-        start: Tensor | None = None,
-        *,
-        iterations: int = 1000,
-        tolerance: float = 1e-6,
-    ) -> list[Fit]:
-        """Fit every penalty, from ``start`` (default: zero) until the gradient is ``tolerance`` times that at zero.
+        self, penalties: Sequence[float], start: Tensor | None = None, *,
+        iterations: int = 1000, tolerance: float = 1e-6,
+    ) -> list[Fit]:  # fmt: skip
+        """Fit every penalty from ``start`` (default: zero), several at once.
 
-        Several are solved at once, the strongest first; the next ones start from the solution of the weakest so far.
+        The strongest come first; the next ones start from the solution of the weakest so far. A fit ends where the
+        gradient is ``tolerance`` times that at zero.
         """
         strongest_first = sorted(range(len(penalties)), key=lambda place: -penalties[place])
         rotated = self._inputs.new_zeros(self._inputs.shape[1], self.classes) if start is None else self._axes.T @ start
-        together, found, pulse, slow = self._together(), {}, Pulse(), start is not None
+        together, found, pulse, slow = self._together(), {}, Pulse(), False
         parts = range(0, len(penalties), together)
         for at in track(parts, len(penalties), "solving", "penalties", together, even=False):  # weak ones take longer
             places = strongest_first[at : at + together]
@@ -111,6 +108,8 @@ class SoftmaxRegression:
     def _block_cost(self, penalties: int) -> float:
         """Estimate the cost of the Hessian's blocks in iterations for so many penalties."""
         images, axes = self._inputs.shape
+        if self.classes * axes**2 > _MOST_BLOCKS:
+            return float("inf")
         return axes * (2 * images + 25 * axes) / (4 * images * penalties)
 
     def _together(self) -> int:
