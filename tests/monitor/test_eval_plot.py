@@ -77,7 +77,7 @@ def test_runs_are_drawn_side_by_side(tmp_path: Path) -> None:
         assert picture.count("<!-- cocor -->") == 1 and "#ff7f0e" in picture and ("#1f77b4" in picture) == blue
 
 
-def test_a_learning_mmnn_gets_a_panel_of_what_it_learns_from(tmp_path: Path) -> None:
+def test_a_panel_of_what_the_mmnn_learns_from(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     values = {f"product_{what}1": value for what, value in (("", -0.1), ("deviation_", 0.5), ("positive_", 0.4))}
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
