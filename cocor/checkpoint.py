@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from cocor.config.options import FREE_TO_CHANGE, Config
+from cocor.config.options import BEFORE, FREE_TO_CHANGE, Config
 from cocor.run_dir import CHECKPOINTS as FOLDER
 from cocor.run_dir import checkpoints, step_of, versions
 from loaders.datasets.decode import describe as describe_fault
@@ -170,7 +170,7 @@ def compare(state: Mapping[str, Any], config: Config, digest: str) -> list[str]:
     Only what enters the arithmetic of steps counts; with ``--force-data`` other images are no difference.
     """
     saved, now = state["config"], config.to_dict()
-    default = Config().to_dict()
+    default = Config().to_dict() | BEFORE
     differences = [
         f"{key}: {saved.get(key, default.get(key))} in the checkpoint, {now.get(key)} now"
         for key in now

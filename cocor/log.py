@@ -235,7 +235,7 @@ class RunLog:
         means = mean_over_ranks(torch.stack(list(self._sums.values()))).tolist()
         result = {name: mean / self._counts[name] for name, mean in zip(self._sums, means, strict=True)}
         self._sums, self._counts = {}, {}
-        return result
+        return _with_deviations(result)
 
     def _show(self, step: int, steps: int, epoch: int, values: Mapping[str, Any]) -> None:
         loss = f"loss {values['loss']:.4f}  " if "loss" in values else ""
@@ -246,6 +246,15 @@ class RunLog:
         if self.world.main:
             line = f"epoch {epoch}  step {step}/{self.total_steps}  {state}  {duration(values['time_left_s'])} left"
             _log.info(line, extra={"in_bar": True})
+
+
+def _with_deviations(means: dict[str, float]) -> dict[str, float]:
+    """``means`` with the deviation of ``x`` over the steps of the interval in place of the mean of ``x_squared``."""
+    result = dict(means)
+    for name in [name for name in means if "_squared" in name]:
+        variance = result.pop(name) - means[name.replace("_squared", "")] ** 2
+        result[name.replace("_squared", "_deviation")] = max(variance, 0.0) ** 0.5
+    return result
 
 
 def duration(seconds: float) -> str:

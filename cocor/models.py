@@ -104,7 +104,7 @@ def build_target(config: Config, world: World) -> nn.Module | None:
     if config.consistency == "none":
         return None
     constants = by_length(config.constants)
-    target: nn.Module = MMNN(constants) if config.mmnn == "learned" else Constants(constants)
+    target: nn.Module = MMNN(constants, config.mmnn_shape) if config.mmnn == "learned" else Constants(constants)
     return target.to(world.device)
 
 

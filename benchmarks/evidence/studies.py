@@ -22,7 +22,10 @@ class Variant:
 PLAIN = Variant("plain", "plain", {"consistency": "none"})
 COCOR = Variant("cocor", "+ CoCor")
 CONSTANTS = Variant("constants", "+ CoCor, constants", {"mmnn": "constants"})
-CENTRE: Flags = {"consistency_beta": 8.0, "consistency_weight": 10.0, "mmnn_lr": 0.5}
+CENTRE: Flags = {
+    "consistency_beta": 8.0, "consistency_weight": 10.0,
+    "mmnn_shape": "concave", "mmnn_optimiser": "sgd", "mmnn_lr": 0.5,
+}  # fmt: skip
 
 
 def _each(flag: str, *values: str) -> list[Variant]:

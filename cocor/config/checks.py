@@ -23,8 +23,9 @@ class Need(NamedTuple):
 
 
 _MMNN = (
-    *("hypergradient", "mmnn_every", "mmnn_lr", "mmnn_momentum", "mmnn_wait_epochs", "mmnn_warmup_epochs"),
-    *("classifier_lr", "classifier_weight_decay", "labelled_batch_size", "label_split", "label_fraction"),
+    *("hypergradient", "mmnn_every", "mmnn_shape", "mmnn_optimiser", "mmnn_lr", "mmnn_momentum"),
+    *("mmnn_wait_epochs", "mmnn_warmup_epochs", "classifier_lr", "classifier_weight_decay"),
+    *("labelled_batch_size", "label_split", "label_fraction"),
 )
 _CONSISTENCY = (
     *("consistency_weight", "consistency_beta", "lengths", "lengths_per_step", "composite_size", "pool", "magnitudes"),

@@ -61,10 +61,12 @@ class Config:
     # Methods; which of them have an option is said by their classes
     queue_size: int = option(65536, "keys in the queue", low=1, high=2**24)
     key_bn_splits: int = option(8, "groups of the global batch for the keys' BatchNorm", low=1, high=2**20)
+    symmetric: bool = option(False, "each view is the query once and the key once; twice the passes")
     temperature: float = option(0.2, "temperature", low=1e-3)
     key_momentum: float = option(0.999, "momentum of the second encoder; BYOL's rises to 1", low=0, high=1)
     embedding_dim: int = option(128, "dimension of embeddings", low=1, high=2**16)
     projector_dim: int = option(2048, "hidden width of the projector; SimSiam: also its output", low=1, high=2**16)
+    projector_layers: int = option(3, "layers of the projector; SimSiam's authors have 2 on CIFAR-10", low=2, high=3)
     predictor_dim: int = option(512, "hidden width of the predictor", low=1, high=2**16)
     whitening_iterations: int = option(4, "steps of iterative normalisation", low=1, high=20)
     trace_weight: float | None = option(None, "weight of the trace loss", low=0)
@@ -82,14 +84,21 @@ class Config:
     recipe: Literal["paper", "released"] = option("paper", "composites on a shared plain crop, or as the released code")
     released_originals: int = option(5, "crops in the original of --recipe released, their mean", low=1, high=100)
     mmnn: Literal["learned", "constants"] = option("learned", "where the target similarities come from")
+    mmnn_shape: Literal["monotone", "concave"] = option(
+        "monotone", "what the MMNN can be; concave: the paper's, which falls ever faster with length"
+    )
     # The default is that of the paper's table "Constant l_d*" for MoCo, which other methods than SimSiam take as well.
     constants: tuple[float, ...] = option((0.8, 0.75, 0.65), "targets of lengths 1, 2, 3; extrapolated", low=-1, high=1)
     hypergradient: Literal["exact", "taylor", "released"] = option(
         "exact", "the MMNN's gradient; taylor: the paper's, sign mended; released: as the authors' code has it"
     )
     mmnn_every: int = option(1, "steps from one in which the MMNN and its classifier learn to the next", low=1)
-    mmnn_lr: float = option(0.05, "learning rate of the MMNN", low=0)
-    mmnn_momentum: float = option(0.9, "momentum of the MMNN's SGD", low=0, high=1)
+    mmnn_optimiser: Literal["adam", "normalised", "sgd"] = option(
+        "adam",
+        "of the MMNN; normalised: SGD; sgd: SGD whose steps shrink with --lr and --consistency-weight, as printed",
+    )
+    mmnn_lr: float = option(1e-3, "learning rate of the MMNN", low=0)
+    mmnn_momentum: float = option(0.9, "momentum of the MMNN's SGD, or Adam's first", low=0, high=1)
     mmnn_wait_epochs: int = option(3, "epochs before the MMNN learns; in a run too short for it: 0", low=0)
     mmnn_warmup_epochs: int = option(2, "epochs of its linear warm-up thereafter", low=0)
     classifier_lr: float = option(0.4, "learning rate of the classifier that guides the MMNN", low=0)
@@ -154,6 +163,9 @@ class Config:
         comment = "".join(f"# {line}\n" for line in header.splitlines())
         write_text(path, comment + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
+
+# What runs did before an option came, which their files and checkpoints lack, where it is not the default.
+BEFORE: dict[str, Any] = {"mmnn_shape": "concave", "mmnn_optimiser": "sgd"}
 
 ONE_START = frozenset({"resume", "overwrite", "dry_run", "profile", "force_data", "force_ranks"})
 

@@ -5,6 +5,10 @@ sees view 0 and the key encoder view 1; InfoNCE contrasts a query's own key with
 CoCor embeds both originals and composites with the query encoder, head included (paper, appendix "Experimental Setup
 for Pre-training").
 
+``symmetric`` adds the same loss with the views' parts exchanged and halves the sum, at twice the passes; each view is a
+batch of its own for BatchNorm. The keys of both enter the queue. (The symmetric demo of MoCo's authors adds without
+halving, which is twice the learning rate.)
+
 Batch statistics shared by a query and its key would let the network cheat. So the global batch of keys is shuffled and
 cut into groups with separate BatchNorm statistics, ``key_bn_splits`` on each rank (``cocor.methods.shuffle``).
 """
@@ -37,9 +41,9 @@ class MoCo(Method):
     the authors' code biases and BatchNorm decay too.
     """
 
-    # Loss and rate of the MMNN, which the paper leaves open, as they won on CIFAR-10 (benchmarks/README.md).
-    defaults = {"lr": 0.03, "consistency_weight": 10.0, "consistency_beta": 8.0, "mmnn_lr": 0.5}
-    options = ("queue_size", "key_bn_splits", "temperature", "key_momentum", "embedding_dim")
+    # The loss, which the paper leaves open, as it won on CIFAR-10 (benchmarks/README.md).
+    defaults = {"lr": 0.03, "consistency_weight": 10.0, "consistency_beta": 8.0}
+    options = ("queue_size", "key_bn_splits", "symmetric", "temperature", "key_momentum", "embedding_dim")
     own_batch_norm = ("key_backbone", "key_head")
 
     queue: Tensor
@@ -48,12 +52,12 @@ class MoCo(Method):
 
     def __init__(self, backbone: nn.Module, ranks: Ranks = Ranks(), *, embedding_dim: int = 128,
                  queue_size: int = 65536, temperature: float = 0.2, key_momentum: float = 0.999,
-                 key_bn_splits: int = 8) -> None:  # fmt: skip
+                 key_bn_splits: int = 8, symmetric: bool = False) -> None:  # fmt: skip
         super().__init__(backbone, ranks)
         self.head = two_layer_head(feature_size(backbone), embedding_dim)
         self.key_backbone = copy.deepcopy(self.backbone).requires_grad_(False)
         self.key_head = copy.deepcopy(self.head).requires_grad_(False)
-        self.temperature, self.momentum = temperature, key_momentum
+        self.temperature, self.momentum, self.symmetric = temperature, key_momentum, symmetric
         self.groups = key_bn_groups(key_bn_splits, ranks.size)
         self._groups_inside = self.groups > 1 and group_batch_norm(self.key_backbone, self.groups)
         # A generator of its own: all ranks start from the same queue, whatever they have drawn before.
@@ -61,12 +65,12 @@ class MoCo(Method):
         self.register_buffer("queue", normalised(start))
         self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
-        self._keys: Tensor | None = None  # all ranks' keys of the step under way
+        self._keys: list[Tensor] = []  # all ranks' keys of the step under way, for each view with queries
 
     @classmethod
     def check(cls, config: Config, ranks: int) -> None:
-        if config.queue_size < config.batch_size:
-            raise UserError(f"queue_size: {config.queue_size} is less than one batch ({config.batch_size})")
+        if config.queue_size < (keys := config.batch_size * (1 + config.symmetric)):
+            raise UserError(f"queue_size: {config.queue_size} is less than the keys of one step ({keys})")
         local, groups = config.batch_size // ranks, key_bn_groups(config.key_bn_splits, ranks)
         if local % groups or local // groups < 2:
             fitting = max(n for n in range(1, groups + 1) if local % n == 0 and local // n >= 2)
@@ -85,22 +89,31 @@ class MoCo(Method):
 
     def contrastive(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
         """Compute InfoNCE of views (2, B, 3, H, W) in float32."""
-        images, key_images = views
         with torch.no_grad():
-            self._keys = self._encode_keys(key_images)
-        queries = self.encode(images)
-        positive, negative = self._logits(queries)
-        loss = _info_nce(positive, negative)
+            self._keys = [self._encode_keys(images) for images in self._of_keys(views)]
+        queries = [self.encode(images) for images in self._of_queries(views)]
+        logits = [self._logits(*pair) for pair in zip(queries, self._keys, strict=True)]
+        loss = _mean([_info_nce(positive, negative) for positive, negative in logits])
         with torch.no_grad():
-            accuracy = (positive > negative.amax(1)).float().mean()
-        self.metrics = {"loss": loss.detach(), "top1": accuracy, "feature_std": feature_std(queries)}
+            accuracy = _mean([(positive > negative.amax(1)).float().mean() for positive, negative in logits])
+        self.metrics = {"loss": loss.detach(), "top1": accuracy, "feature_std": feature_std(queries[0])}
         return loss
 
     @torch.no_grad()
     def reevaluate(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
         """Compute the loss anew, with the current query encoder and the same keys."""
+        if not self._keys:
+            raise RuntimeError("reevaluate needs the keys of contrastive and comes before after_step")
         with batch_statistics_only(self.backbone):
-            return _info_nce(*self._logits(self.encode(views[0])))
+            queries = [self.encode(images) for images in self._of_queries(views)]
+        return _mean([_info_nce(*self._logits(*pair)) for pair in zip(queries, self._keys, strict=True)])
+
+    def _of_queries(self, views: Tensor) -> list[Tensor]:
+        return [views[0], views[1]] if self.symmetric else [views[0]]
+
+    def _of_keys(self, views: Tensor) -> list[Tensor]:
+        """The other view of each query."""
+        return [views[1], views[0]] if self.symmetric else [views[1]]
 
     def encode(self, images: Tensor) -> Tensor:
         """Embed images by the query encoder, with its head."""
@@ -112,14 +125,15 @@ class MoCo(Method):
 
         The queue is changed in place, which is why it waits until the backward pass no longer needs it.
         """
-        if self._keys is None:
+        if not self._keys:
             raise RuntimeError("after_step follows contrastive, once")
-        size, count = len(self.queue), len(self._keys)
+        enqueued = torch.cat(self._keys)
+        size, count = len(self.queue), len(enqueued)
         slots = (self.pointer + torch.arange(count, device=self.queue.device)) % size
-        self.queue.index_copy_(0, slots, self._keys.to(self.queue.dtype))
+        self.queue.index_copy_(0, slots, enqueued.to(self.queue.dtype))
         self.pointer.copy_((self.pointer + count) % size)
         self.step += 1
-        self._keys = None
+        self._keys = []
         keys: list[Tensor] = [*self.key_backbone.parameters(), *self.key_head.parameters()]
         queries: list[Tensor] = [*self.backbone.parameters(), *self.head.parameters()]
         torch._foreach_lerp_(keys, queries, 1.0 - self.momentum)
@@ -139,11 +153,12 @@ class MoCo(Method):
     def _encode_key(self, images: Tensor) -> Tensor:
         return normalised(self.key_head(self.key_backbone(images)))
 
-    def _logits(self, queries: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute logits of a query's own key (B,) and of the queue (B, K), in float32."""
-        if self._keys is None:
-            raise RuntimeError("reevaluate needs the keys of contrastive and comes before after_step")
-        keys = self._keys.chunk(self.ranks.size)[self.ranks.rank]
+    def _logits(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute logits of a query's own key (B,) and of the queue (B, K), in float32.
+
+        ``keys`` are those of all ranks.
+        """
+        keys = keys.chunk(self.ranks.size)[self.ranks.rank]
         with torch.autocast(queries.device.type, enabled=False):
             queries = queries / self.temperature
             return (queries * keys).sum(1), queries @ self.queue.T.to(queries.dtype)
@@ -152,6 +167,10 @@ class MoCo(Method):
 def key_bn_groups(splits: int, ranks: int) -> int:
     """Return a rank's BatchNorm groups of keys, of ``splits`` over all ranks."""
     return max(1, splits // ranks)
+
+
+def _mean(values: list[Tensor]) -> Tensor:
+    return values[0] if len(values) == 1 else torch.stack(values).mean()
 
 
 def _info_nce(positive: Tensor, negative: Tensor) -> Tensor:

@@ -13,40 +13,34 @@ from cocor.methods.base import Predicting, Ranks, feature_size, normalised
 
 
 class SimSiam(Predicting):
-    """SimSiam on ``backbone``: a three-layer projector and a predictor.
+    """SimSiam on ``backbone``: a projector and a predictor.
 
-    The projector's layers are ``projector_dim`` wide, as the SimSiam paper says. The authors' code makes them as wide
-    as the backbone's features, which is the same for ResNet-50. With ``fix_predictor_lr`` the predictor's learning rate
-    does not decay.
+    The projector has three layers or, as its authors have it on CIFAR-10, two. They are ``projector_dim`` wide, as the
+    SimSiam paper says. The authors' code makes them as wide as the backbone's features, which is the same for
+    ResNet-50. With ``fix_predictor_lr`` the predictor's learning rate does not decay.
     """
 
-    # Loss and rate of the MMNN, which the paper leaves open, as they won on CIFAR-10 (benchmarks/README.md).
+    # The loss, which the paper leaves open, as it won on CIFAR-10 (benchmarks/README.md).
     defaults = {
         "lr": 0.05, "constants": (0.75, 0.70, 0.60), "sync_bn": True,
-        "consistency_weight": 3.0, "consistency_beta": 8.0, "mmnn_lr": 0.5,
+        "consistency_weight": 3.0, "consistency_beta": 8.0,
     }  # fmt: skip
-    options = ("projector_dim", "predictor_dim", "fix_predictor_lr")
+    options = ("projector_dim", "projector_layers", "predictor_dim", "fix_predictor_lr")
     cost = 6
 
     def __init__(self, backbone: nn.Module, ranks: Ranks = Ranks(), *, projector_dim: int = 2048,
-                 predictor_dim: int = 512, fix_predictor_lr: bool = False) -> None:  # fmt: skip
+                 projector_layers: int = 3, predictor_dim: int = 512,
+                 fix_predictor_lr: bool = False) -> None:  # fmt: skip
         super().__init__(backbone, ranks)
         self._fix_predictor_lr, dim = fix_predictor_lr, projector_dim
-        # Linear layers before a BatchNorm need no bias: it would be subtracted again.
         self.projector = nn.Sequential(
-            nn.Linear(feature_size(backbone), dim, bias=False),
-            nn.BatchNorm1d(dim),
-            nn.ReLU(inplace=True),
-            nn.Linear(dim, dim, bias=False),
-            nn.BatchNorm1d(dim),
-            nn.ReLU(inplace=True),
+            *_hidden_layer(feature_size(backbone), dim),
+            *(part for _ in range(projector_layers - 2) for part in _hidden_layer(dim, dim)),
             nn.Linear(dim, dim, bias=False),
             nn.BatchNorm1d(dim, affine=False),
         )
         self.predictor = nn.Sequential(
-            nn.Linear(dim, predictor_dim, bias=False),
-            nn.BatchNorm1d(predictor_dim),
-            nn.ReLU(inplace=True),
+            *_hidden_layer(dim, predictor_dim),
             nn.Linear(predictor_dim, dim),
         )
 
@@ -64,6 +58,11 @@ class SimSiam(Predicting):
         first, second = (self.projector(self.backbone(images)) for images in views)
         similarity = _cosine(self.predictor(first), second) + _cosine(self.predictor(second), first)
         return -0.5 * similarity, first
+
+
+def _hidden_layer(width: int, dim: int) -> list[nn.Module]:
+    # A linear layer before a BatchNorm needs no bias: it would be subtracted again.
+    return [nn.Linear(width, dim, bias=False), nn.BatchNorm1d(dim), nn.ReLU(inplace=True)]
 
 
 def _cosine(prediction: Tensor, projection: Tensor) -> Tensor:

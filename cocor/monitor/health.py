@@ -1,7 +1,8 @@
 """Monitor the health of a run, and undo the steps that went wrong.
 
-Warn of collapsed features, of an MMNN that cannot learn and of falling k-NN accuracy; stop at losses that are not
-finite, or skip such steps (``--on-nan skip``). A step without a finite loss is recorded with its samples:
+Warn of collapsed features, of an MMNN that cannot learn or does not move its targets, and of falling k-NN accuracy;
+stop at losses that are not finite, or skip such steps (``--on-nan skip``). A step without a finite loss is recorded
+with its samples:
 
     faults.jsonl   {"kind": "loss not finite", "step": 1234, "losses": [{"loss": ...} per rank], "samples": [...], ...}
 """
@@ -33,6 +34,7 @@ FLAT_STD = 0.02  # of features whose standard deviation would be 1 if they were 
 NEAR_CHANCE = 0.005  # relative distance of the loss from that of guessing
 FALLEN = 0.75  # of the best k-NN accuracy; a fall must also exceed five standard errors of the queries' accuracy
 DEAD_GRADIENT = 1e-8  # norm of the MMNN's gradient over the encoder's learning rate; 1e-3 where the MMNN learns
+STILL, NEAR = 0.002, 0.02  # movement of targets that have not moved; distance of a target that is at its similarity
 _LOSSES = ("loss", "contrastive_loss", "consistency_loss", "labelled_loss")
 _COLUMNS = (*_LOSSES, "contrastive_feature_std", "hypergradient_norm", "skipped")  # not every step has all of them
 _log = logging.getLogger(__name__)
@@ -47,6 +49,9 @@ class HealthMonitor:
 
     def __init__(self, config: Config, world: World, names: list[str]) -> None:
         self._config, self._world, self._image_names = config, world, names
+        self._steps_per_epoch = max(1, len(names) // config.batch_size)
+        by_length = ("similarity", "target", "target_moved")
+        self._columns = (*_COLUMNS, *(f"{name}_{length}" for name in by_length for length in config.lengths))
         self._rows = self._samples = torch.empty(0)  # of the steps since the last check, see __call__
         self._labelled: Tensor | None = None
         self._nothing = torch.zeros((), device=world.device)
@@ -65,10 +70,10 @@ class HealthMonitor:
         """
         # Metrics and sample indices stay on the device and are read together: one wait for it in EVERY steps.
         if not len(self._rows):
-            self._rows = torch.empty(EVERY, len(_COLUMNS), device=self._world.device)
+            self._rows = torch.empty(EVERY, len(self._columns), device=self._world.device)
             self._samples = batch.index.new_empty(EVERY, len(batch.index))
         at = len(self._filled)
-        values = [metrics.get(name, self._nothing).detach().float() for name in _COLUMNS]
+        values = [metrics.get(name, self._nothing).detach().float() for name in self._columns]
         torch.stack(values, out=self._rows[at])
         self._samples[at] = batch.index
         if labelled is not None:
@@ -87,7 +92,9 @@ class HealthMonitor:
             return
         values = gather(self._rows[None, : len(filled)]).tolist()  # (ranks, steps, columns)
         for at, (names, labelled) in enumerate(filled):
-            rows = [{name: v for name, v in zip(_COLUMNS, rank[at], strict=True) if name in names} for rank in values]
+            rows = [
+                {name: v for name, v in zip(self._columns, rank[at], strict=True) if name in names} for rank in values
+            ]
             mean = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
             if not all(math.isfinite(mean.get(name, 0.0)) for name in _LOSSES) or mean.get("skipped", 0) > 0:
                 self._not_finite(at, self._last_step - len(filled) + 1 + at, rows, labelled)
@@ -145,6 +152,21 @@ class HealthMonitor:
         norm = max(rows.get("hypergradient_norm", [math.inf]))
         if learning_rate > 0 and norm < DEAD_GRADIENT * learning_rate:
             self._warn("dead MMNN", f"the MMNN does not learn: no gradient of more than {norm:.2g} {steps}")
+        self._warn_of_still_targets(mean)
+
+    def _warn_of_still_targets(self, mean: dict[str, float]) -> None:
+        """Warn after a tenth of the steps in which the MMNN learns at its full rate."""
+        config = self._config
+        waited = config.mmnn_wait_epochs + config.mmnn_warmup_epochs
+        if self._last_step < self._steps_per_epoch * (waited + (config.epochs - waited) / 10):
+            return
+        lengths = [length for length in config.lengths if f"target_moved_{length}" in mean]
+        moved = max((abs(mean[f"target_moved_{length}"]) for length in lengths), default=math.inf)
+        apart = max((abs(mean[f"target_{at}"] - mean[f"similarity_{at}"]) for at in lengths), default=0.0)
+        if moved < STILL and apart > NEAR:  # nearer ones have no cause to move
+            after = f"after {self._last_step:,} steps they are {moved:.1g} from those before training"
+            remedy = "use --mmnn-optimiser adam" if config.mmnn_optimiser == "sgd" else "raise --mmnn-lr"
+            self._warn("still targets", f"the MMNN hardly moves its targets: {after}; {remedy}")
 
     def _warn(self, kind: str, message: str) -> None:
         """Log a warning once per kind."""

@@ -18,8 +18,10 @@ from loaders.errors import UserError
 Record = dict[str, Any]
 
 _NEEDED = {"train": "images_per_s", "knn": "accuracy"}  # beside step and epoch
-_SIMILARITY = re.compile(r"similarity_(\d{1,3})$", re.ASCII)
-_NUMBER = re.compile(r"(loss|\w+_loss|lr|images_per_s|accuracy|data_wait_share|(similarity|target)_\d{1,3})$", re.ASCII)
+_BY_LENGTH = re.compile(r"([a-z]+)_(\d{1,3})$", re.ASCII)
+_NUMBER = re.compile(
+    r"(loss|\w+_loss|lr|images_per_s|accuracy|data_wait_share|(similarity|target|product\w*)_\d{1,3})$", re.ASCII
+)
 _MOST = 2**53
 
 
@@ -77,7 +79,7 @@ def epochs_of(records: list[Record]) -> list[float]:
     return [r["step"] / (per_epoch or 1) for r in train]
 
 
-def lengths_of(records: list[Record]) -> list[int]:
-    """List the composite lengths that a run measured; none for a plain method."""
+def lengths_of(records: list[Record], what: str = "similarity") -> list[int]:
+    """Return the lengths of which a run measured ``what``; none for a plain method."""
     keys = {key for record in records if record["kind"] == "train" for key in record}
-    return sorted(int(found[1]) for found in map(_SIMILARITY.match, keys) if found)
+    return sorted(int(found[2]) for found in map(_BY_LENGTH.match, keys) if found and found[1] == what)

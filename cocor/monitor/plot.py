@@ -2,14 +2,19 @@
 
     cocor-plot runs/moco runs/moco_cocor --output comparison.png --json comparison.json
 
-Shared panels show every run, in the same colour; every run with a consistency loss gets a panel of its own, of the mean
-latent similarity of each composite length (solid) and its target (dashed). Panels without data are left out.
+Shared panels show every run, in the same colour: k-NN accuracy, losses, learning rate, speed and the wait for data.
+Every run with a consistency loss gets a panel of its own: the mean latent similarity of each composite length (solid)
+and the target that the MMNN or the constants set for it (dashed). A run whose MMNN learns also shows what it learns
+from, the inner product <grad CE, grad similarity> of each length: its mean over its deviation within the interval of
+the log (solid), and the share of steps in which it is above 0 (dashed). Panels without data are left out. ``--json``
+keeps the numbers behind the picture: k-NN by epoch, and the last similarities and targets.
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Sequence
+from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +40,9 @@ _CURVES: dict[str, tuple[str, str, str, float]] = {
     "speed": ("images_per_s", "speed", "images/s, all GPUs", 1),
     "wait": ("data_wait_share", "waiting for data", "share of the time (%)", 100),
 }
-PANELS = ("knn", *_CURVES, "similarity")
+# Panels of their own for every run that has the values: name of the panel -> first part of the key.
+_BY_LENGTH = {"similarity": "similarity", "products": "product"}
+PANELS = ("knn", *_CURVES, *_BY_LENGTH)
 _COLUMNS = 3
 
 
@@ -80,8 +87,13 @@ def draw(runs: Runs, output: Path, wanted: Sequence[str] = PANELS) -> None:
     """Draw the picture ``output``. UserError if nothing is left to draw."""
     runs = {shown(name): records for name, records in runs.items()}
     shared = [name for name in wanted if _has(name, runs)]
-    consistent = [name for name, records in runs.items() if lengths_of(records)] if "similarity" in wanted else []
-    count = len(shared) + len(consistent)
+    own = [
+        (panel, name)
+        for panel, key in _BY_LENGTH.items()
+        for name, records in runs.items()
+        if panel in wanted and lengths_of(records, key)
+    ]
+    count = len(shared) + len(own)
     if not count:
         raise UserError(f"--panels {' '.join(wanted)}: none of the runs measured that")
     named: set[str] = set()
@@ -95,8 +107,8 @@ def draw(runs: Runs, output: Path, wanted: Sequence[str] = PANELS) -> None:
             if names - named:  # a legend in every panel would hide curves, whose colours are the same in all of them
                 legend(axes)
             named |= names
-        for axes, name in zip(places[len(shared) :], consistent, strict=True):
-            _draw_similarities(axes, name, runs[name])
+        for axes, (panel, name) in zip(places[len(shared) :], own, strict=True):
+            (_draw_similarities if panel == "similarity" else _draw_products)(axes, name, runs[name])
 
 
 def _has(panel: str, runs: Runs) -> bool:
@@ -132,6 +144,19 @@ def _draw_similarities(axes: "Axes", name: str, records: list[Record]) -> None:
             if values:
                 axes.plot(epochs, values, line, color=f"C{number}", label=label)
     axes.set(title=name, xlabel="epoch", ylabel="latent similarity (dashed: target)")
+    legend(axes)
+
+
+def _draw_products(axes: "Axes", name: str, records: list[Record]) -> None:
+    for number, length in enumerate(lengths_of(records, "product")):
+        epochs, means = _curve(records, f"product_{length}")
+        _, deviations = _curve(records, f"product_deviation_{length}")
+        _, shares = _curve(records, f"product_positive_{length}")
+        ratios = [mean / deviation if deviation else nan for mean, deviation in zip(means, deviations, strict=False)]
+        axes.plot(epochs[: len(ratios)], ratios, color=f"C{number}", label=f"length {length}")
+        axes.plot(epochs[: len(shares)], shares, "--", color=f"C{number}")
+    label = "<grad CE, grad similarity>:\nmean / deviation (dashed: share above 0)"
+    axes.set(title=name, xlabel="epoch", ylabel=label)
     legend(axes)
 
 

@@ -137,7 +137,7 @@ def table(config: Config, seconds: dict[str, float], steps: int, ranks: int) -> 
 def costs(config: Config, ranks: int) -> dict[str, float]:
     """Compute each part's cost in F, where 1 F is a forward pass over the batch."""
     # A pass is taken to cost in proportion to its pixels, as it does in a convolutional network.
-    model: dict[str, float] = {"contrastive": method_class(config.method).cost}
+    model: dict[str, float] = {"contrastive": method_class(config.method).cost * (1 + config.symmetric)}
     if config.consistency != "none":
         originals = config.released_originals if config.recipe == "released" else 1
         pixels = (config.composite_size / config.image_size) ** 2 if config.composite_size else 1

@@ -1,9 +1,13 @@
 """Map composition vectors to optimal similarities by a monotone network, the MMNN.
 
 Paper, section "Imposing Monotonicity to the Learnable Model". The network is 14-64-1,
-``g(v) = 1 - [softplus(b) + a.v + u.relu(W v + c)]`` with ``a, W, u > 0``: at most 1, the largest cosine, and strictly
+``g(v) = 1 - [softplus(b) + a.v + u.phi(W v + c)]`` with ``a, W, u > 0``: at most 1, the largest cosine, and strictly
 lower with every further augmentation, because the linear path ``a.v`` has no dead zone and its slope is kept above
 rounding errors. Softplus keeps the weights positive; the paper's reference (deep lattice networks) projects them.
+
+The shape of ``phi`` decides what g can be. The paper's ReLU makes g concave in the counts, so that it falls ever faster
+with length, while measured similarities fall ever more slowly. With bounded units, ``phi`` the logistic function, g is
+a sum of falling steps of any size at any length: monotone, and of any curvature (``--mmnn-shape``).
 
 Before training the network is fitted to the paper's constants (table "Constant l_d*"): a random one predicts
 similarities far outside [-1, 1], where the gradients of loss and hyper-gradient vanish. ``Constants`` is the ablation
@@ -13,6 +17,7 @@ without MMNN and has the same call signature.
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import combinations_with_replacement, pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +29,8 @@ from loaders.views.ops import BASIC
 OPS = len(BASIC)
 HIDDEN = 64  # units
 LONGEST_FITTED = 10  # the paper goes up to composites of 10 augmentations
+
+Shape = Literal["monotone", "concave"]
 
 # Smallest slope of g in a count, as a share of the network's total weight (see MMNN.forward). Float32 resolves 6e-8 of
 # a value, so one more augmentation lowers g at any length that occurs, however large the weights have grown.
@@ -49,8 +56,22 @@ def similarity_at(constants: Mapping[int, float], length: int) -> float:
     return constants[low] + slope * (length - low)
 
 
-def check_constants(constants: Mapping[int, float]) -> None:
-    """Raise a UserError for constants that no such network can represent."""
+def decaying_at(constants: Mapping[int, float], length: int) -> float:
+    """Do as :func:`similarity_at`, but fall by a constant factor beyond the longest.
+
+    Measured similarities do so (0.95, 0.86 and 0.62 at lengths 1, 3 and 10: a factor of 0.95 throughout), and a line
+    would fall below them. Where the last constant is not positive, there is no such factor, and it is a line.
+    """
+    constants = constants if len(constants) > 1 else {0: 1.0, **constants}
+    before, last = sorted(constants)[-2:]
+    if length <= last or constants[last] <= 0:
+        return similarity_at(constants, length)
+    factor = (constants[last] / constants[before]) ** (1 / (last - before))
+    return constants[last] * factor ** (length - last)
+
+
+def check_constants(constants: Mapping[int, float], shape: Shape = "concave") -> None:
+    """Raise a UserError for constants that no network of this shape can represent."""
     known = sorted(constants)
     if not known or known[0] < 1:
         raise UserError("constants: name at least one length of composites, each of 1 or more")
@@ -59,10 +80,10 @@ def check_constants(constants: Mapping[int, float]) -> None:
     slopes = [(constants[b] - constants[a]) / (b - a) for a, b in pairwise(known)]
     if any(slope >= 0 for slope in slopes):
         raise UserError("constants: the similarity must fall with every length")
-    if any(later > earlier + 1e-6 for earlier, later in pairwise(slopes)):
+    if shape == "concave" and any(later > earlier + 1e-6 for earlier, later in pairwise(slopes)):
         raise UserError(
-            "constants: the MMNN is concave, so similarities must not fall more slowly at longer lengths; "
-            "change them, or use --mmnn constants"
+            "constants: --mmnn-shape concave, so similarities must not fall more slowly at longer lengths; "
+            "change them, or use --mmnn-shape monotone or --mmnn constants"
         )
 
 
@@ -82,11 +103,14 @@ class Constants(nn.Module):
 
 
 class MMNN(nn.Module):
-    """``g(v) = 1 - [softplus(b) + a.v + u.relu(W v + c)]``, falling in every count.
+    """``g(v) = 1 - [softplus(b) + a.v + u.phi(W v + c)]``, falling in every count.
+
+    ``shape`` "concave" is the paper's network, with ReLU for ``phi``; "monotone" has the logistic function. Both have
+    the same weights, so that a checkpoint does not tell which it is of.
 
     A new network is already fitted to ``constants``, one similarity per length; the same arguments always give the same
-    weights, and the global random number generator is left alone. UserError for constants that a decreasing concave
-    function cannot meet.
+    weights, and the global random number generator is left alone. UserError for constants that a decreasing function of
+    this shape cannot meet.
     """
 
     linear: nn.Parameter  # (14,), like all but hidden_bias before softplus
@@ -94,11 +118,13 @@ class MMNN(nn.Module):
     hidden_bias: nn.Parameter  # (64,)
     output: nn.Parameter  # (64,)
     bias: nn.Parameter  # ()
+    shape: Shape = "concave"
 
-    def __init__(self, constants: Mapping[int, float]) -> None:
+    def __init__(self, constants: Mapping[int, float], shape: Shape = "concave") -> None:
         super().__init__()
-        check_constants(constants)
-        for name, value in _fitted(tuple(sorted(constants.items()))).items():
+        check_constants(constants, shape)
+        self.shape = shape
+        for name, value in _fitted(tuple(sorted(constants.items())), shape).items():
             self.register_parameter(name, nn.Parameter(value.clone()))
 
     def forward(self, composition: Tensor) -> Tensor:
@@ -108,19 +134,34 @@ class MMNN(nn.Module):
             linear, hidden, output = F.softplus(self.linear), F.softplus(self.hidden), F.softplus(self.output)
             offset = F.softplus(self.bias)
             # An upper bound of the bracket at length 1, with which the smallest slope grows.
-            weight = 1.0 + offset + linear.sum() + output @ (hidden.sum(1) + F.relu(self.hidden_bias))
+            weight = 1.0 + offset + linear.sum() + output @ _most(hidden, self.hidden_bias, self.shape)
             linear = linear + SLOPE_FLOOR * weight
-            activity = F.relu(F.linear(counts, hidden, self.hidden_bias))
+            activity = _activity(counts, hidden, self.hidden_bias, self.shape)
             return 1.0 - (offset + F.linear(counts, linear[None])[..., 0] + F.linear(activity, output[None])[..., 0])
 
 
-def _initial_weights() -> dict[str, Tensor]:
+def _activity(counts: Tensor, hidden: Tensor, bias: Tensor, shape: Shape) -> Tensor:
+    """Compute the hidden units (..., 64) of ``counts`` (..., 14)."""
+    inside = F.linear(counts, hidden, bias)
+    return F.relu(inside) if shape == "concave" else torch.sigmoid(inside)
+
+
+def _most(hidden: Tensor, bias: Tensor, shape: Shape) -> Tensor:
+    """Bound the hidden units (64,) at length 1 from above; bounded ones at any."""
+    return hidden.sum(1) + F.relu(bias) if shape == "concave" else torch.ones_like(bias)
+
+
+def _initial_weights(shape: Shape) -> dict[str, Tensor]:
     """Return the weights before the fit, before softplus."""
     # Hidden units differ in their weights, so that they can learn different combinations of ops, and in the length from
-    # which they are active, so that the fit can bend anywhere in the range of lengths.
+    # which they are active (bounded ones: at which they are half active, and how steeply they rise there), so that the
+    # fit can bend anywhere in the range of lengths.
     generator = torch.Generator().manual_seed(0)
     weights = torch.empty(HIDDEN, OPS).uniform_(0.3, 0.5, generator=generator)
     onsets = torch.linspace(0.0, 6.0, HIDDEN)
+    if shape == "monotone":
+        weights *= torch.tensor([1.0, 2.0, 4.0, 8.0]).repeat(HIDDEN // 4)[:, None]
+        onsets = torch.linspace(0.0, 10.0, HIDDEN)
     return {
         "linear": _softplus_inverse(torch.full((OPS,), 0.05)),
         "hidden": _softplus_inverse(weights),
@@ -132,21 +173,21 @@ def _initial_weights() -> dict[str, Tensor]:
 
 @lru_cache(maxsize=16)
 @torch.no_grad()
-def _fitted(constants: tuple[tuple[int, float], ...]) -> dict[str, Tensor]:
+def _fitted(constants: tuple[tuple[int, float], ...], shape: Shape = "concave") -> dict[str, Tensor]:
     """Fit weights with which ``g`` meets a similarity per length, in float64.
 
     A least-squares fit of all composites of lengths 1 to 3 and a fixed sample of longer ones (up to 10) to the constant
-    of their length, with little weight to the extrapolated value of :func:`similarity_at` where there is none. Only
-    offset, linear path and output weights move: ``g`` is linear in these after softplus, so that L-BFGS minimises one
-    small quadratic form.
+    of their length, with little weight to the extrapolated value where there is none: of :func:`similarity_at` or, for
+    a shape that can follow it, :func:`decaying_at`. Only offset, linear path and output weights move: ``g`` is linear
+    in these after softplus, so that L-BFGS minimises one small quadratic form.
     """
-    weights = _initial_weights()
-    counts, targets, importance = _fitting_set(dict(constants))
+    weights = _initial_weights(shape)
+    counts, targets, importance = _fitting_set(dict(constants), shape)
     hidden, hidden_bias = F.softplus(weights["hidden"].double()), weights["hidden_bias"].double()
     length = counts.sum(1, keepdim=True)
     # One column per weight: what it adds to the bracket, directly and through the smallest slope.
-    design = torch.cat([torch.ones_like(length), counts, F.relu(F.linear(counts, hidden, hidden_bias))], 1)
-    reach = torch.cat([torch.ones(1 + OPS).double(), hidden.sum(1) + F.relu(hidden_bias)])
+    design = torch.cat([torch.ones_like(length), counts, _activity(counts, hidden, hidden_bias, shape)], 1)
+    reach = torch.cat([torch.ones(1 + OPS).double(), _most(hidden, hidden_bias, shape)])
     design += SLOPE_FLOOR * length * reach
     wanted = 1.0 - targets - SLOPE_FLOOR * length[:, 0]
     weighted = design * importance[:, None]
@@ -172,7 +213,7 @@ def _fitted(constants: tuple[tuple[int, float], ...]) -> dict[str, Tensor]:
     return weights | {"linear": linear_path, "output": output, "bias": bias[0]}
 
 
-def _fitting_set(constants: Mapping[int, float]) -> tuple[Tensor, Tensor, Tensor]:
+def _fitting_set(constants: Mapping[int, float], shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
     """Return compositions (n, 14), similarities and weights (n,), in float64."""
     generator = torch.Generator().manual_seed(0)
     counts, targets, importance = [], [], []
@@ -182,7 +223,8 @@ def _fitting_set(constants: Mapping[int, float]) -> tuple[Tensor, Tensor, Tensor
         else:
             draws = torch.randint(OPS, (256, length), generator=generator)
         counts.append(F.one_hot(draws, OPS).sum(1).double())
-        targets += [similarity_at(constants, length)] * len(draws)
+        at = similarity_at if shape == "concave" else decaying_at
+        targets += [at(constants, length)] * len(draws)
         importance += [(1.0 if length in constants else 0.01) / len(draws)] * len(draws)
     return torch.cat(counts), torch.tensor(targets).double(), torch.tensor(importance).double()
 

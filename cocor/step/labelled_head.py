@@ -2,8 +2,21 @@
 
 Paper, eq. 4 and algorithm 1: the MMNN learns to set targets such that the encoder's step lowers the classifier's
 cross-entropy; the classifier learns from the same forward pass.
+
+How fast the MMNN learns (``--mmnn-optimiser``). Its gradient is ``eta w sum_l c_l p_l dg_l`` with the encoder's rate
+eta, the loss's weight w, ``c_l <= beta / 4L`` and the products ``p_l = <grad CE, grad sim_l>``
+(``cocor.objective.hypergradient``). SGD with a rate r therefore moves it by r eta w beta / 4 times the products: with
+the paper's settings (eta from 0.03 to 0, w and beta 1, r 0.05), targets move by about 0.001 in a whole run.
+
+    sgd          that, as printed and as in the authors' code
+    normalised   the gradient over eta w: the same direction, as eta and w are common to all lengths; the size still
+                 depends on beta, on the network and, through c, on the distance from target to similarity
+    adam         Adam on the same: each step is near r times the sign of the gradient, over its noise, so that neither
+                 these nor eta, w and beta matter. (Adam alone would cancel constant factors, but not follow an eta that
+                 falls, nor meet its epsilon of 1e-8 with such small gradients.)
 """
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -11,12 +24,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 from cocor.config.options import Config
 from cocor.distributed.collectives import mean_over_ranks, reduce_gradients
 from cocor.methods.base import Method, batch_statistics_only, feature_size
 from cocor.step.composites import Timer
-from cocor.step.optim import Cosine, set_rate, sgd
+from cocor.step.optim import Cosine, adam, set_rate, sgd
 from loaders.batch import Batch
 
 Item = TypeVar("Item")
@@ -32,11 +46,13 @@ class OuterObjective:
     def __init__(self, config: Config, method: Method, mmnn: nn.Module, classes: int, parameters: Sequence[Tensor], *,
                  steps_per_epoch: int, autocast: Callable[[], AbstractContextManager[None]]) -> None:  # fmt: skip
         self.config, self.backbone, self.mmnn, self.autocast = config, method.backbone, mmnn, autocast
+        self.mmnn_at_start = copy.deepcopy(mmnn)
         owned = {id(p) for p in method.backbone.parameters()}
         self._inside = [id(p) in owned for p in parameters]
         self._backbone_parameters = self.of_backbone(parameters)
         self.classifier = nn.Linear(feature_size(method.backbone), classes).to(parameters[0].device)
-        self.mmnn_optimiser = sgd(mmnn.parameters(), config.mmnn_lr, config.mmnn_momentum)
+        optimiser = adam if config.mmnn_optimiser == "adam" else sgd
+        self.mmnn_optimiser: Optimizer = optimiser(mmnn.parameters(), config.mmnn_lr, config.mmnn_momentum)
         self.classifier_optimiser = sgd(
             self.classifier.parameters(), config.classifier_lr, 0.9, config.classifier_weight_decay
         )
@@ -88,17 +104,25 @@ class OuterObjective:
         means = mean_over_ranks(torch.stack([cross_entropy.detach(), accuracy]))
         return means[0], means[1], gradients[:count]
 
-    def step(self, surrogate: Tensor, timer: Timer) -> Tensor:
+    @torch.no_grad()
+    def moved(self, composition: Tensor, target: Tensor) -> Tensor:
+        """Return how far mean targets are from those before training, (L,)."""
+        return target.mean(1) - self.mmnn_at_start(composition).mean(1)
+
+    def step(self, surrogate: Tensor, timer: Timer, scale: float | Tensor = 1.0) -> Tensor:
         """Step MMNN and classifier; return the norm of the MMNN's gradient, ().
 
-        ``surrogate`` is the scalar of :mod:`cocor.objective.hypergradient`.
+        ``surrogate`` is the scalar of :mod:`cocor.objective.hypergradient`; the MMNN's optimiser gets ``scale`` times
+        its gradient, whose norm is without the scale.
         """
         self.mmnn_optimiser.zero_grad(set_to_none=True)
         surrogate.backward()
         gradients = [p.grad for p in self.mmnn.parameters() if p.grad is not None]
         with timer("communication"):
             reduce_gradients(gradients)
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
         with timer("optimiser"):
+            torch._foreach_mul_(gradients, scale)
             self.mmnn_optimiser.step()
             self.classifier_optimiser.step()
-        return torch.stack([gradient.norm() for gradient in gradients]).norm()
+        return norm

@@ -28,11 +28,12 @@ from cocor.objective.consistency import Consistency, latent_similarity
 from cocor.objective.hypergradient import Measured, exact, inner_products, released, sample_inner_products, taylor
 from cocor.step.composites import CompositeGradients, CompositeTerm, Streams, Timer
 from cocor.step.labelled_head import OuterObjective
-from cocor.step.optim import Cosine, build_optimiser, rates_to_device, set_rate, state_of, trust_ratios
+from cocor.step.optim import Cosine, build_optimiser, load_state, rates_to_device, set_rate, state_of, trust_ratios
 from cocor.step.subsample import StepSchedule
 from loaders.batch import Batch
 
 Metrics = dict[str, Tensor]
+_LEAST = 1e-12  # rate times weight of the consistency loss by which a gradient is divided
 
 
 class TrainingStep:
@@ -156,7 +157,10 @@ class TrainingStep:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, part in self.parts().items():
-            part.load_state_dict(state[name])
+            if isinstance(part, Optimizer):
+                load_state(part, state[name])
+            else:
+                part.load_state_dict(state[name])
 
     def parts(self) -> dict[str, Any]:
         """Return all modules and optimisers with a state, by name in a checkpoint."""
@@ -181,6 +185,8 @@ class TrainingStep:
         with self.timer("labelled"):
             cross_entropy, accuracy, gradient = outer.classify(labelled)
         target, curvature = composites.target, composites.consistency.curvature
+        metrics: Metrics = {"target_moved": outer.moved(batch.composition, target)}
+        rate = self.optimiser.param_groups[0]["lr"]
         if before is not None:
             with self.timer("hypergradient"):
                 after, moved = self._remeasure(batch, composites, cross_entropy)
@@ -192,9 +198,15 @@ class TrainingStep:
             if ratios is not None:  # LARS' factors are part of the step's derivative
                 gradient = list(torch._foreach_mul(gradient, outer.of_backbone(ratios)))
             products = self._products(outer, batch, composites, gradient, old)
-            surrogate = exact(target, curvature, products, self.optimiser.param_groups[0]["lr"])
-        norm = outer.step(surrogate, self.timer)
-        return {"labelled_loss": cross_entropy, "labelled_accuracy": accuracy, "hypergradient_norm": norm}
+            surrogate = exact(target, curvature, products, rate)
+            metrics |= _of_products(products)
+        norm = outer.step(surrogate, self.timer, 1.0 if config.mmnn_optimiser == "sgd" else self._scale(rate))
+        return metrics | {"labelled_loss": cross_entropy, "labelled_accuracy": accuracy, "hypergradient_norm": norm}
+
+    def _scale(self, rate: float | Tensor) -> float | Tensor:
+        """Return what makes the MMNN's gradient independent of rate and loss weight."""
+        step = rate * self.config.consistency_weight
+        return 1.0 / (step.clamp_min(_LEAST) if isinstance(step, Tensor) else max(step, _LEAST))
 
     def _products(self, outer: OuterObjective, batch: Batch, composites: CompositeGradients, gradient: list[Tensor],
                   old: dict[str, Tensor] | None) -> Tensor:  # fmt: skip
@@ -235,3 +247,10 @@ class TrainingStep:
         consistency = term.consistency(similarity, composites.target)
         loss = mean_over_ranks(contrastive) + consistency.loss
         return Measured(loss, cross_entropy, consistency.compared), consistency
+
+
+def _of_products(products: Tensor) -> Metrics:
+    """Return mean, its square and sign of ``<grad CE, grad sim_l>``, each (L,)."""
+    # Above 0 a higher similarity raises the cross-entropy, so that the MMNN lowers its target.
+    mean = products if products.ndim == 1 else products.mean(1)
+    return {"product": mean, "product_squared": mean.square(), "product_positive": (mean > 0).float()}

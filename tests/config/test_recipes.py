@@ -46,7 +46,7 @@ def test_every_row_of_the_paper_is_a_file(file: str, flags: str, settings: dict[
     config = load(["--config", str(CONFIGS / f"{file}.yaml"), *flags.split()])
     assert {key: getattr(config, key) for key in settings} == settings
     assert (config.batch_size, config.recipe) == (256, "paper")
-    assert (config.consistency_beta, config.consistency_weight, config.mmnn_lr) == (1.0, 1.0, 0.05)
+    assert (config.consistency_beta, config.consistency_weight, config.mmnn_lr) == (1.0, 1.0, 1e-3)
 
 
 @pytest.mark.parametrize("file", OF_THE_PAPER, ids=lambda file: file.stem)

@@ -24,17 +24,19 @@ CPU = torch.device("cpu")
 HOW = Extraction(size=32, batch_size=8, workers=0)
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["monotone", "concave", "before shapes existed"])
+def run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A run's folder with a checkpoint of an untrained MoCo and a fitted MMNN."""
     folder = tmp_path_factory.mktemp("runs") / "moco"
     config = resolve({"backbone": "resnet18", "stem": "small", "queue_size": 64, "batch_size": 32, "key_bn_splits": 1})
     method = build_method(config, World(0, 0, 1, CPU))
-    state = {
-        "step": 3,
-        "training": {"method": method.state_dict(), "mmnn": MMNN({1: 0.8, 2: 0.75, 3: 0.65}).state_dict()},
-    }
-    checkpoint.save(folder / "checkpoints", {**state, "config": config.to_dict()}, keep=1)
+    shape = "monotone" if request.param == "monotone" else "concave"
+    mmnn = MMNN({1: 0.8, 2: 0.75, 3: 0.65}, shape)
+    settings = config.to_dict() | {"mmnn_shape": shape}
+    if request.param == "before shapes existed":
+        del settings["mmnn_shape"]
+    state = {"step": 3, "training": {"method": method.state_dict(), "mmnn": mmnn.state_dict()}}
+    checkpoint.save(folder / "checkpoints", {**state, "config": settings}, keep=1)
     return folder
 
 

@@ -43,7 +43,7 @@ SMALL: dict[str, Any] = {
     "loader": "torch", "workers": 1, "gpus": 0, "precision": "fp32", "backbone": "two_blocks", "image_size": 32,
     "batch_size": 8, "labelled_batch_size": 8, "label_fraction": 0.5, "epochs": 1, "lr": 0.05, "final_lr": 0.0,
     "queue_size": 16, "key_bn_splits": 4, "embedding_dim": 12, "projector_dim": 16, "predictor_dim": 8,
-    "mmnn_lr": 1.0, "mmnn_wait_epochs": 0, "mmnn_warmup_epochs": 0, "sync_bn": True,
+    "mmnn_optimiser": "sgd", "mmnn_lr": 1.0, "mmnn_wait_epochs": 0, "mmnn_warmup_epochs": 0, "sync_bn": True,
 }  # fmt: skip
 CHEAPER = {"lengths_per_step": 2, "composite_size": 24, "mmnn_every": 2}  # see cocor.step.subsample
 ON_TWO = {"plain": {"consistency": "none"}, "abs": {"consistency": "abs", "hypergradient": "taylor"}}  # MoCo

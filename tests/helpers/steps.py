@@ -43,6 +43,7 @@ def backbone() -> nn.Module:
 TINY: dict[str, tuple[type[Method], dict[str, Any]]] = {
     "moco": (MoCo, {"embedding_dim": 8, "queue_size": 24, "key_bn_splits": 1}),
     "split": (MoCo, {"embedding_dim": 8, "queue_size": 24, "key_bn_splits": 2}),
+    "symmetric": (MoCo, {"embedding_dim": 8, "queue_size": 24, "key_bn_splits": 1, "symmetric": True}),
     "simsiam": (SimSiam, {"projector_dim": 16, "predictor_dim": 8}), "supcon": (SupCon, {"embedding_dim": 8}),
     "byol": (BYOL, {"embedding_dim": 16, "projector_dim": 24, "predictor_dim": 8, "key_momentum": 0.9}),
     "intl": (INTL, {"embedding_dim": 16, "projector_dim": 24, "trace_weight": 0.05}),
@@ -102,7 +103,7 @@ def config_for(folder: Path, **options: object) -> Config:
         "labelled_batch_size": 6, "label_fraction": 0.5, "epochs": 1, "lr": 0.2, "final_lr": 0.0, "optimiser": "sgd",
         "weight_decay": 1e-2, "queue_size": 20, "key_bn_splits": 2, "embedding_dim": 12, "projector_dim": 16,
         "predictor_dim": 8, "released_originals": 2, "consistency_weight": 0.7, "consistency_beta": 2.0,
-        "mmnn_lr": 5.0, "mmnn_wait_epochs": 0, "mmnn_warmup_epochs": 0,
+        "mmnn_optimiser": "sgd", "mmnn_lr": 5.0, "mmnn_wait_epochs": 0, "mmnn_warmup_epochs": 0,
     }  # fmt: skip
     return resolve(small | options)
 
@@ -158,6 +159,23 @@ class Sgd:
         return new
 
 
+class Adam:
+    """Kingma and Ba's algorithm 1, without writing in place."""
+
+    def __init__(self, momentum: float) -> None:
+        self.momentum, self.time, self.first, self.second = momentum, 0, {}, {}
+
+    def step(self, weights: dict[str, Tensor], gradients: dict[str, Tensor], lr: Callable[[str], float]) -> dict:
+        new, b1, b2 = {}, self.momentum, 0.999
+        self.time += 1
+        for name, weight in weights.items():
+            self.first[name] = b1 * self.first.get(name, 0.0) + (1 - b1) * gradients[name]
+            self.second[name] = b2 * self.second.get(name, 0.0) + (1 - b2) * gradients[name] ** 2
+            mean, square = self.first[name] / (1 - b1**self.time), self.second[name] / (1 - b2**self.time)
+            new[name] = weight - lr(name) * mean / (square.sqrt() + 1e-8)
+        return new
+
+
 def trained(module: nn.Module) -> dict[str, Tensor]:
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
@@ -179,7 +197,8 @@ class Literal:
         config = self.config
         lars = config.optimiser == "lars"
         self.encoder_sgd = Sgd(config.momentum, config.weight_decay, config.decay_biases, lars)
-        self.mmnn_sgd = Sgd(config.mmnn_momentum, 0.0)
+        adam = config.mmnn_optimiser == "adam"
+        self.mmnn_optimiser = Adam(config.mmnn_momentum) if adam else Sgd(config.mmnn_momentum, 0.0)
         self.classifier_sgd = Sgd(0.9, config.classifier_weight_decay)
 
     def cosine(self, number: int) -> float:
@@ -233,8 +252,11 @@ class Literal:
             phi_gradient = torch.autograd.grad(cross_entropy, list(phi.values()))
         else:
             phi_gradient = self.taylor(batch, labelled, loss, target, similarity, new, cross_entropy)
-        named = dict(zip(phi, phi_gradient, strict=True))
-        updated = self.mmnn_sgd.step(phi, named, lambda _: config.mmnn_lr * self.cosine(number))
+        over = 1.0
+        if config.mmnn_optimiser != "sgd":
+            over = config.lr * self.cosine(number) * config.consistency_weight
+        named = dict(zip(phi, [gradient / over for gradient in phi_gradient], strict=True))
+        updated = self.mmnn_optimiser.step(phi, named, lambda _: config.mmnn_lr * self.cosine(number))
         named = dict(zip(psi, psi_gradient, strict=True))
         heads = self.classifier_sgd.step(psi, named, lambda _: config.classifier_lr * self.cosine(number))
         assign(self.mmnn, updated)

@@ -105,13 +105,20 @@ class TestAuthorsSettings:
             config = load(words)
             return config.consistency_beta, config.consistency_weight, config.mmnn_lr
 
-        assert loss("--method", "moco") == (8, 10, 0.5) and loss("--method", "simsiam") == (8, 3, 0.5)
-        assert {loss("--method", name) for name in ("supcon", "byol", "intl")} == {(1, 1, 0.05)}
+        assert loss("--method", "moco") == (8, 10, 1e-3) and loss("--method", "simsiam") == (8, 3, 1e-3)
+        assert {loss("--method", name) for name in ("supcon", "byol", "intl")} == {(1, 1, 1e-3)}
         rows = [path for path in CONFIGS.glob("*.yaml") if "_in1" in path.name]
-        assert len(rows) == 13 and {loss("--config", str(path)) for path in rows} == {(1, 1, 0.05)}
+        assert len(rows) == 13 and {loss("--config", str(path)) for path in rows} == {(1, 1, 1e-3)}
         for data in ("cifar10", "tiny100"):
-            assert loss("--config", str(CONFIGS / f"{data}_moco.yaml")) == (8, 10, 0.5)
-            assert loss("--config", str(CONFIGS / f"{data}_simsiam.yaml")) == (8, 3, 0.5)
+            assert loss("--config", str(CONFIGS / f"{data}_moco.yaml")) == (8, 10, 1e-3)
+            assert loss("--config", str(CONFIGS / f"{data}_simsiam.yaml")) == (8, 3, 1e-3)
+
+    def test_sgd_of_the_mmnn_has_the_rates_of_before(self) -> None:
+        def rate(*words: str) -> float:
+            return load(["--mmnn-optimiser", "sgd", *words]).mmnn_lr
+
+        assert rate("--method", "moco") == rate("--method", "simsiam") == 0.5
+        assert rate("--method", "byol") == 0.05 and rate("--mmnn-lr", "2") == 2.0
 
     def test_short_runs_warm_up_less(self) -> None:
         def start(*words: str) -> tuple[int, int]:

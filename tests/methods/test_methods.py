@@ -15,9 +15,11 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+from cocor.config.resolve import resolve
 from cocor.methods import shuffle
 from cocor.methods.base import Method, Ranks, batch_statistics_only, feature_std
 from cocor.methods.moco import MoCo
+from loaders.errors import UserError
 
 
 @pytest.fixture(params=TINY)
@@ -173,6 +175,43 @@ def test_moco_loss() -> None:
     assert method.metrics["top1"] == 1.0 and 0.0 < method.metrics["feature_std"] < 1.1
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+def test_symmetric_moco_is_the_mean_of_both_ways(splits: int) -> None:
+    method = moco(symmetric=True, key_bn_splits=splits)
+    views = images(2, 6)
+    one_way, other_way = (moco(key_bn_splits=splits) for _ in range(2))
+    for part in (one_way, other_way):
+        part.load_state_dict(method.state_dict())
+    loss = method.contrastive(views)
+    expected = (one_way.contrastive(views) + other_way.contrastive(views.flip(0))) / 2
+    assert torch.allclose(loss, expected, atol=1e-6)
+    assert torch.allclose(method.reevaluate(views), expected, atol=1e-6)
+    loss.backward()
+    expected.backward()
+    pairs = zip(one_way.named_parameters(), other_way.parameters(), strict=True)
+    for parameter, ((name, a), b) in zip(method.parameters(), pairs, strict=True):
+        if parameter.requires_grad:
+            whole = a.grad + b.grad
+            assert torch.allclose(parameter.grad, whole, rtol=1e-3, atol=1e-4 * float(whole.abs().max())), name
+    keys = torch.cat([*one_way._keys, *other_way._keys])
+    method.after_step()
+    assert method.pointer == 12 and torch.allclose(method.queue[:12], keys, atol=1e-6)
+
+
+def test_symmetric_moco_needs_room_for_both_keys() -> None:
+    with pytest.raises(UserError, match=r"queue_size: 10 is less than the keys of one step \(12\)"):
+        resolve({"queue_size": 10, "batch_size": 6, "key_bn_splits": 1, "symmetric": True})
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_layers_of_simsiams_projector(layers: int) -> None:
+    method = tiny("simsiam", projector_layers=layers)
+    linear = [part for part in method.projector if isinstance(part, nn.Linear)]
+    assert len(linear) == layers and not any(part.bias is not None for part in linear)
+    assert not method.projector[-1].affine and not isinstance(method.projector[-2], nn.ReLU)
+    assert torch.isfinite(method.contrastive(images(2, 6)))
+
+
 def test_moco_queue_wraps_around() -> None:
     method = moco(queue_size=10)
     torch.manual_seed(1)  # which the queue's start, the same on all ranks, does not depend on
@@ -221,11 +260,11 @@ def test_moco_keys_share_statistics_in_groups(name: str) -> None:
     reference = copy.deepcopy(method.backbone)  # of equal weights
     order = shuffle.order(method.step, 8, groups=2)
     method.contrastive(views)
-    assert method._keys is not None
+    (made,) = method._keys
     with torch.no_grad():
         for group in order.chunk(2):
             keys = F.normalize(method.head(reference(views[1][group])), dim=1)
-            assert torch.allclose(method._keys[group], keys, atol=1e-5)
+            assert torch.allclose(made[group], keys, atol=1e-5)
     for a, b in zip(method.key_backbone.buffers(), reference.buffers(), strict=True):
         assert torch.allclose(a, b, atol=1e-5)
 
@@ -289,14 +328,16 @@ class Threads:
         return Ranks(rank, self.world, gather, exchange)
 
 
-def test_moco_keys_and_queue_on_two_ranks() -> None:
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_moco_keys_and_queue_on_two_ranks(symmetric: bool) -> None:
     views = images(2, 16)
-    single = moco(key_bn_splits=4)
+    single = moco(key_bn_splits=4, symmetric=symmetric, queue_size=40)
     single.contrastive(views)
     single.after_step()
 
     threads = Threads(2)
-    methods = [moco(key_bn_splits=4, ranks=threads.of(rank)) for rank in range(2)]
+    options = {"key_bn_splits": 4, "symmetric": symmetric, "queue_size": 40}
+    methods = [moco(ranks=threads.of(rank), **options) for rank in range(2)]
 
     def work(ranks: Ranks) -> None:
         methods[ranks.rank].contrastive(views[:, ranks.rank * 8 : ranks.rank * 8 + 8])
@@ -305,7 +346,7 @@ def test_moco_keys_and_queue_on_two_ranks() -> None:
     threads.run(work)
     for method in methods:
         assert torch.allclose(method.queue, single.queue, atol=1e-5)
-        assert method.pointer == single.pointer == 16
+        assert method.pointer == single.pointer == (32 if symmetric else 16)
 
 
 def test_simsiam_loss() -> None:

@@ -77,6 +77,18 @@ def test_runs_are_drawn_side_by_side(tmp_path: Path) -> None:
         assert picture.count("<!-- cocor -->") == 1 and "#ff7f0e" in picture and ("#1f77b4" in picture) == blue
 
 
+def test_a_panel_of_what_the_mmnn_learns_from(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    values = {f"product_{what}1": value for what, value in (("", -0.1), ("deviation_", 0.5), ("positive_", 0.4))}
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [line | values if line["kind"] == "train" else line for line in lines]
+    lines[0]["product_deviation_1"] = None
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main([str(run), "--panels", "products", "--output", str(tmp_path / "p.svg")]) == 0
+    assert "mean / deviation" in (tmp_path / "p.svg").read_text()
+    assert main([str(write_run(tmp_path / "other")), "--panels", "products", "--output", str(tmp_path / "q.svg")]) == 2
+
+
 def test_numbers_that_are_not_finite_leave_gaps(tmp_path: Path) -> None:
     run, numbers = write_run(tmp_path / "run"), tmp_path / "n.json"
     (run / "metrics.jsonl").write_text(

@@ -142,6 +142,23 @@ class TestCollapse:
             watched.show(4, labelled=False)
         assert "the MMNN does not learn" in caplog.text
 
+    @pytest.mark.parametrize(
+        ("moved", "similarity", "warned"),
+        [(1e-3, 0.9, True), (-1e-3, 0.5, True), (0.01, 0.9, False), (1e-3, 0.81, False)],
+    )
+    def test_still_targets_are_warned_of(
+        self, tmp_path: Path, caplog: Caplog, moved: float, similarity: float, warned: bool
+    ) -> None:
+        """After a tenth of the run. A step is an epoch here: 5 of 505 without learning, a tenth of the others."""
+        options: dict[str, object] = {"epochs": 505, "lengths": (1,), "mmnn_optimiser": "sgd"}
+        watched = Watched(tmp_path, **options)
+        shown = {"target_moved_1": moved, "target_1": 0.8, "similarity_1": similarity}
+        watched.show(EVERY, **shown)
+        assert not caplog.text
+        watched.show(2 * EVERY, **shown)
+        assert ("hardly moves its targets: after 100 steps" in caplog.text) == warned
+        assert caplog.text.count("use --mmnn-optimiser adam") == warned
+
     def test_a_falling_knn_accuracy_is_warned_of_once(self, tmp_path: Path, caplog: Caplog) -> None:
         """As plain SimSiam's on CIFAR-10 at a learning rate of 0.25, whose losses and spread look healthy."""
         watch = Watched(tmp_path).watch

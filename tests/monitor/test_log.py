@@ -53,6 +53,16 @@ def test_a_line_holds_the_means_of_its_interval(tmp_path: Path) -> None:
     assert lines[-1]["time_left_s"] == 0
 
 
+def test_squares_become_deviations(tmp_path: Path) -> None:
+    log = run_log(tmp_path)
+    for step, value in enumerate([1.0, 2.0, 3.0, 6.0], start=1):
+        log.step(step, 1, 0.1, {"product_2": torch.tensor(value), "product_squared_2": torch.tensor(value**2)})
+    log.close()
+    (line,) = records(tmp_path)
+    assert "product_squared_2" not in line
+    assert (line["product_2"], line["product_deviation_2"]) == (3.0, pytest.approx(3.5**0.5))
+
+
 def test_speed_and_waiting_are_those_of_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = wound_by_hand(cocor.log, monkeypatch)
 

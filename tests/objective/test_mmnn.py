@@ -1,6 +1,7 @@
 """Test that the MMNN falls in every count, meets the constants it is fitted to, and can learn."""
 
 import time
+from collections.abc import Callable
 from itertools import combinations_with_replacement
 
 import pytest
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 
 from cocor.config.options import Config
 from cocor.config.resolve import load
-from cocor.objective.mmnn import MMNN, OPS, Constants, _fitted, by_length, similarity_at
+from cocor.objective.mmnn import MMNN, OPS, Constants, Shape, _fitted, by_length, decaying_at, similarity_at
 from loaders.errors import UserError
 
 PAPER = by_length(Config.constants)
@@ -46,18 +47,21 @@ def assert_strictly_decreasing(g: MMNN) -> None:
 def copy_of(fitted: MMNN) -> MMNN:
     g = MMNN.__new__(MMNN)
     torch.nn.Module.__init__(g)
+    g.shape = fitted.shape
     for name, parameter in fitted.named_parameters():
         g.register_parameter(name, torch.nn.Parameter(parameter.detach().clone()))
     return g
 
 
-FITTED = MMNN(PAPER)
+SHAPES: tuple[Shape, ...] = ("concave", "monotone")
+FITTED = {shape: MMNN(PAPER, shape) for shape in SHAPES}
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from([0.05, 1.0, 30.0, 1000.0]), st.integers(1, 8), st.integers(1, 4))
-def test_strictly_decreasing_in_wild_training(seed: int, lr: float, steps: int, length: int) -> None:
-    g = copy_of(FITTED)
+@given(st.integers(0, 2**32), st.sampled_from([0.05, 1.0, 30.0, 1000.0]), st.integers(1, 8), st.integers(1, 4),
+       st.sampled_from(SHAPES))  # fmt: skip
+def test_strictly_decreasing_in_wild_training(seed: int, lr: float, steps: int, length: int, shape: Shape) -> None:
+    g = copy_of(FITTED[shape])
     generator = torch.Generator().manual_seed(seed)
     optimiser = torch.optim.SGD(g.parameters(), lr=lr, momentum=0.9)
     for _ in range(steps):
@@ -71,10 +75,10 @@ def test_strictly_decreasing_in_wild_training(seed: int, lr: float, steps: int, 
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**32), scale=st.sampled_from([1.0, 10.0, 100.0, 1e4]))
-def test_strictly_decreasing_for_any_weights(seed: int, scale: float) -> None:
-    assert_strictly_decreasing(FITTED)
-    g = copy_of(FITTED)
+@given(st.integers(0, 2**32), st.sampled_from([1.0, 10.0, 100.0, 1e4]), st.sampled_from(SHAPES))
+def test_strictly_decreasing_for_any_weights(seed: int, scale: float, shape: Shape) -> None:
+    assert_strictly_decreasing(FITTED[shape])
+    g = copy_of(FITTED[shape])
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in g.parameters():
@@ -83,21 +87,69 @@ def test_strictly_decreasing_for_any_weights(seed: int, scale: float) -> None:
 
 
 @pytest.mark.parametrize("method", ["moco", "simsiam", "byol"])
-def test_the_fit_meets_the_papers_constants(method: str) -> None:
+@pytest.mark.parametrize(("shape", "beyond"), [("concave", similarity_at), ("monotone", decaying_at)])
+def test_the_fit_meets_the_papers_constants(method: str, shape: Shape, beyond: Callable[..., float]) -> None:
     constants = by_length(load(["--method", method]).constants)
     with torch.no_grad():
-        g = MMNN(constants)
+        g = MMNN(constants, shape)
         for length, similarity in constants.items():
             values = g(random_composites(length))
             assert values.mean().item() == pytest.approx(similarity, abs=1.5e-3)
             assert values.std() < 0.005  # no op is favoured before there is evidence
         for length in range(4, 11):
             mean = g(random_composites(length)).mean().item()
-            assert mean == pytest.approx(similarity_at(constants, length), abs=0.01)
+            assert mean == pytest.approx(beyond(constants, length), abs=0.01)
             assert mean > -0.15
         for other in ({10: -0.05}, {1: 0.8}, {1: 0.9, 3: 0.5}, {2: 0.7, 5: 0.3}):
             for length, similarity in other.items():
-                assert MMNN(other)(random_composites(length)).mean().item() == pytest.approx(similarity, abs=3e-3)
+                assert MMNN(other, shape)(random_composites(length)).mean().item() == pytest.approx(
+                    similarity, abs=3e-3
+                )
+
+
+def test_only_the_monotone_shape_falls_ever_more_slowly() -> None:
+    measured = {1: 0.95, 3: 0.86, 10: 0.62}  # similarities of a trained encoder
+    with pytest.raises(UserError, match="--mmnn-shape concave"):
+        MMNN(measured)
+    with torch.no_grad():
+        values = [MMNN(measured, "monotone")(random_composites(length)).mean().item() for length in (1, 3, 10)]
+    assert values == pytest.approx([0.95, 0.86, 0.62], abs=2e-3)
+
+
+def test_only_the_monotone_shape_learns_convex_similarities() -> None:
+    """Adam on the squared distance to similarities that fall ever more slowly, from the same start."""
+    counts = torch.cat([random_composites(length, 64) for length in range(1, 11)])
+    wanted = 0.3 + 0.6 * torch.exp(-0.5 * counts.sum(1))
+
+    def distance(shape: Shape) -> float:
+        g = copy_of(FITTED[shape])
+        optimiser = torch.optim.Adam(g.parameters(), lr=0.05)
+        for _ in range(300):
+            optimiser.zero_grad()
+            loss = (g(counts) - wanted).square().mean()
+            loss.backward()
+            optimiser.step()
+        return loss.item() ** 0.5
+
+    assert distance("monotone") < 0.02 < 0.04 < distance("concave")
+
+
+def test_the_extrapolation_decays_by_a_constant_factor() -> None:
+    for constants, length, expected in [
+        ({1: 0.8, 2: 0.4}, 4, 0.1), ({1: 0.8, 3: 0.2}, 4, 0.1), ({1: 0.8, 2: 0.4}, 2, 0.4), ({2: 0.25}, 4, 0.0625),
+        ({1: 0.5, 2: -0.1}, 3, -0.7),  # no factor leads below 0
+    ]:  # fmt: skip
+        assert decaying_at(constants, length) == pytest.approx(expected)
+
+
+def test_weights_of_before_shapes_are_concave() -> None:
+    g = MMNN(PAPER)
+    assert g.shape == "concave" and set(g.state_dict()) == {"linear", "hidden", "hidden_bias", "output", "bias"}
+    counts = random_composites(2, 8)
+    a, w, u, b = (F.softplus(getattr(g, name)) for name in ("linear", "hidden", "output", "bias"))
+    floor = 1e-4 * (1 + b + a.sum() + u @ (w.sum(1) + g.hidden_bias.relu()))
+    literal = 1 - (b + counts.float() @ (a + floor) + (counts.float() @ w.T + g.hidden_bias).relu() @ u)
+    assert torch.allclose(g(counts), literal, atol=1e-6)
 
 
 def test_the_fit_is_deterministic_and_fast() -> None:
@@ -112,10 +164,12 @@ def test_the_fit_is_deterministic_and_fast() -> None:
         assert torch.equal(a, b)
 
 
-def test_every_weight_can_learn() -> None:
-    g = copy_of(FITTED)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_weight_can_learn(shape: Shape) -> None:
+    g = copy_of(FITTED[shape])
     g(torch.cat([vectors(length) for length in (1, 2, 3)])).sum().backward()
     assert bool((g.linear.grad != 0).all()) and g.bias.grad != 0
+    assert g.shape == "concave" or bool((g.hidden.grad != 0).all())  # bounded units are never quite off
     assert ((g.hidden.grad != 0).all(1)).float().mean() > 0.4  # units that set in at longer lengths wait for those
 
 

@@ -1,7 +1,9 @@
 """Test the step against a literal one: one graph, gradients by autograd, SGD by hand, in float64."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from helpers.steps import (
     noise_config,
     noise_step,
 )
+from torch import Tensor
 
 from cocor.methods import METHODS
 from cocor.models import build_method, build_target
@@ -36,6 +39,80 @@ def test_a_step_is_the_papers_algorithm(photo_folder: Path, case: str) -> None:
     options = dict(zip(("method", "recipe", "consistency", "hypergradient"), case.split(), strict=True))
     config = config_for(photo_folder, **options)
     assert_the_mmnn_has_moved(config, assert_equal_steps(config))
+
+
+@pytest.mark.parametrize("method", ["moco", "simsiam"])
+@pytest.mark.parametrize(
+    ("optimiser", "rate", "hypergradient"),
+    [("adam", 0.02, "exact"), ("normalised", 5.0, "exact"), ("normalised", 5.0, "taylor")],
+)
+def test_the_mmnns_optimisers(photo_folder: Path, method: str, optimiser: str, rate: float, hypergradient: str) -> None:
+    options = {"mmnn_optimiser": optimiser, "mmnn_lr": rate, "hypergradient": hypergradient}
+    config = config_for(photo_folder, method=method, mmnn_shape="monotone", **options)
+    assert_the_mmnn_has_moved(config, assert_equal_steps(config))
+
+
+@pytest.mark.parametrize(
+    "options", [{"method": "moco", "symmetric": True}, {"method": "simsiam", "projector_layers": 2}]
+)
+def test_variants_of_methods(photo_folder: Path, options: dict[str, Any]) -> None:
+    for hypergradient in ("exact", "taylor"):
+        config = config_for(photo_folder, queue_size=36, hypergradient=hypergradient, **options)
+        assert_the_mmnn_has_moved(config, assert_equal_steps(config))
+
+
+@pytest.mark.parametrize("optimiser", ["adam", "normalised", "sgd"])
+def test_mmnn_steps_ignore_rate_and_weight(photo_folder: Path, optimiser: str) -> None:
+    """One step from equal networks: all else equal, only SGD's is proportional to the encoder's rate and the weight."""
+
+    def moved(**options: float) -> Tensor:
+        rate = 1e6 if optimiser == "sgd" else 0.01
+        step, pairs = build(config_for(photo_folder, mmnn_optimiser=optimiser, mmnn_lr=rate, **options), 1)
+        assert step.target is not None
+        before = [p.detach().clone() for p in step.target.parameters()]
+        step(*pairs[0], 0)
+        changes = zip(step.target.parameters(), before, strict=True)
+        return torch.cat([(p.detach() - old).flatten() for p, old in changes])
+
+    # Rates so small that the encoder stays where it is.
+    one, other = moved(lr=1e-9, consistency_weight=1e-2), moved(lr=2e-9, consistency_weight=4e-2)
+    assert float(one.abs().max()) > 0
+    expected = one * (8 if optimiser == "sgd" else 1)
+    torch.testing.assert_close(other, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_products_and_movement_are_reported(photo_folder: Path) -> None:
+    config = config_for(photo_folder, mmnn_optimiser="adam", mmnn_lr=0.02)
+    step, pairs = build(config, 3)
+    start = copy.deepcopy(step.target)
+    for number, (batch, labelled) in enumerate(pairs):
+        assert start is not None and step.target is not None
+        with torch.no_grad():
+            expected = (step.target(batch.composition) - start(batch.composition)).mean(1)
+        metrics = step(batch, labelled, number)
+        for length in config.lengths:
+            assert float(metrics[f"target_moved_{length}"] - expected[length - 1]) == pytest.approx(0, abs=1e-6)
+            product = metrics[f"product_{length}"]
+            assert metrics[f"product_squared_{length}"] == product**2
+            assert metrics[f"product_positive_{length}"] == float(product > 0)
+    assert float(expected.abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("optimiser", ["adam", "normalised"])
+def test_the_mmnns_optimiser_resumes(photo_folder: Path, optimiser: str) -> None:
+    config = config_for(photo_folder, mmnn_optimiser=optimiser, mmnn_lr=0.02)
+    (through, pairs), (first, _), (second, _) = build(config, 3), build(config, 3), build(config, 3)
+    for number, pair in enumerate(pairs):
+        through(*pair, number)
+        if number < 2:
+            first(*pair, number)
+    state = copy.deepcopy(first.state_dict())
+    for group in state["mmnn_optimiser"]["param_groups"]:
+        group |= {"fused": True, "capturable": True} if optimiser == "adam" else {"fused": True}  # as saved on a GPU
+    second.load_state_dict(state)
+    second(*pairs[2], 2)
+    for a, b in zip(through.weights(), second.weights(), strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize(

@@ -194,6 +194,16 @@ def test_differences_are_listed_with_both_values() -> None:
     ]
 
 
+def test_a_checkpoint_from_before_an_option() -> None:
+    config = Config(mmnn_shape="concave", mmnn_optimiser="sgd")
+    saved = checkpoint.describe(config, "abc")
+    for key in ("mmnn_shape", "mmnn_optimiser", "symmetric", "projector_layers"):
+        del saved["config"][key]
+    assert checkpoint.compare(saved, config, "abc") == []
+    (difference,) = checkpoint.compare(saved, replace(config, mmnn_shape="monotone"), "abc")
+    assert difference == "mmnn_shape: concave in the checkpoint, monotone now"
+
+
 def small_stem() -> nn.Module:
     model: Any = timm.create_model("resnet18", num_classes=0)
     model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from cocor import checkpoint
-from cocor.config.options import Config
+from cocor.config.options import BEFORE, Config
 from cocor.distributed.collectives import World
 from cocor.eval.features import Extraction
 from cocor.eval.probes.online_knn import evaluating
@@ -100,13 +100,13 @@ def subject(path: str | Path, device: torch.device, **encoder_options: Any) -> S
     if encoder_options.get("which") == "ema":
         raise UserError(f"--which ema: {file} is compared as in training, behind its heads; leave the flag out")
     known = {key: value for key, value in state["config"].items() if key in Config.__dataclass_fields__}
-    config = Config(**(known | {"init": None, "constants": tuple(known["constants"])}))
+    config = Config(**(BEFORE | known | {"init": None, "constants": tuple(known["constants"])}))
     method = build_method(config, World(0, 0, 1, device))
     method.load_state_dict(state["training"]["method"])
     mmnn = None
     constants = dict(enumerate(config.constants, start=1))
     if "mmnn" in state["training"]:
-        mmnn = MMNN(constants)
+        mmnn = MMNN(constants, config.mmnn_shape)
         mmnn.load_state_dict(state["training"]["mmnn"])
         mmnn.to(device)
     name = file.parent.parent.name or file.stem
