@@ -41,6 +41,7 @@ class ImageDataset:
     - ``skipped``: (name, reason) of the files left out.
     - ``file_sizes`` int64 (N,): bytes of every file when the set was opened, by which DALI's loader sees that one has
       changed; None for images that are no files of their own.
+    - ``file_times`` int64 (N,): when they were modified, in nanoseconds.
     - ``bad_samples``: problems that loaders have met since; shared with subsets.
     """
 
@@ -52,6 +53,7 @@ class ImageDataset:
     plain: npt.NDArray[np.bool_]
     skipped: tuple[tuple[str, str], ...] = field(default=(), metadata=SHARED)
     file_sizes: npt.NDArray[np.int64] | None = None
+    file_times: npt.NDArray[np.int64] | None = None
     bad_samples: BadSamples = field(default_factory=BadSamples, kw_only=True, metadata=SHARED)
 
     def __post_init__(self) -> None:
@@ -147,6 +149,7 @@ def open_folder(
         index.plain[chosen],
         tuple(sorted(faults.items())),
         np.array(listing.sizes, np.int64)[chosen],
+        np.array(listing.mtimes, np.int64)[chosen],
     )
 
 
