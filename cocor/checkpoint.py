@@ -71,9 +71,13 @@ def _remove(path: Path) -> None:
         _log.warning(f"cannot remove {path}: {error.strerror}")
 
 
-def describe(config: Config, digest: str) -> dict[str, Any]:
-    """Describe a run: configuration, versions, and its images' ``digest``."""
-    return {"config": config.to_dict(), "versions": versions(), "dataset": digest}
+def describe(config: Config, digest: str, files: Mapping[str, str]) -> dict[str, Any]:
+    """Describe a run: configuration, versions, its images' ``digest`` and ``files``.
+
+    ``digest`` is of names, labels, classes and sizes in pixels; ``files`` of lengths, modification times and, after
+    ``--verify-data``, contents.
+    """
+    return {"config": config.to_dict(), "versions": versions(), "dataset": digest, "files": dict(files)}
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -164,8 +168,8 @@ def exists(resume: str | None, output: Path) -> bool:
     return resume is not None and (resume != "auto" or bool(_listed(output / FOLDER)))
 
 
-def compare(state: Mapping[str, Any], config: Config, digest: str) -> list[str]:
-    """List how the run of ``state`` differs from ``config`` and ``digest``.
+def compare(state: Mapping[str, Any], config: Config, digest: str, files: Mapping[str, str]) -> list[str]:
+    """List how the run of ``state`` differs from ``config`` and the images, as in :func:`describe`.
 
     Only what enters the arithmetic of steps counts; with ``--force-data`` other images are no difference.
     """
@@ -176,10 +180,30 @@ def compare(state: Mapping[str, Any], config: Config, digest: str) -> list[str]:
         for key in now
         if key not in FREE_TO_CHANGE and saved.get(key, default.get(key)) != now[key]
     ]
-    if state["dataset"] != digest and not config.force_data:
-        changed = f"data: other images, digest {state['dataset'][:12]} in the checkpoint, {digest[:12]} now"
-        differences.append(f"{changed}; --force-data goes on with them")
+    if not config.force_data and (changed := changed_images(state, digest, files)):
+        differences.append(f"data: {changed}; --force-data goes on with them")
     return differences
+
+
+def changed_images(state: Mapping[str, Any], digest: str, files: Mapping[str, str]) -> str:
+    """Say how the images differ from those of ``state``; nothing if they do not.
+
+    Files are compared if both are folders or both ``.beton`` files; checkpoints of older versions know none. Equal
+    contents count, whatever the modification times.
+    """
+    if state["dataset"] != digest:
+        seen = f"digest {state['dataset'][:12]} in the checkpoint, {digest[:12]} now"
+        return f"other images: other names, labels, classes or sizes in pixels ({seen})"
+    before = state.get("files", {})
+    if before.get("kind") != files.get("kind"):
+        return ""
+    for part in ("lengths", "contents"):
+        if part in before and part in files and before[part] != files[part]:
+            return f"other images: other {part} of files under the same names"
+    if before.get("times") == files.get("times") or ("contents" in before and "contents" in files):
+        return ""
+    remedy = "--verify-data compares their contents" if "contents" in before else "their contents are not known"
+    return f"files with other modification times, all of the same lengths; {remedy}"
 
 
 def read_backbone(path: Path) -> dict[str, Tensor]:

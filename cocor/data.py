@@ -4,7 +4,9 @@ Three loaders serve a run, all of one kind and over one index of the images: the
 views, the labelled batches that steer the MMNN, and the plain views on which k-NN is measured.
 """
 
+import hashlib
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +18,15 @@ from cocor.distributed.collectives import World
 from cocor.methods import spec
 from cocor.step.subsample import labelled_steps
 from loaders.batch import Loader
+from loaders.cpus import available_cores
 from loaders.datasets.dataset import ImageDataset, read_label_split
 from loaders.datasets.labels import stratified_split
 from loaders.datasets.layout import folder_above, training_splits
+from loaders.datasets.stored import StoredDataset
 from loaders.errors import UserError
 from loaders.open import open_images, open_loader
 from loaders.prep.demo import or_demo
+from loaders.progress import track
 from loaders.synthetic import synthetic_dataset
 from loaders.text import printable
 from loaders.views.order import BatchOrder, CyclicOrder
@@ -72,6 +77,36 @@ def open_data(config: Config) -> Data:
     if not train.classes and (above := folder_above(train.root)) is not None:
         _log.info(f"{config.data}: no class folders in it; if it is one class of several, give {printable(above)}")
     return Data(train, labelled, held_out)
+
+
+def file_states(images: ImageDataset) -> dict[str, str]:
+    """Digest the ``lengths`` and modification ``times`` of the files of ``images``."""
+    kind, lengths, times = "folder", images.file_sizes, images.file_times
+    if isinstance(images, StoredDataset):
+        kind, status = "beton", images.file.path.stat()
+        lengths, times = np.array([status.st_size]), np.array([status.st_mtime_ns])
+    if lengths is None or times is None:
+        return {}
+    return {"kind": kind, "lengths": _sha256(lengths.tobytes()), "times": _sha256(times.tobytes())}
+
+
+def content_digest(images: ImageDataset) -> str:
+    """Digest the contents of the files of ``images``, in their order: reads all of them."""
+    paths = [str(images.file.path)] if isinstance(images, StoredDataset) else images.paths
+
+    def digest(path: str) -> bytes:
+        try:
+            with Path(path).open("rb") as file:
+                return hashlib.file_digest(file, "sha256").digest()
+        except OSError as error:
+            raise UserError(f"{printable(path)}: cannot be read for --verify-data: {error.strerror}") from None
+
+    with ThreadPoolExecutor(available_cores()) as pool:
+        return _sha256(b"".join(track(pool.map(digest, paths), len(paths), "reading all images", "images")))
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def held_out_images(config: Config) -> Path | None:

@@ -16,7 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from cocor import checkpoint
 from cocor.config.options import labelled_batch_size
-from cocor.distributed.collectives import barrier
+from cocor.data import content_digest, file_states
+from cocor.distributed.collectives import barrier, on_main
 from cocor.run import Run
 from loaders.errors import UserError
 
@@ -53,7 +54,7 @@ def _write(run: Run) -> None:
         "geometry": geometry(run),
         "training": run.step.state_dict(),
         "labelled": _labelled(run),
-        **checkpoint.describe(config, run.data.train.digest),
+        **checkpoint.describe(config, run.data.train.digest, run.files),
     }
     folder, milestones = config.output / checkpoint.FOLDER, config.keep_every_epochs * per_epoch
     checkpoint.save(folder, state, keep=config.keep_checkpoints, milestones=milestones)
@@ -68,6 +69,7 @@ def restore(run: Run) -> Path | None:
     UserError if no checkpoint loads, or it is from another run, other images, or ranks that change the method.
     """
     config = run.config
+    on_main(lambda: _describe_files(run))
     found = None if config.resume is None else checkpoint.find(config.resume, config.output)
     own = found[1]["step"] if found else 0
     last, first = run.any_rank.now(own, -own)
@@ -79,13 +81,7 @@ def restore(run: Run) -> Path | None:
     parts = {"config": dict, "dataset": str, "training": dict, "geometry": dict}
     if missing := [name for name, kind in parts.items() if not isinstance(state.get(name), kind)]:
         raise UserError(f"--resume {path}: no checkpoint of a run: it has no {missing[0]}")
-    differences = checkpoint.compare(state, config, run.data.train.digest)
-    if not config.force_data and state.get("labelled", _labelled(run)) != _labelled(run):
-        differences.append("labelled images: others than in the checkpoint; --force-data goes on with them")
-    if differences:
-        raise UserError(f"--resume {path}: another run: {'; '.join(differences)}")
-    if state["dataset"] != run.data.train.digest:
-        _log.warning("other images than in the checkpoint (--force-data): this epoch may repeat or miss some")
+    on_main(lambda: _refuse_another_run(run, path, state))
     _compare_ranks(run, path, state)
     try:
         run.step.load_state_dict(state["training"])
@@ -94,6 +90,26 @@ def restore(run: Run) -> Path | None:
         raise UserError(f"--resume {path}: does not fit this run: {last_line}") from None
     run.done, run.knn_is_due = state["step"], state.get("knn_is_due", False)
     return path
+
+
+def _describe_files(run: Run) -> None:
+    """Describe the files of the training images, as the main rank has found them."""
+    run.files = file_states(run.data.train)
+    if run.config.verify_data:
+        run.files["contents"] = content_digest(run.data.train)
+
+
+def _refuse_another_run(run: Run, path: Path, state: Mapping[str, Any]) -> None:
+    config, digest = run.config, run.data.train.digest
+    differences = checkpoint.compare(state, config, digest, run.files)
+    if not config.force_data and state.get("labelled", _labelled(run)) != _labelled(run):
+        differences.append("labelled images: others than in the checkpoint; --force-data goes on with them")
+    if differences:
+        raise UserError(f"--resume {path}: another run: {'; '.join(differences)}")
+    if checkpoint.changed_images(state, digest, run.files):
+        _log.warning("other images than in the checkpoint (--force-data): this epoch may repeat or miss some")
+    elif "contents" in state.get("files", {}):
+        run.files.setdefault("contents", state["files"]["contents"])  # asked for when the run began
 
 
 def _labelled(run: Run) -> str:

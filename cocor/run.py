@@ -35,6 +35,7 @@ class Run:
     execution: str  # see cocor.step.compile
     done: int = 0  # finished steps
     knn_is_due: bool = True  # at this very step
+    files: dict[str, str] = field(default_factory=dict)  # of the training images, see checkpoint.describe; main rank
     saved: float = field(default_factory=time.monotonic)  # when the last checkpoint was written
 
     @property

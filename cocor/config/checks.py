@@ -32,7 +32,7 @@ _CONSISTENCY = (
     *("composite_order", "recipe", "released_originals", "mmnn", "constants", *_MMNN),
 )
 _KNN = ("val_data", "knn_k", "knn_temperature")
-_IMAGES = ("data", "labels", "label_split", "label_fraction", "on_error", "knn_every", *_KNN)
+_IMAGES = ("data", "verify_data", "labels", "label_split", "label_fraction", "on_error", "knn_every", *_KNN)
 
 NEEDS = (
     Need(_IMAGES, "with a --loader that reads images", lambda c: c.loader != "synthetic"),

@@ -36,6 +36,7 @@ class Config:
     output: Path = option(Path("runs/moco"), "folder of the run")
     overwrite: bool = option(False, "empty the output folder first")
     resume: str | None = option(None, "checkpoint to go on from; bare or `auto`: the newest in --output", bare="auto")
+    verify_data: bool = option(False, "read all images first: their contents are kept in checkpoints, and compared")
     force_data: bool = option(False, "resume although the images are not those of the checkpoint")
     force_ranks: bool = option(False, "resume on another number of GPUs although BatchNorm then sees other batches")
     init: Path | None = option(None, "weights to start from: a checkpoint or a backbone.safetensors")
@@ -167,7 +168,7 @@ class Config:
 # What runs did before an option came, which their files and checkpoints lack, where it is not the default.
 BEFORE: dict[str, Any] = {"mmnn_shape": "concave", "mmnn_optimiser": "sgd"}
 
-ONE_START = frozenset({"resume", "overwrite", "dry_run", "profile", "force_data", "force_ranks"})
+ONE_START = frozenset({"resume", "overwrite", "dry_run", "profile", "verify_data", "force_data", "force_ranks"})
 
 # A run may change these when it resumes: they do not enter the arithmetic of its steps.
 FREE_TO_CHANGE = ONE_START | {

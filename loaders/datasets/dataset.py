@@ -40,6 +40,7 @@ class ImageDataset:
     - ``skipped``: (name, reason) of the files left out.
     - ``file_sizes`` int64 (N,): bytes of every file when the set was opened, by which DALI's loader sees that one has
       changed; None for images that are no files of their own.
+    - ``file_times`` int64 (N,): when they were modified, in nanoseconds.
     - ``bad_samples``: problems that loaders have met since; shared with subsets.
     """
 
@@ -51,6 +52,7 @@ class ImageDataset:
     plain: npt.NDArray[np.bool_]
     skipped: tuple[tuple[str, str], ...] = field(default=(), metadata=SHARED)
     file_sizes: npt.NDArray[np.int64] | None = None
+    file_times: npt.NDArray[np.int64] | None = None
     bad_samples: BadSamples = field(default_factory=BadSamples, kw_only=True, metadata=SHARED)
 
     def __post_init__(self) -> None:
@@ -131,9 +133,10 @@ def open_folder(
     folders = listing.folders if labels is None else []
     found = [label_of.get(i) for i in chosen]
     known, numbers = number_classes(root, found, folders, classes, allow_empty, listed=labels is not None)
-    names, file_sizes = [listing.names[i] for i in chosen], np.array(listing.sizes, np.int64)[chosen]
-    skipped = tuple(sorted(faults.items()))
-    return ImageDataset(root, names, numbers, known, index.sizes[chosen], index.plain[chosen], skipped, file_sizes)
+    names, skipped = [listing.names[i] for i in chosen], tuple(sorted(faults.items()))
+    file_sizes, mtimes = (np.array(values, np.int64)[chosen] for values in (listing.sizes, listing.mtimes))
+    sizes, plain = index.sizes[chosen], index.plain[chosen]
+    return ImageDataset(root, names, numbers, known, sizes, plain, skipped, file_sizes, mtimes)
 
 
 def read_label_split(path: str | os.PathLike[str], dataset: ImageDataset) -> npt.NDArray[np.int64]:

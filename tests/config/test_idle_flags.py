@@ -22,6 +22,7 @@ IDLE = [
     ("--val-data x", "--knn-every above 0", "--knn-every 0", "--knn-every 1"),
     ("--knn-k 5", "--knn-every above 0", "--knn-every 0", ""),
     ("--labels x", "--mmnn learned, --method supcon or", "--knn-every 0 --mmnn constants", "--knn-every 0"),
+    ("--verify-data", "a --loader that reads images", "--loader synthetic", ""),
     ("--force-data", "--resume", "", "--resume"),
     ("--force-ranks", "--resume", "--no-overwrite", "--resume x.pt"),
     ("--init x", "where no checkpoint is named to --resume", "--resume x.pt", "--resume"),

@@ -61,7 +61,11 @@ def test_a_checkpoint_opens_without_cocor(tmp_path: Path) -> None:
     model(torch.randn(4, 2)).sum().backward()
     optimiser.step()
     training = {"method": model.state_dict(), "optimiser": optimiser.state_dict(), "rng": torch.get_rng_state()}
-    content = {"step": 1, "training": training, **checkpoint.describe(Config(data=Path("x")), "digest")}
+    content = {
+        "step": 1,
+        "training": training,
+        **checkpoint.describe(Config(data=Path("x")), "digest", {}),
+    }
     path = checkpoint.save(tmp_path, content, keep=1)
     code = (
         "import sys, torch; state = torch.load(sys.argv[1], weights_only=True); "
@@ -181,16 +185,19 @@ def test_resume_finds_what_it_is_asked_for(tmp_path: Path) -> None:
 
 def test_differences_are_listed_with_both_values() -> None:
     config = Config(data=Path("a"), lr=0.1)
-    saved = checkpoint.describe(config, "abc")
-    assert checkpoint.compare(saved, config, "abc") == []
-    assert checkpoint.compare(saved, replace(config, data=Path("b"), workers=7, resume="auto", gpus=2), "abc") == []
+    files = {"kind": "folder", "lengths": "l", "times": "t"}
+    saved = checkpoint.describe(config, "abc", files)
+    assert checkpoint.compare(saved, config, "abc", files) == []
+    moved = replace(config, data=Path("b"), workers=7, resume="auto", gpus=2)
+    assert checkpoint.compare(saved, moved, "abc", files) == []
     changed = replace(config, lr=0.2, lengths=(1,), batch_size=512)
-    assert checkpoint.compare(saved, replace(config, force_data=True), "xyz") == []
-    assert checkpoint.compare(saved, changed, "xyz") == [
+    assert checkpoint.compare(saved, replace(config, force_data=True), "xyz", {}) == []
+    assert checkpoint.compare(saved, changed, "xyz", files) == [
         "batch_size: 256 in the checkpoint, 512 now",
         "lr: 0.1 in the checkpoint, 0.2 now",
         "lengths: [1, 2, 3] in the checkpoint, [1] now",
-        "data: other images, digest abc in the checkpoint, xyz now; --force-data goes on with them",
+        "data: other images: other names, labels, classes or sizes in pixels (digest abc in the checkpoint, xyz now); "
+        "--force-data goes on with them",
     ]
 
 
@@ -202,6 +209,29 @@ def test_a_checkpoint_from_before_an_option() -> None:
     assert checkpoint.compare(saved, config, "abc") == []
     (difference,) = checkpoint.compare(saved, replace(config, mmnn_shape="monotone"), "abc")
     assert difference == "mmnn_shape: concave in the checkpoint, monotone now"
+
+
+BEFORE = {"kind": "folder", "lengths": "l", "times": "t"}
+KNOWN = BEFORE | {"contents": "c"}
+COPY = {"times": "u"}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        ({}, BEFORE, ""), (BEFORE, BEFORE, ""), (BEFORE, KNOWN, ""), (KNOWN, BEFORE, ""), (KNOWN, KNOWN | COPY, ""),
+        (BEFORE, {"kind": "beton", "lengths": "x", "times": "y"}, ""),
+        (BEFORE, BEFORE | {"lengths": "x"}, "other images: other lengths of files under the same names"),
+        (KNOWN, KNOWN | {"contents": "x"}, "other images: other contents of files under the same names"),
+        (BEFORE, KNOWN | COPY, "files with other modification times, all of the same lengths; "
+         "their contents are not known"),
+        (KNOWN, BEFORE | COPY, "files with other modification times, all of the same lengths; "
+         "--verify-data compares their contents"),
+    ],
+)  # fmt: skip
+def test_changed_files_are_told(before: dict[str, str], now: dict[str, str], said: str) -> None:
+    state = {"dataset": "d", "files": before} if before else {"dataset": "d"}
+    assert checkpoint.changed_images(state, "d", now) == said
 
 
 def small_stem() -> nn.Module:

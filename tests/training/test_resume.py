@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import shutil
 import subprocess
 import sys
@@ -119,10 +120,35 @@ class TestOtherImages:
         (photo_copy / "coffee" / "0.jpg").rename(photo_copy / "coffee" / "new.jpg")
         assert main(again(copied, photo_copy)) == 2
         line = error(capsys)
-        assert "data: other images" in line and "--force-data goes on with them" in line
+        assert "data: other images: other names" in line and "--force-data goes on with them" in line
         assert main(again(copied, photo_copy, "--force-data")) == 0
         assert "other images than in the checkpoint" in capsys.readouterr().err
         assert [row["step"] for row in metrics(copied, "train")] == list(range(1, 2 * STEPS + 1))
+
+    def test_contents_are_compared_on_request(
+        self, photo_folder: Path, photo_copy: Path, tmp_path: Path, capsys: Capture
+    ) -> None:
+        """Copies keep their modification times here; other ones are refused unless contents are known and equal."""
+        folder, victim = tmp_path / "run", photo_copy / "coffee" / "0.jpg"
+        assert main(flags(data=photo_folder, output=folder, **PLAIN, epochs=1, verify_data=True)) == 0
+        saved = checkpoint.load(folder / "checkpoints" / f"step_{STEPS:07d}.pt")
+        assert saved["files"].keys() == {"kind", "lengths", "times", "contents"}
+        assert "verify_data" not in (folder / "config.yaml").read_text()
+        usual = {"epochs": 1}
+        assert main(again(folder, photo_copy, **usual)) == 0
+        os.utime(victim)
+        assert main(again(folder, photo_copy, **usual)) == 2
+        assert "other modification times, all of the same lengths; --verify-data compares" in error(capsys)
+        assert main(again(folder, photo_copy, "--verify-data", **usual)) == 0
+        content = bytearray(victim.read_bytes())
+        content[-100] ^= 1
+        victim.write_bytes(content)
+        assert main(again(folder, photo_copy, "--verify-data", **usual)) == 2
+        assert "other images: other contents of files" in error(capsys)
+        victim.write_bytes(content + b"\0")  # the same size in pixels
+        assert main(again(folder, photo_copy, **usual)) == 2
+        assert "other images: other lengths of files" in error(capsys)
+        assert main(again(folder, photo_copy, "--force-data", **usual)) == 0
 
 
 class TestCheckpoints:
