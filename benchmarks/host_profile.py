@@ -11,6 +11,7 @@ Files come from the page cache, if there is room for them.
 
 import argparse
 import os
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -22,6 +23,9 @@ from typing import Any
 
 import numpy as np
 import torch
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])
 
 from loaders.cpus import available_cores
 from loaders.dali.decoder import DaliDecoder
