@@ -31,7 +31,7 @@ class Table:
     notes: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def accuracies(self) -> dict[str, dict[str, float]]:
-        """Return accuracies by title of the set and name of the encoder, in the metric of the protocol."""
+        """Map accuracies by title of the set and name of the encoder, in the metric of the protocol."""
         return {
             PROTOCOLS[name].title: {encoder: result.accuracy for encoder, result in row.items()}
             for name, row in self.results.items()
@@ -66,6 +66,7 @@ class Table:
         return text.getvalue()
 
     def save(self, folder: Path) -> None:
+        """Write transfer.csv and transfer.md to ``folder``."""
         write_text(folder / "transfer.csv", self.csv())
         write_text(folder / "transfer.md", self.markdown())
 
@@ -96,17 +97,15 @@ def transfer(
         except Absent as error:
             table.absent.append(name)
             say(str(error))
-            continue
         except UserError as error:  # damaged: the other sets need not suffer
             table.failed[name] = str(error)
             say(f"{PROTOCOLS[name].title} failed: {error}")
-            continue
-        table.results[name], table.notes[name] = row, splits.notes
-        for encoder, result in row.items():
-            say(f"{PROTOCOLS[name].title}, {encoder}: {result.lines()[0]}")
-        after_each(table)
-    if table.results:
-        after_each(table)  # with the last sets that were not there
+        else:
+            table.results[name], table.notes[name] = row, splits.notes
+            for encoder, result in row.items():
+                say(f"{PROTOCOLS[name].title}, {encoder}: {result.lines()[0]}")
+            after_each(table)
     if not table.results:
         raise UserError(f"--root {root}: none of the {len(names)} data sets is usable there: {', '.join(names)}")
+    after_each(table)  # with the last sets that were not there
     return table

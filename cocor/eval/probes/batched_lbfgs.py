@@ -38,11 +38,18 @@ class Solution:
 class Descent:
     """Problems of ``inputs`` (N, K) with ``labels`` (N,) in 0..C-1, one for each of ``penalties``.
 
-    ``moments`` (K,): second moments along the axes of ``inputs``. All start at ``start`` (K, C).
+    ``moments`` (K,): second moments along the axes of ``inputs``. All start at ``start`` (K, C), preconditioned
+    by the Hessian at zero weights or, if ``blocks``, by its block of every class at ``start``.
     """
 
     def __init__(
-        self, inputs: Tensor, labels: Tensor, moments: Tensor, penalties: Sequence[float], start: Tensor
+        self,
+        inputs: Tensor,
+        labels: Tensor,
+        moments: Tensor,
+        penalties: Sequence[float],
+        start: Tensor,
+        blocks: bool = False,
     ) -> None:
         self._inputs, self._labels = inputs, labels
         self._places = list(range(len(penalties)))
@@ -53,10 +60,16 @@ class Descent:
         none = torch.zeros_like(self._penalties)
         self._loss = self._evaluate(None, none)[0] + self._penalties * _dot(self._weights, self._weights)
         self._gradient = self._gradient_here()
-        # The Hessian at zero weights: its diagonal, since axes do not correlate there.
         classes = start.shape[1]
-        curvature = moments.double()[:, None] * (1 - 1 / classes) / classes
-        self._root = (curvature + 2 * self._penalties[:, None, None]).sqrt().to(inputs)  # (P, K, 1)
+        # At zero weights the Hessian is its diagonal, since axes do not correlate there.
+        curvature = moments.double()[:, None] * (1 - 1 / classes) / classes  # (K, 1)
+        self._turned: Tensor | None = None  # (C, K, K): each class's own axes, as columns
+        if blocks:
+            share = self._logits[:, 0].softmax(1)
+            weighted = (inputs.T @ (inputs * column[:, None]) for column in (share * (1 - share)).T)
+            values, self._turned = torch.linalg.eigh(torch.stack(list(weighted)))
+            curvature = values.clamp(min=0).T.double()  # (K, C)
+        self._root = (curvature + 2 * self._penalties[:, None, None]).sqrt().to(inputs)  # (P, K, 1) or (P, K, C)
         self._memory = Memory(PAIRS, len(penalties), start.numel(), start)
         self._flat = none.long()
         self.iterations = 0
@@ -101,17 +114,25 @@ class Descent:
             self._logits = self._logits_of(self._weights)
         loss = entropy + self._penalties * _dot(self._weights, self._weights)
         gradient = self._gradient_here()
-        self._memory.add((moved * self._root).flatten(1), ((gradient - self._gradient) / self._root).flatten(1))
+        step_there, change_there = self._turn(moved) * self._root, self._turn(gradient - self._gradient) / self._root
+        self._memory.add(step_there.flatten(1), change_there.flatten(1))
         self._flat = torch.where(self._loss - loss <= _FLAT * self._loss.abs(), self._flat + 1, 0)
         self._loss, self._gradient = loss, gradient
 
     def _direction(self) -> tuple[Tensor, Tensor]:
         """Return the descent directions (P, K, C) and the objectives' slopes (P,) along them."""
-        scaled = self._gradient / self._root
-        direction = -self._memory.times(scaled.flatten(1)).view_as(scaled) / self._root
+        scaled = self._turn(self._gradient) / self._root
+        direction = self._turn(-self._memory.times(scaled.flatten(1)).view_as(scaled) / self._root, back=True)
         downhill = _dot(self._gradient, direction) < 0  # always, but for rounding
-        direction = torch.where(downhill[:, None, None], direction, -scaled / self._root)
+        direction = torch.where(downhill[:, None, None], direction, self._turn(-scaled / self._root, back=True))
         return direction, _dot(self._gradient, direction)
+
+    def _turn(self, weights: Tensor, back: bool = False) -> Tensor:
+        """Express ``weights`` (P, K, C) in the axes of the preconditioner, or ``back`` in those of the inputs."""
+        if self._turned is None:
+            return weights
+        axes = self._turned if back else self._turned.mT
+        return (axes @ weights.permute(2, 1, 0)).permute(2, 1, 0).contiguous()
 
     def _line_search(self, direction: Tensor, pull: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
         """Return steps (P,) near the minima along ``direction``, by safeguarded Newton, and the cross entropies there.

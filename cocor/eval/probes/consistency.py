@@ -74,6 +74,7 @@ class Consistency:
     target_checks: int
 
     def lines(self) -> list[str]:
+        """Format the report for people."""
         dacl = sum(self.dacl.values()) / len(self.dacl)
         rows = [f"{self.name} ({self.space}, {self.images:,} images; targets: {self.targets})"]
         rows.append("  length      " + " ".join(f"{length:>6}" for length in self.similarity))
@@ -82,11 +83,9 @@ class Consistency:
         hardest = sorted(self.by_op, key=lambda op: self.by_op[op])
         ops = ", ".join(f"{op} {self.by_op[op]:.3f}" for op in hardest)
         rows.append(f"  by augmentation, least alike first: {ops}")
-        order = f"similarity rises at {self.rises} of {len(self.similarity) - 1} lengths"
-        rows.append(
-            f"  mean DACL {dacl:.3f}; {order}; targets rise in {self.target_rises} of {self.target_checks} cases"
-        )
-        return rows
+        targets = f"targets rise in {self.target_rises} of {self.target_checks} cases"
+        order = f"similarity rises at {self.rises} of {len(self.similarity) - 1} lengths; {targets}"
+        return [*rows, f"  mean DACL {dacl:.3f}; {order}"]
 
 
 def subject(path: str | Path, device: torch.device, **encoder_options: Any) -> Subject:
@@ -95,9 +94,8 @@ def subject(path: str | Path, device: torch.device, **encoder_options: Any) -> S
     if found is None:
         encoder = load_encoder(path, **encoder_options)
         backbone = encoder.backbone.to(device)
-        return Subject(
-            encoder.name, "backbone features", backbone, backbone, backbone, None, by_length(Config.constants)
-        )
+        constants = by_length(Config.constants)
+        return Subject(encoder.name, "backbone features", backbone, backbone, backbone, None, constants)
     file, state = found
     if encoder_options.get("which") == "ema":
         raise UserError(f"--which ema: {file} is compared as in training, behind its heads; leave the flag out")
@@ -130,8 +128,7 @@ def measure(subjects: Sequence[Subject], dataset: ImageDataset, how: Extraction,
     The targets of a subject without MMNN are those of the first subject that has one, else its constants.
     """
     shared = next((s for s in subjects if s.mmnn is not None), None)
-    lengths = (1,) * _SINGLES + LENGTHS[1:]
-    plan = ViewPlan(size=how.size, seed=seed, contrastive=(), original="shared", lengths=lengths)
+    plan = ViewPlan(size=how.size, seed=seed, contrastive=(), original="shared", lengths=(1,) * _SINGLES + LENGTHS[1:])
     results = []
     for one in subjects:
         source = one if one.mmnn is not None else shared
@@ -139,8 +136,7 @@ def measure(subjects: Sequence[Subject], dataset: ImageDataset, how: Extraction,
         named = "the constants"
         if source is not None and source.mmnn is not None:
             target, named = source.mmnn, "its MMNN" if source is one else f"the MMNN of {source.name}"
-        similarity, wanted, composition = _similarities(one, target, plan, dataset, how)
-        results.append(_summarise(one, named, target, similarity, wanted, composition))
+        results.append(_summarise(one, named, target, *_similarities(one, target, plan, dataset, how)))
     return results
 
 
@@ -167,30 +163,19 @@ def _similarities(
 def _summarise(
     one: Subject, targets: str, target: nn.Module, similarity: Tensor, wanted: Tensor, composition: Tensor
 ) -> Consistency:
-    size = composition.sum(-1)
-    by_length = {length: size == length for length in sorted(size.unique().tolist())}
-    similar = {length: similarity[at].mean().item() for length, at in by_length.items()}
-    singles = by_length[1]
+    size, singles = composition.sum(-1), composition.sum(-1) == 1
     ops = composition[singles].argmax(-1)
-    by_op = {
-        op.label: similarity[singles][ops == place].mean().item()
-        for place, op in enumerate(BASIC)
-        if (ops == place).any()
-    }
-    rises, checks = target_rises(target, composition.flatten(0, 1))
-    return Consistency(
-        one.name,
-        one.space,
-        targets,
-        similarity.shape[1],
-        similar,
-        {length: wanted[at].mean().item() for length, at in by_length.items()},
-        {length: (similarity - wanted)[at].abs().mean().item() for length, at in by_length.items()},
-        by_op,
-        sum(later > earlier for earlier, later in pairwise(similar.values())),
-        rises,
-        checks,
-    )
+    by_op = {op.label: similarity[singles][ops == place].mean().item()
+             for place, op in enumerate(BASIC) if (ops == place).any()}  # fmt: skip
+
+    def means(values: Tensor) -> dict[int, float]:
+        return {length: values[size == length].mean().item() for length in sorted(size.unique().tolist())}
+
+    similar, images = means(similarity), similarity.shape[1]
+    rises = sum(later > earlier for earlier, later in pairwise(similar.values()))
+    by_length = similar, means(wanted), means((similarity - wanted).abs())
+    checks = target_rises(target, composition.flatten(0, 1))
+    return Consistency(one.name, one.space, targets, images, *by_length, by_op, rises, *checks)
 
 
 @torch.no_grad()

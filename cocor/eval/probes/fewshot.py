@@ -34,6 +34,7 @@ class ShotResult:
     converged: bool
 
     def lines(self) -> list[str]:
+        """Format the report for people."""
         parts = [f"{name} {_spread(values)}" for name, values in (("top-1", self.top1), ("per class", self.class_mean))]
         note = "" if self.converged else "; some fits did not converge"
         seeds = "1 seed: no deviation" if len(self.top1) == 1 else f"{len(self.top1)} seeds"
@@ -112,6 +113,7 @@ class TaskResult:
     interval: float
 
     def lines(self) -> list[str]:
+        """Format the report for people."""
         share = f"{self.accuracy:.2%} +- {self.interval:.2%} (95 %)"
         return [f"{self.ways}-way {self.shots}-shot: {share}, {self.tasks:,} tasks, {self.queries} queries a class"]
 

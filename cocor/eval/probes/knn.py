@@ -59,7 +59,7 @@ def knn_curve(
     temperature: float = 0.07,
     leave_one_out: bool = False,
 ) -> list[KnnResult]:
-    """Return the results for several k from one search, all labels known.
+    """Classify with several k from one search, all labels known.
 
     With ``leave_one_out`` the queries are the bank. All ranks call it with the same arguments; each does a part, and
     all get the whole result.
@@ -75,7 +75,6 @@ def _result(predicted: Tensor, labels: Tensor, k: int, bank: int, most: int) -> 
     return KnnResult(accuracy, min(k, most), len(labels), bank, note)
 
 
-@torch.no_grad()
 def knn_predict(
     queries: Tensor, bank: Tensor, bank_labels: Tensor, *, k: int, temperature: float, leave_one_out: bool = False
 ) -> Tensor:
@@ -134,7 +133,7 @@ def _search(
 
 @torch.no_grad()
 def nearest_neighbours(queries: Tensor, bank: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return cosine similarities and places of the ``k`` bank features nearest to each query, each (N, k)."""
+    """Find cosine similarities and places of the ``k`` bank features nearest to each query, each (N, k)."""
     found = list(_search(queries, bank, min(k, len(bank))))
     return torch.cat([values for _, values, _ in found]), torch.cat([places for _, _, places in found])
 

@@ -38,6 +38,7 @@ class Retrieval:
     k: int
 
     def lines(self) -> list[str]:
+        """Format the report for people."""
         if self.precision is None:
             return ["the queries have no labels, so there is no precision"]
         return [f"{self.precision:.2%} of the {self.k} nearest neighbours are of the query's class"]

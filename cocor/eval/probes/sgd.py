@@ -49,6 +49,7 @@ class SgdResult:
     views: str
 
     def lines(self) -> list[str]:
+        """Format the report for people."""
         return [
             f"top-1 {self.top1:.2%}, mean per class {self.class_mean:.2%} after {self.epochs} epochs; "
             f"loss {self.train_loss:.4f}",

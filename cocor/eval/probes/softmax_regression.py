@@ -5,8 +5,9 @@
 Three things make the grid of penalties fast; none changes the minimum:
 
     axes          Features are rotated into the eigenbasis of their second moment, which keeps norms. There the Hessian
-                  is close to diagonal, curvature * eigenvalue + 2 w, by which L-BFGS is preconditioned. If there are
-                  fewer images than dimensions, the span of the images is enough.
+                  is close to diagonal, curvature * eigenvalue + 2 w, by which L-BFGS is preconditioned; for weak
+                  penalties, whose minima are far from zero, by the blocks of each class at the start, where these cost
+                  less than they save. If there are fewer images than dimensions, the span of the images is enough.
     batches       Several penalties share every matrix product; those that have converged leave.
     line search   Logits are linear in the weights. So a step needs no pass over the features: Newton's method finds the
                   minimum of the convex function of one number from the logits of the weights and of the direction.
@@ -27,6 +28,8 @@ from loaders.progress import Pulse, track
 _AXES = 8192  # dimensions up to which features are rotated; the eigenvalues of more would take minutes
 _TOGETHER = 5  # penalties solved at once; with more, the weaker ones would start too far from their minima
 _MOST_TOGETHER, _FULL = 15, 2**23  # on a GPU up to so many, if fewer logits than these would not keep it busy
+_SLOW = 50  # iterations after which a part of the grid is preconditioned at its start
+_MOST_BLOCK_COST = 200  # iterations that the preconditioner may cost
 _ROWS = 65536  # rotated at a time
 
 
@@ -83,17 +86,19 @@ class SoftmaxRegression:
         """
         strongest_first = sorted(range(len(penalties)), key=lambda place: -penalties[place])
         rotated = self._inputs.new_zeros(self._inputs.shape[1], self.classes) if start is None else self._axes.T @ start
-        together, found, pulse = self._together(), {}, Pulse()
+        together, found, pulse, slow = self._together(), {}, Pulse(), start is not None
         parts = range(0, len(penalties), together)
         for at in track(parts, len(penalties), "solving", "penalties", together, even=False):  # weak ones take longer
             places = strongest_first[at : at + together]
             chosen = [penalties[place] for place in places]
-            descent = Descent(self._inputs, self.labels, self._moments, chosen, rotated)
+            blocks = slow and self._block_cost(len(places)) <= _MOST_BLOCK_COST
+            descent = Descent(self._inputs, self.labels, self._moments, chosen, rotated, blocks)
 
             def report(done: int, first: int = at + 1, last: int = at + len(places)) -> None:
                 pulse.beat(f"solving: penalties {first} to {last} of {len(penalties)}, {done} iterations")
 
             solutions = descent.run(tolerance * self._scale, iterations, report)
+            slow = slow or descent.iterations > _SLOW  # far from zero weights, whose Hessian does not help any more
             for place, solution in zip(places, solutions, strict=True):
                 found[place] = self._fit(solution)
                 rotated = solution.weights
@@ -102,6 +107,11 @@ class SoftmaxRegression:
     def _fit(self, solution: Solution) -> Fit:
         gradient = solution.gradient / self._scale if self._scale else 0.0
         return Fit(self._axes @ solution.weights, solution.loss, gradient, solution.iterations, solution.converged)
+
+    def _block_cost(self, penalties: int) -> float:
+        """Estimate the cost of the Hessian's blocks in iterations for so many penalties."""
+        images, axes = self._inputs.shape
+        return axes * (2 * images + 25 * axes) / (4 * images * penalties)
 
     def _together(self) -> int:
         """Return how many penalties are solved at once, within the free memory."""

@@ -25,6 +25,7 @@ class Spectrum:
     images: int
 
     def lines(self) -> list[str]:
+        """Format the report for people."""
         return [
             f"{self.name}: effective rank {self.effective_rank:.1f} of {len(self.singular_values)}, "
             f"90 % of the variance in {self.components_90} components, {self.images:,} images"
