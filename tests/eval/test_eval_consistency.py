@@ -12,9 +12,8 @@ from cocor import checkpoint
 from cocor.config.resolve import resolve
 from cocor.distributed.collectives import World
 from cocor.eval.features import Extraction
-from cocor.eval.figures import draw_consistency, draw_spectra
+from cocor.eval.figures import draw_consistency
 from cocor.eval.probes.consistency import LENGTHS, measure, subject, target_rises
-from cocor.eval.probes.spectrum import Spectrum
 from cocor.eval.weights.load import digest
 from cocor.models import build_method
 from cocor.objective.mmnn import MMNN
@@ -80,8 +79,3 @@ def test_violations_of_monotonicity_are_counted() -> None:
     composition = torch.eye(14, dtype=torch.uint8)
     assert target_rises(MMNN({1: 0.8, 2: 0.75, 3: 0.65}), composition) == (0, 14 * 14)
     assert target_rises(Rising(), composition) == (14, 14 * 14)
-
-
-def test_spectra_are_drawn(tmp_path: Path) -> None:
-    draw_spectra(tmp_path / "s.svg", [Spectrum("a", (1.0, 0.5, 0.0), 1.9, 2, 10)])
-    assert "svg" in (tmp_path / "s.svg").read_text()[:200]

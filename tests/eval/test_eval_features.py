@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.runs import environment
 from PIL import Image
 from torchvision.transforms import v2
 
@@ -34,6 +35,16 @@ def encoder() -> Encoder:
     return load_encoder("random:resnet18")
 
 
+def transcribed(path: str) -> torch.Tensor:
+    """Resize(64, bicubic), CenterCrop(64), normalised, by Pillow and torchvision."""
+    image = Image.open(path).convert("RGB")
+    side = min(image.size)
+    left, top = (image.width - side) // 2, (image.height - side) // 2
+    square = image.resize((64, 64), Image.Resampling.BICUBIC, box=(left, top, left + side, top + side))
+    pixels = v2.functional.to_dtype(v2.functional.to_image(square), torch.float32, scale=True)
+    return v2.functional.normalize(pixels, list(IMAGENET_MEAN), list(IMAGENET_STD))
+
+
 def test_features_equal_a_transcription(encoder: Encoder, photo_folder: Path) -> None:
     dataset = open_folder(photo_folder)
     encoder.backbone.train()  # a careless caller
@@ -42,13 +53,8 @@ def test_features_equal_a_transcription(encoder: Encoder, photo_folder: Path) ->
     assert digest(encoder.backbone) == before and encoder.backbone.training
     encoder.backbone.eval()
     for at in (0, 8, 23):
-        image = Image.open(dataset.paths[at]).convert("RGB")
-        side = min(image.size)
-        left, top = (image.width - side) // 2, (image.height - side) // 2
-        square = image.resize((64, 64), Image.Resampling.BICUBIC, box=(left, top, left + side, top + side))
-        pixels = v2.functional.to_dtype(v2.functional.to_image(square), torch.float32, scale=True)
-        tensor = v2.functional.normalize(pixels, list(IMAGENET_MEAN), list(IMAGENET_STD))
-        torch.testing.assert_close(found.values[at], encoder.backbone(tensor[None])[0], rtol=1e-3, atol=1e-4)
+        image = transcribed(dataset.paths[at])
+        torch.testing.assert_close(found.values[at], encoder.backbone(image[None])[0], rtol=1e-3, atol=1e-4)
     assert found.labels.tolist() == dataset.labels.tolist()
     assert summary(found)["classes"] == 4
 
@@ -86,28 +92,18 @@ def test_the_cache_and_its_key(encoder: Encoder, photo_folder: Path, tmp_path: P
     assert torch.equal(features_of(encoder, dataset, how).values, first.values)
 
 
-def test_the_cache_notices_exchanged_images(encoder: Encoder, tmp_path: Path) -> None:
-    how = replace(HOW, cache=tmp_path / "cache")
+def test_the_cache_notices_exchanged_images(encoder: Encoder, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache = tmp_path / "cache"
     file = tmp_path / "images" / "a" / "0.bmp"
     file.parent.mkdir(parents=True)
     seen = []
-    for colour in ("red", "blue"):
+    for number, colour in enumerate(("red", "blue")):
         Image.new("RGB", (40, 30), colour).save(file)
-        os.utime(file, ns=(1, 1 if colour == "red" else 2))
-        seen.append(features_of(encoder, open_folder(tmp_path / "images"), how).values)
-    assert not torch.equal(*seen) and len(list(how.cache.iterdir())) == 2  # type: ignore[union-attr]
-
-
-def test_an_unwritable_cache_is_a_warning(
-    encoder: Encoder, photo_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").write_text("")
-    dataset = open_folder(photo_folder).subset([0, 9])
-    found = features_of(encoder, dataset, replace(HOW, cache=tmp_path / "file"))
-    assert (
-        len(found) == 2
-        and f"features are not kept, and will be made again next time; --cache {tmp_path}" in caplog.text
-    )
+        os.utime(file, ns=(1, 1 + number))
+        seen.append(features_of(encoder, open_folder(tmp_path / "images"), replace(HOW, cache=cache)).values)
+    assert not torch.equal(*seen) and len(list(cache.iterdir())) == 2
+    found = features_of(encoder, open_folder(tmp_path / "images"), replace(HOW, cache=file))  # which is no folder
+    assert len(found) == 1 and "features are not kept, and will be made again next time; --cache" in caplog.text
 
 
 def test_two_processes_share_a_cache(photo_folder: Path, tmp_path: Path) -> None:
@@ -118,8 +114,7 @@ def test_two_processes_share_a_cache(photo_folder: Path, tmp_path: Path) -> None
         "print(features_of(load_encoder('random:resnet18'), open_folder(sys.argv[1]), how).values.sum().item())"
     )
     command = [sys.executable, "-c", code, str(photo_folder), str(tmp_path)]
-    place = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    started = [subprocess.Popen(command, env=place, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    started = [subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) for _ in range(2)]
     sums = [process.communicate(timeout=300)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0] and sums[0] == sums[1]
     assert [path.suffix for path in tmp_path.iterdir()] == [".safetensors"]
@@ -145,12 +140,6 @@ class Poisoned(torch.nn.Module):
             images = images.clone()
             images[-1] = torch.nan
         return images
-
-
-def test_probes_see_images_as_their_sources_do() -> None:
-    seen = {probe: (view.crop, view.filter) for probe, view in VIEWS.items()}
-    assert {seen[probe] for probe in ("lbfgs", "fewshot", "transfer")} == {("full", "bicubic")}
-    assert {seen[probe] for probe in ("moco", "simsiam", "knn")} == {("central", "bilinear")}
 
 
 @pytest.mark.parametrize(("recipe", "encoded", "step"), [(10, 5, 10), (8, 8, 8), (8, 100, 8), (100, 7, 21)])
@@ -184,7 +173,10 @@ def test_ten_crop_features_have_ten_rows(encoder: Encoder, photo_folder: Path) -
     assert not torch.equal(found.values[0, 0], found.values[0, 5])
 
 
-def test_ranks_share_one_processes_batches() -> None:
+def test_views_and_batches_are_the_sources() -> None:
+    seen = {probe: (view.crop, view.filter) for probe, view in VIEWS.items()}
+    assert {seen[probe] for probe in ("lbfgs", "fewshot", "transfer")} == {("full", "bicubic")}
+    assert {seen[probe] for probe in ("moco", "simsiam", "knn")} == {("central", "bilinear")}
     device = torch.device("cpu")
     shares = [_rows_of_rank(23, 4, World(rank, rank, 2, device)) for rank in range(2)]
     assert shares[0].tolist() == [0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19]
@@ -207,14 +199,7 @@ def test_both_loaders_use_the_filter(photo_folder: Path) -> None:
         order = BatchOrder(3, 3, shuffle=False, drop_last=False)
         with closing(open_loader(name, dataset, CropPlan(size=64, filter=filter), order, workers=0)) as loader:
             seen[name, filter] = next(loader.epoch(0)).original.clone()
-    image = Image.open(dataset.paths[0]).convert("RGB")
-    side = min(image.size)
-    left, top = (image.width - side) // 2, (image.height - side) // 2
-    square = image.resize((64, 64), Image.Resampling.BICUBIC, box=(left, top, left + side, top + side))
-    pixels = v2.functional.to_dtype(v2.functional.to_image(square), torch.float32, scale=True)
-    torch.testing.assert_close(
-        seen["torch", "bicubic"][0], v2.functional.normalize(pixels, list(IMAGENET_MEAN), list(IMAGENET_STD))
-    )
+    torch.testing.assert_close(seen["torch", "bicubic"][0], transcribed(dataset.paths[0]))
 
     def distance(one: torch.Tensor, other: torch.Tensor) -> float:
         return (one - other).abs().mean().item()

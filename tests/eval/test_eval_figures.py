@@ -55,7 +55,8 @@ def test_the_distance_names_its_target(drawn: list[Axes], tmp_path: Path) -> Non
 
 
 def test_the_largest_singular_value_has_place_1(drawn: list[Axes], tmp_path: Path) -> None:
-    figures.draw_spectra(tmp_path / "s.png", [Spectrum("moco", (3.0, 2.0, 1.0), 2.5, 2, 8)])
+    figures.draw_spectra(tmp_path / "s.svg", [Spectrum("moco", (3.0, 2.0, 1.0), 2.5, 2, 8)])
+    assert "svg" in (tmp_path / "s.svg").read_text()[:200]
     assert np.array_equal(drawn[0].lines[0].get_xdata(), [1, 2, 3])
 
 

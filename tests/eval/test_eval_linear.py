@@ -16,15 +16,19 @@ from loaders import progress
 from loaders.errors import UserError
 
 
+def sklearns_minimum(problem: SoftmaxRegression, values: Tensor, labels: Tensor, penalty: float) -> float:
+    """The objective where scikit-learn finds its minimum."""
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    peer = linear_model.LogisticRegression(C=1 / (2 * penalty), fit_intercept=False, max_iter=20000, tol=1e-10)
+    peer.fit(torch.nn.functional.pad(values.double(), (0, 1), value=1.0).numpy(), labels.numpy())
+    return problem.objective(torch.from_numpy(np.ascontiguousarray(peer.coef_.T)), penalty)
+
+
 @pytest.mark.parametrize("penalty", [1e-4, 1e-2, 1.0, 100.0])
 def test_it_reaches_scikit_learns_minimum(penalty: float) -> None:
-    linear_model = pytest.importorskip("sklearn.linear_model")
     data = clusters(400, 1)
     problem = SoftmaxRegression(data.values.double(), data.labels, 6)
-    fit = problem.fit(penalty)
-    peer = linear_model.LogisticRegression(C=1 / (2 * penalty), fit_intercept=False, max_iter=20000, tol=1e-10)
-    peer.fit(torch.nn.functional.pad(data.values.double(), (0, 1), value=1.0).numpy(), data.labels.numpy())
-    theirs = problem.objective(torch.from_numpy(np.ascontiguousarray(peer.coef_.T)), penalty)
+    fit, theirs = problem.fit(penalty), sklearns_minimum(problem, data.values, data.labels, penalty)
     assert fit.converged and abs(fit.loss - theirs) <= 1e-4 * max(1.0, theirs)
     assert fit.loss <= theirs * (1 + 1e-9) + 1e-9
     torch.testing.assert_close(fit.loss, problem.objective(fit.weights, penalty), rtol=1e-10, atol=1e-9)
@@ -85,30 +89,21 @@ def test_a_long_grid_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys
 
 
 def test_rank_deficient_inputs_reach_the_minimum() -> None:
-    linear_model = pytest.importorskip("sklearn.linear_model")
     data = clusters(30, 21, dim=80)
     values = torch.cat([data.values, data.values[:5]]).double()  # rank 30 of 35 images, 81 dimensions
     labels = torch.cat([data.labels, data.labels[:5]])
     problem = SoftmaxRegression(values, labels, 6)
     fit = problem.fit(0.01)
-    peer = linear_model.LogisticRegression(C=50, fit_intercept=False, max_iter=20000, tol=1e-10)
-    peer.fit(torch.nn.functional.pad(values, (0, 1), value=1.0).numpy(), labels.numpy())
-    theirs = problem.objective(torch.from_numpy(np.ascontiguousarray(peer.coef_.T)), 0.01)
+    theirs = sklearns_minimum(problem, values, labels, 0.01)
     assert fit.converged and fit.loss == pytest.approx(theirs, rel=1e-5)
     assert problem.objective(fit.weights, 0.01) == pytest.approx(fit.loss, rel=1e-9)
-    again = problem.fit(0.01, fit.weights)
-    assert again.iterations == 0
+    assert problem.fit(0.01, fit.weights).iterations == 0
 
 
 def test_float32_comes_close_to_float64() -> None:
     data = clusters(400, 2)
     fits = [SoftmaxRegression(data.values.to(kind), data.labels, 6).fit(0.1) for kind in (torch.float32, torch.float64)]
     assert fits[0].converged and abs(fits[0].loss - fits[1].loss) < 1e-4 * fits[1].loss
-
-
-def test_the_iteration_limit_is_reported() -> None:
-    data = clusters(200, 3)
-    assert not SoftmaxRegression(data.values.double(), data.labels, 6).fit(1e-6, iterations=3).converged
 
 
 def test_the_report_names_unfinished_penalties() -> None:
@@ -130,10 +125,6 @@ def test_accuracy_ignores_the_features_scale(scale: float) -> None:
     plain = linear_probe(*splits, penalties=PENALTIES[::4])
     scaled = linear_probe(*(Features(s.values * scale, s.labels) for s in splits), penalties=PENALTIES[::4])
     assert scaled.top1 == pytest.approx(plain.top1, abs=1e-3) and scaled.penalty == plain.penalty
-
-
-def test_the_grid_is_the_protocols() -> None:
-    assert len(PENALTIES) == 45 and PENALTIES[0] == pytest.approx(1e-6) and PENALTIES[-1] == pytest.approx(1e5)
 
 
 def test_penalty_from_val_and_refit_on_both() -> None:
@@ -186,6 +177,7 @@ def test_the_sgd_probes_learn(recipe: str) -> None:
 
 
 def test_recipes_are_the_sources() -> None:
+    assert len(PENALTIES) == 45 and PENALTIES[0] == pytest.approx(1e-6) and PENALTIES[-1] == pytest.approx(1e5)
     assert shortened(RECIPES["moco"], 10) == SgdSettings(30.0, 256, 10, (6, 8))
     assert RECIPES["moco"] == SgdSettings(30.0, 256, 100, (60, 80), 0.0)
     assert RECIPES["simsiam"] == SgdSettings(1.6, 4096, 90, (), 0.001)

@@ -27,8 +27,8 @@ from helpers.hostile import Harm, Refused, damaged, one_line_or_none, refusal, r
 from helpers.prep_cases import corner_image, jpeg_bytes, write_all
 from helpers.runs import environment
 
-import cocor.eval.weights.export
 import loaders.jit
+from cocor.eval.weights.export import main as export
 from cocor.eval.weights.load import load_encoder
 from cocor.models import build_backbone
 from cocor.train import main as train
@@ -72,37 +72,26 @@ class TestWeights:
         options = {"data": photo_folder, "loader": "torch", "output": tmp_path / "run"}
         assert "x.pt" in refused(run_train(**options, resume=path))
         assert "x.pt" in refused(run_train(**options, init=path))
-        line = refused(lambda: cocor.eval.weights.export.main([str(path), "--output", str(tmp_path / "exported")]))
+        line = refused(lambda: export([str(path), "--output", str(tmp_path / "exported")]))
         assert "x.pt: " in line and ("compressed" if form == "compressed" else "run code") in line
         assert not (tmp_path / "run").exists() and not (tmp_path / "exported").exists()
 
-    @pytest.mark.parametrize(
-        "header",
-        [
-            b"\xff" * 8 + b"{}",
-            struct.pack("<Q", 1 << 40) + b"{}",
-            struct.pack("<Q", 2) + b"[]",
-            struct.pack("<Q", 7) + b"\xff\xfe{}   ",
-            b'{"conv1.weight":{"dtype":"F32","shape":[4],"data_offsets":[0,1099511627776]}}',
-            b'{"conv1.weight":{"dtype":"F32","shape":[-4],"data_offsets":[0,16]}}',
-            b'{"conv1.weight":{"dtype":"F32","shape":[4294967296,4294967296,4],"data_offsets":[0,16]}}',
-            b'{"conv1.weight":{"dtype":"F32","shape":[4],"data_offsets":[16,0]}}',
-            b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},"b":{"dtype":"F32","shape":[4],"data_offsets":[8,24]}}',
-            b'{"__metadata__":{"architecture":{"a":1}},"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}',
-            b'{"a":{"dtype":"OBJ","shape":[4],"data_offsets":[0,16]}}',
-            b"[" * 100_000,
-            b"",
-        ],
-    )
+    @pytest.mark.parametrize("header", [
+        b"\xff" * 8 + b"{}", struct.pack("<Q", 1 << 40) + b"{}", struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 7) + b"\xff\xfe{}   ", b"[" * 100_000, b"",
+        *(b'{"conv1.weight":{"dtype":"F32","shape":[%b],"data_offsets":[%b]}}' % rest for rest in (
+            (b"4", b"0,1099511627776"), (b"-4", b"0,16"), (b"4294967296,4294967296,4", b"0,16"), (b"4", b"16,0"))),
+        b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},"b":{"dtype":"F32","shape":[4],"data_offsets":[8,24]}}',
+        b'{"__metadata__":{"architecture":{"a":1}},"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}',
+        b'{"a":{"dtype":"OBJ","shape":[4],"data_offsets":[0,16]}}',
+    ])  # fmt: skip
     def test_headers_of_safetensors_that_lie(
         self, header: bytes, tmp_path: Path, photo_folder: Path, refused: Refused
     ) -> None:
         path = tmp_path / "x.safetensors"
         length = struct.pack("<Q", len(header)) if header[:1] in (b"{", b"[") else b""
         path.write_bytes(length + header + bytes(32))
-        assert "x.safetensors: " in refused(
-            lambda: cocor.eval.weights.export.main([str(path), "--output", str(tmp_path)])
-        )
+        assert "x.safetensors: " in refused(lambda: export([str(path), "--output", str(tmp_path)]))
         options = {"data": photo_folder, "loader": "torch", "output": tmp_path / "run"}
         assert "x.safetensors: " in refused(run_train(**options, init=path))
 
@@ -116,18 +105,12 @@ class TestWeights:
 
 
 class TestYaml:
-    @pytest.mark.parametrize(
-        "text",
-        [
-            "lr: !!python/object/apply:os.mkdir ['MARKER']",
-            "lr: !!python/object/new:os.mkdir ['MARKER']",
-            "!!python/object/apply:os.mkdir ['MARKER']",
-            "lr: !!python/name:os.mkdir",
-            "method: !!python/object/apply:subprocess.check_call [[mkdir, 'MARKER']]",
-            "? !!python/object/apply:os.mkdir ['MARKER']\n: 1",
-            "defaults: !!python/object/apply:os.mkdir ['MARKER']",
-        ],
-    )
+    @pytest.mark.parametrize("text", [
+        "lr: !!python/object/apply:os.mkdir ['MARKER']", "lr: !!python/object/new:os.mkdir ['MARKER']",
+        "!!python/object/apply:os.mkdir ['MARKER']", "lr: !!python/name:os.mkdir",
+        "method: !!python/object/apply:subprocess.check_call [[mkdir, 'MARKER']]",
+        "? !!python/object/apply:os.mkdir ['MARKER']\n: 1", "defaults: !!python/object/apply:os.mkdir ['MARKER']",
+    ])  # fmt: skip
     def test_tags_are_refused(self, text: str, marker: Path, tmp_path: Path, refused: Refused) -> None:
         path = tmp_path / "x.yaml"
         path.write_text(text.replace("MARKER", str(marker)))
@@ -140,10 +123,8 @@ class TestYaml:
         path = tmp_path / "x.yaml"
         path.write_text("\n".join([f"{key}:", *(f"  - {line}" for line in lines)]))
         assert "x.yaml: " in refused(lambda: train(["--config", str(path)]))
-
-    def test_depth_is_no_crash(self, tmp_path: Path, refused: Refused) -> None:
-        (tmp_path / "x.yaml").write_text("lr: " + "[" * 20_000)
-        assert "x.yaml is not YAML" in refused(lambda: train(["--config", str(tmp_path / "x.yaml")]))
+        path.write_text(f"{key}: " + "[" * 20_000)  # depth is no crash
+        assert "x.yaml is not YAML" in refused(lambda: train(["--config", str(path)]))
 
 
 class TestLists:
@@ -190,10 +171,6 @@ class TestCompiledCode:
         monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
         return tmp_path / f"cocor-{os.getuid()}"
 
-    def test_it_is_kept_where_nobody_else_can_write(self, shared: Path) -> None:
-        assert Path(loaders.jit._cache_folder.__wrapped__()).parent == shared
-        assert shared.stat().st_mode & 0o777 == 0o700
-
     def test_caches_unused_for_a_month_go(self, shared: Path) -> None:
         current = Path(loaders.jit._cache_folder.__wrapped__())
         days = {"numba-0123456789ab": 31, "numba-ba9876543210": 29, "numba-of-mine": 31, current.name: 31}
@@ -202,6 +179,7 @@ class TestCompiledCode:
             os.utime(shared / name, (time.time() - 24 * 3600 * age,) * 2)
         assert loaders.jit._cache_folder.__wrapped__() == str(current)
         assert {path.name for path in shared.iterdir()} == days.keys() - {"numba-0123456789ab"}
+        assert current.parent == shared and shared.stat().st_mode & 0o777 == 0o700  # nobody else can write there
         assert time.time() - current.stat().st_mtime < 3600
 
     @pytest.mark.parametrize("trap", ["link", "open to all", "another's"])
@@ -219,16 +197,15 @@ class TestCompiledCode:
                 os.chown(shared, 12345, 12345)
         assert loaders.jit._cache_folder.__wrapped__() == ""
 
+    PROGRAM = """import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+if len(sys.argv) > 1: resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)
+from loaders.views import philox
+print(philox.sort_keys(0, 0, 3, 7).tolist())"""
+
     def run(self, folder: Path, limit: int | None = None) -> "subprocess.CompletedProcess[str]":
         """Compiles something, with files of at most ``limit`` bytes."""
-        program = (
-            "import resource, signal, sys\n"
-            "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-            "if len(sys.argv) > 1: resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)\n"
-            "from loaders.views import philox\n"
-            "print(philox.sort_keys(0, 0, 3, 7).tolist())\n"
-        )
-        call = [sys.executable, "-c", program, *([] if limit is None else [str(limit)])]
+        call = [sys.executable, "-c", self.PROGRAM, *([] if limit is None else [str(limit)])]
         env = environment() | {"NUMBA_CACHE_DIR": str(folder)}
         return subprocess.run(call, env=env, capture_output=True, text=True, check=False, timeout=300)
 
@@ -278,12 +255,9 @@ class TestCompiledCode:
                 expected.add(path)
                 wanted += imported(path)
         assert loaders.jit.sources() == sorted(expected)
-        assert {"views", "kernels"} <= {path.parent.name for path in expected} and len(expected) > 12
-
-    def test_no_import_escapes_it(self) -> None:
-        """It sees absolute imports of one line only."""
         hidden = re.compile(
             r"^\s*(from loaders[\w.]* import (\(|.*\\\\$)|from \.|.*import_module\(.loaders)", re.MULTILINE
         )
-        for path in Path(loaders.jit.__file__).parent.rglob("*.py"):
+        for path in package.rglob("*.py"):  # it sees absolute imports of one line only
             assert not hidden.search(path.read_text()), path
+        assert {"views", "kernels"} <= {path.parent.name for path in expected} and len(expected) > 12

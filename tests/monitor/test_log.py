@@ -53,20 +53,18 @@ def test_a_line_holds_the_means_of_its_interval(tmp_path: Path) -> None:
     assert lines[-1]["time_left_s"] == 0
 
 
-def test_lines_are_written_unbuffered(tmp_path: Path) -> None:
-    log = run_log(tmp_path)
-    log.event("knn", 3, 1, {"accuracy": 0.5})
-    assert records(tmp_path)[0]["accuracy"] == 0.5
-    log.close()
-
-
 def test_speed_and_waiting_are_those_of_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = wound_by_hand(cocor.log, monkeypatch)
 
+    closed = []
+
     def slow() -> Iterator[int]:
-        for number in range(4):
-            clock.sleep(0.3)
-            yield number
+        try:
+            for number in range(4):
+                clock.sleep(0.3)
+                yield number
+        finally:
+            closed.append(len(closed) + 1)
 
     log = run_log(tmp_path, total_steps=8)
     for epoch, seconds in ((0, 0.1), (1, 0.2)):
@@ -74,30 +72,19 @@ def test_speed_and_waiting_are_those_of_the_loop(tmp_path: Path, monkeypatch: py
             clock.sleep(seconds)
             log.step(4 * epoch + number + 1, epoch, 0.1, {"loss": torch.tensor(1.0)})
         clock.sleep(5)  # an evaluation between epochs is no part of the steps
-    for line, share, rate in zip(records(tmp_path), (0.75, 0.6), (20, 16), strict=True):
-        assert (line["data_wait_share"], line["images_per_s"]) == (pytest.approx(share), pytest.approx(rate))
-
-
-def test_leaving_the_loop_closes_the_iterator(tmp_path: Path) -> None:
-    closed = []
-
-    def batches() -> Iterator[int]:
-        try:
-            yield from range(9)
-        finally:
-            closed.append(True)
-
-    timed = run_log(tmp_path).timed(batches())
+    timed = log.timed(slow())
     next(timed)
     timed.close()  # type: ignore[attr-defined]
-    assert closed
+    assert closed == [1, 2, 3]
+    for line, share, rate in zip(records(tmp_path), (0.75, 0.6), (20, 16), strict=True):
+        assert (line["data_wait_share"], line["images_per_s"]) == (pytest.approx(share), pytest.approx(rate))
 
 
 def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
     log = run_log(tmp_path, log_every=1)
     log.step(1, 0, float("inf"), {"loss": torch.tensor(float("nan"))})
     log.event("x", 1, 0, {"many": torch.tensor([1.0, float("inf")]), "deep": {"a": [float("-inf"), 2]}})
-    first, second = records(tmp_path)
+    first, second = records(tmp_path)  # written unbuffered
     assert first["loss"] is None and first["lr"] is None
     assert second["many"] == [1.0, None] and second["deep"] == {"a": [None, 2]}
 

@@ -49,14 +49,15 @@ def test_views_stand_in_their_places(tmp_path: Path, batch: Batch, levels: torch
         for row in range(3):
             expected = levels[column, row].permute(1, 2, 0).numpy()
             assert np.array_equal(shown(tmp_path / "views.png", column, row), expected)
-
-
-def test_captions_say_the_composition(batch: Batch) -> None:
-    assert describe(batch.composition[0, 0]) == "Rotate"
-    assert describe(batch.composition[1, 0] + batch.composition[0, 0]) == "Color x2, Rotate"
+    several = replace(batch, original=torch.cat([batch.original, -batch.original]))  # the first is shown
+    save_view_sheet(several, tmp_path / "views.png", images=2)
+    assert np.array_equal(shown(tmp_path / "views.png", 0, 1), levels[0, 1].permute(1, 2, 0).numpy())
+    assert Image.open(tmp_path / "views.png").height == 32 + 2 * (TILE + 32)
 
 
 def test_captions_are_drawn_and_long_ones_wrapped(tmp_path: Path, batch: Batch) -> None:
+    assert describe(batch.composition[0, 0]) == "Rotate"
+    assert describe(batch.composition[1, 0] + batch.composition[0, 0]) == "Color x2, Rotate"
     save_view_sheet(batch, tmp_path / "short.png")
     batch.composition.fill_(1)  # all fourteen at once
     save_view_sheet(batch, tmp_path / "long.png")
@@ -80,13 +81,3 @@ def test_a_batch_of_views_alone(tmp_path: Path, batch: Batch, levels: torch.Tens
     save_view_sheet(bare, tmp_path / "views.png")
     assert np.array_equal(shown(tmp_path / "views.png", 1, 2), levels[2, 2].permute(1, 2, 0).numpy())
     assert Image.open(tmp_path / "views.png").width == 8 + 2 * (TILE + 8)
-
-
-def test_of_several_originals_the_first_is_shown(tmp_path: Path, batch: Batch, levels: torch.Tensor) -> None:
-    save_view_sheet(replace(batch, original=torch.cat([batch.original, -batch.original])), tmp_path / "views.png")
-    assert np.array_equal(shown(tmp_path / "views.png", 0, 2), levels[0, 2].permute(1, 2, 0).numpy())
-
-
-def test_large_batches_show_their_first_images(tmp_path: Path, batch: Batch) -> None:
-    save_view_sheet(batch, tmp_path / "views.png", images=2)
-    assert Image.open(tmp_path / "views.png").height == 32 + 2 * (TILE + 32)
