@@ -80,6 +80,18 @@ def test_joint_fits_equal_single_fits() -> None:
         assert fit.loss == pytest.approx(problem.objective(fit.weights, penalty), rel=1e-9)
 
 
+def test_weak_penalties_need_few_iterations() -> None:
+    """Their minima are far from zero weights, whose Hessian alone would take twice as many."""
+    data = clusters(300, 3, dim=60)
+    values = data.values.double() * torch.linspace(0, -4, 60).exp() + 0.5
+    values /= values.square().mean().sqrt()
+    problem = SoftmaxRegression(values.clone(), data.labels, 6)
+    fits = problem.fit_all(PENALTIES[::3], tolerance=1e-5)
+    assert all(fit.converged for fit in fits) and max(fit.iterations for fit in fits[:5]) < 45
+    theirs = sklearns_minimum(problem, values, data.labels, PENALTIES[9])
+    assert fits[3].loss == pytest.approx(theirs, rel=1e-6)
+
+
 def test_a_long_grid_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """45 penalties over the features of 100 classes take a CPU half an hour."""
     monkeypatch.setattr(progress, "_FIRST_LINE_S", 0.0)
