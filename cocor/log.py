@@ -112,20 +112,20 @@ class Clock:
                 iterator.close()
 
     def _fetch(self, iterator: Iterator[Item]) -> Item:
-        if self.device.type != "cuda":
+        if self.device.type == "cuda":
+            idle, busy = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            idle.record()
+            item = next(iterator)
+            busy.record()
+            self._fetches.append((idle, busy))
+        else:
             begin = time.perf_counter()
             item = next(iterator)
             self._waited += time.perf_counter() - begin
-            return item
-        idle, busy = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        idle.record()
-        item = next(iterator)
-        busy.record()
-        self._fetches.append((idle, busy))
         return item
 
     def read(self) -> tuple[float, float]:
-        """Return (seconds, seconds waited) since the last reading, up to which the device must have finished."""
+        """Read (seconds, seconds waited) since the last reading, up to which the device must have finished."""
         now = time.perf_counter()
         seconds, waited = self._seconds, self._waited
         if self._since is not None:
@@ -164,11 +164,8 @@ class RunLog:
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
         self._last_step = start_step
-        self._clock = Clock(world.device)
-        self._recent: deque[tuple[int, float]] = deque(maxlen=_RECENT)
-        self._file = None
-        self._size = 0
-        self._warned_of_full_disk = False
+        self._clock, self._recent = Clock(world.device), deque[tuple[int, float]](maxlen=_RECENT)
+        self._file, self._size, self._warned_of_full_disk = None, 0, False
         if world.main:
             path = folder / METRICS
             _truncate(path, start_step, again)
@@ -214,12 +211,9 @@ class RunLog:
         """
         record = {"kind": kind, "step": step, "epoch": epoch, "time_s": round(time.time(), 3)}
         record |= {key: _plain(value) for key, value in values.items()}
-        self._write(json.dumps(record, allow_nan=False).encode() + b"\n")
-        return record
-
-    def _write(self, line: bytes) -> None:
+        line = json.dumps(record, allow_nan=False).encode() + b"\n"
         if self._file is None:
-            return
+            return record
         try:
             if self._file.write(line) < len(line):
                 self._file.truncate(self._size)  # half a line would spoil the file for its readers
@@ -229,8 +223,10 @@ class RunLog:
             if not self._warned_of_full_disk:
                 _log.warning(f"cannot write {METRICS}: {error.strerror}; training goes on, this part of it unrecorded")
             self._warned_of_full_disk = True
+        return record
 
     def close(self) -> None:
+        """End the bar and close the file."""
         self._bar.close()
         if self._file is not None:
             self._file.close()
@@ -255,11 +251,11 @@ class RunLog:
     def _show(self, step: int, steps: int, epoch: int, values: Mapping[str, Any]) -> None:
         loss = f"loss {values['loss']:.4f}  " if "loss" in values else ""
         state = f"{loss}lr {values['lr']:.3g}  {values['images_per_s']:.0f} images/s"
-        wait, left = f"waiting for data {values['data_wait_share']:.0%}", f"{duration(values['time_left_s'])} left"
-        self._bar.set_postfix_str(f"{state}  {wait}", refresh=False)
+        state += f"  waiting for data {values['data_wait_share']:.0%}"
+        self._bar.set_postfix_str(state, refresh=False)
         self._bar.update(steps)
         if self.world.main:
-            line = f"epoch {epoch}  step {step}/{self.total_steps}  {state}  {wait}  {left}"
+            line = f"epoch {epoch}  step {step}/{self.total_steps}  {state}  {duration(values['time_left_s'])} left"
             _log.info(line, extra={"in_bar": True})
 
 

@@ -48,7 +48,7 @@ def chosen_splits(args: argparse.Namespace) -> Splits:
 
 
 def chosen_datasets(words: Sequence[str]) -> list[str]:
-    """Return the names behind ``--datasets``: ``all`` are the ten of the paper's transfer table."""
+    """Expand ``--datasets``: ``all`` are the ten of the paper's transfer table."""
     names: list[str] = []
     for word in ",".join(words).split(","):
         if word != "all" and word not in PROTOCOLS:
@@ -75,9 +75,9 @@ def refuse_ten_crops(args: argparse.Namespace) -> None:
 
 
 def data_name(args: argparse.Namespace) -> str:
-    """Return a name for the images, of which results on others keep apart; "" for ``transfer``.
+    """Name the images, so that results on others keep apart: by set, folder or file; "" for ``transfer``.
 
-    It is the data set's, or the folder's or file's; that of a split, such as ``tiny/val``, with the folder above.
+    A split, such as ``tiny/val``, is called by the folder above as well.
     """
     if getattr(args, "dataset", None) is not None:
         return str(args.dataset)
@@ -109,7 +109,7 @@ def distinct(found: Sequence[Named]) -> list[Named]:
 
 
 def extraction(args: argparse.Namespace, encoder: Encoder) -> Extraction:
-    """Return how features are computed: as the protocol says, unless flags do. ``--crop ten`` counts as central."""
+    """Set how features are computed: as the protocol says, unless flags do. ``--crop ten`` counts as central."""
     gpu = args.world.device.type == "cuda"
     view = VIEWS[args.probe if args.command == "linear" else args.command]
     return Extraction(
@@ -131,29 +131,23 @@ def features_of_splits(
 ) -> tuple[Features, Features, Features]:
     """Compute the features of the three splits.
 
-    ``--crop ten`` is for images to learn from: training images, and validation images if ``learn_from_val``. All
-    others give central crops.
+    ``--crop ten`` is for training images and, if ``learn_from_val``, validation images; others give central crops.
     """
     looking = extraction(args, encoder)
     learning = replace(looking, crop="ten") if args.crop == "ten" else looking
-    val_how = learning if learn_from_val else looking
-    if val_how == learning:
+    if learn_from_val or learning == looking:
         train, val = features_of_two(encoder, splits.train, splits.val, splits.learned_from(), learning)
     else:
         train = features_of(encoder, splits.train, learning, "training images")
-        val = features_of(encoder, splits.val, val_how, "validation images")
+        val = features_of(encoder, splits.val, looking, "validation images")
     return train, val, features_of(encoder, splits.test, looking, "test images")
 
 
 def check_probe(splits: Splits, validates: bool = True) -> None:
-    """Raise UserError unless a linear probe can learn from the splits and be tested on them.
-
-    One that never ``validates`` learns from the validation images as well.
-    """
+    """Raise UserError unless a linear probe can use the splits; it learns from all but test unless it ``validates``."""
     train, val = _labels(splits.train), _labels(splits.val)
-    if not validates:
-        train = val = torch.cat([train, val])
-    check_splits(train, val, _labels(splits.test))
+    both = torch.cat([train, val])
+    check_splits(train if validates else both, val if validates else both, _labels(splits.test))
 
 
 def check_fewshot(args: argparse.Namespace, splits: Splits) -> None:
@@ -169,8 +163,8 @@ def check_fewshot(args: argparse.Namespace, splits: Splits) -> None:
 def check_knn(args: argparse.Namespace, splits: Splits) -> None:
     """Raise UserError unless the bank holds ``--k`` neighbours for the test images; each of ten crops is one."""
     train, val = _known(splits.train), _known(splits.val)
-    crops = 10 if args.crop == "ten" else 1
-    _check_bank(args, torch.cat([train, val]), len(train) * crops + len(val), len(_known(splits.test)))
+    most = len(train) * (10 if args.crop == "ten" else 1) + len(val)
+    _check_bank(args, torch.cat([train, val]), most, len(_known(splits.test)))
 
 
 def check_leave_one_out(args: argparse.Namespace, dataset: ImageDataset) -> None:
@@ -184,8 +178,7 @@ def _check_bank(args: argparse.Namespace, labels: Tensor, most: int, queries: in
         raise UserError("k-NN needs images with labels in the bank and among the queries")
     if len(labels.unique()) < 2:
         raise UserError("all images of the bank are of 1 class; k-NN needs two or more class folders")
-    too_large = [k for k in args.k or () if k > most]
-    if too_large:
+    if too_large := [k for k in args.k or () if k > most]:
         raise UserError(f"--k {too_large[0]}: the bank holds {most:,} images; use {most} or fewer")
 
 

@@ -12,7 +12,6 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -114,9 +113,12 @@ class HealthMonitor:
         self._recent.clear()
         if self._world.main:
             names = [printable(self._image_names[index]) for index in samples]
-            content = {"losses": list(map(_plain, losses)), "samples": samples, "names": names}
-            content |= {"labelled_samples": others}
-            _append(self._config.output / FILE, {"kind": "loss not finite", "step": step, **content})
+            plain = [{name: v if math.isfinite(v) else str(v) for name, v in row.items()} for row in losses]
+            record = {"kind": "loss not finite", "step": step, "losses": plain, "samples": samples, "names": names}
+            line = json.dumps(record | {"labelled_samples": others}, allow_nan=False) + "\n"  # JSON has no infinities
+            # The message must get out, disk full or not.
+            with suppress(OSError), (self._config.output / FILE).open("a", encoding="utf-8") as file:
+                file.write(line)
         finding = f"the loss is not finite at step {step}"
         remedy = f"lower --lr, or try --precision fp32; the step's samples are in {self._config.output / FILE}"
         if self._config.on_nan == "stop":
@@ -149,16 +151,6 @@ class HealthMonitor:
         if kind not in self._warned:  # a lasting state would otherwise fill the log
             self._warned.add(kind)
             _log.warning(message)
-
-
-def _plain(values: dict[str, float]) -> dict[str, float | str]:
-    """Return ``values`` with those that are not finite as strings: JSON has no infinities."""
-    return {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
-
-
-def _append(path: Path, record: dict[str, object]) -> None:
-    with suppress(OSError), path.open("a", encoding="utf-8") as file:  # the message must get out, disk full or not
-        file.write(json.dumps(record, allow_nan=False) + "\n")
 
 
 class SkipNonFinite:
@@ -203,9 +195,6 @@ def _tensors(state: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors in nested dicts and lists, with their paths."""
     if isinstance(state, Tensor):
         yield place, state
-    elif isinstance(state, Mapping):
-        for key, value in state.items():
-            yield from _tensors(value, f"{place}/{key}")
-    elif isinstance(state, list | tuple):
-        for key, value in enumerate(state):
+    elif isinstance(state, Mapping | list | tuple):
+        for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
             yield from _tensors(value, f"{place}/{key}")

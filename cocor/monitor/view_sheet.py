@@ -34,28 +34,19 @@ def save_view_sheet(batch: Batch, path: Path, *, images: int = 8) -> None:
 
 def _columns(batch: Batch, count: int) -> list[tuple[str, list[tuple[Image.Image, str]]]]:
     """Return (title, [(picture, caption) of each sample]) of every column."""
-
-    def pictures(views: Tensor) -> list[Image.Image]:
-        return [_picture(view) for view in views[:count]]
-
-    columns = []
-    names = [_name(index, label) for index, label in zip(batch.index.tolist(), batch.label.tolist(), strict=True)]
-    originals = len(batch.original) // len(batch.index)
-    if originals:
+    labels = zip(batch.index.tolist(), batch.label.tolist(), strict=True)
+    names = [f"image {index}" if label < 0 else f"image {index}, class {label}" for index, label in labels][:count]
+    columns: list[tuple[str, Tensor, list[str]]] = []
+    if originals := len(batch.original) // len(batch.index):
         title = "original" if originals == 1 else f"original (1 of {originals})"
-        columns.append((title, list(zip(pictures(batch.original), names, strict=False))))
+        columns.append((title, batch.original, names))
     for number, views in enumerate(batch.views, start=1):
-        captions = [""] * count if columns else names[:count]
-        columns.append((f"view {number}", list(zip(pictures(views), captions, strict=True))))
+        columns.append((f"view {number}", views, [""] * count if columns else names))
     for views, compositions in zip(batch.composites, batch.composition, strict=True):
         title = f"composite, length {int(compositions[0].sum())}"
-        captions = [describe(composition) for composition in compositions[:count]]
-        columns.append((title, list(zip(pictures(views), captions, strict=True))))
-    return columns
-
-
-def _name(index: int, label: int) -> str:
-    return f"image {index}" if label < 0 else f"image {index}, class {label}"
+        columns.append((title, views, [describe(composition) for composition in compositions[:count]]))
+    return [(title, [(_picture(view), text) for view, text in zip(views[:count], captions, strict=True)])
+            for title, views, captions in columns]  # fmt: skip
 
 
 def describe(composition: Tensor) -> str:

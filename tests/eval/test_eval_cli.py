@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -105,10 +106,9 @@ def test_datasets_are_chosen_by_name() -> None:
 def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """root/pets/{train,test}/only: a single class."""
     folder = tmp_path_factory.mktemp("root") / "pets"
-    for split in ("train", "test"):
-        (folder / split / "only").mkdir(parents=True)
-        for number in range(4):
-            Image.new("RGB", (40, 40), (60 * number, 0, 0)).save(folder / split / "only" / f"{number}.png")
+    for split, number in product(("train", "test"), range(4)):
+        (folder / split / "only").mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 40), (60 * number, 0, 0)).save(folder / split / "only" / f"{number}.png")
     return folder
 
 
@@ -120,6 +120,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("linear", "--dataset cars --root DATA", "not found; looked for"),
     ("linear", "--dataset pets", "--root"),
     ("linear", "--data PETS", "none.pth: no such file of weights"),
+    ("knn", "--data PETS", "--image-size 32: the encoder refuses it: "),
     ("knn", "--data PETS --k 0", "--k: 0 must be at least 1"),
     ("retrieval", "--data PETS/test/coffee/4.jpg", "one file is one split"),
     ("transfer", "--root nowhere", "--root nowhere"),
@@ -162,7 +163,8 @@ def test_mistakes_are_one_line_before_work(
     places = {"PETS": data / "pets", "DATA": data, "ONE": one, "ROOT": one.parent, "FILE": file}
     for name, place in places.items():
         flags = flags.replace(name, str(place))
-    weights = "none.pth" if message.startswith("none.pth") else "random:test_resnet"
+    others = {"none.pth": "none.pth", "--image-size 32": "random:vit_tiny_patch16_224"}
+    weights = others.get(message.partition(":")[0], "random:test_resnet")
     assert call(command, tmp_path / "cache", tmp_path, *flags.split(), weights=(weights,)) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("cocor-eval: error: ") and message.replace("{FILE}", str(file)) in last
@@ -197,34 +199,28 @@ def test_unusable_files_stop_or_are_noted(data: Path, cache: Path, tmp_path: Pat
     assert "4.jpg: not an image" in capsys.readouterr().err
     assert call("knn", cache, tmp_path, "--data", str(folder), "--on-error", "skip") == 0
     assert "note: 1 unusable files are left out" in capsys.readouterr().out
+    (folder / "test" / "coffee" / "4.jpg").unlink()
+    for file in sorted((folder / "test" / "chelsea").iterdir())[1:]:
+        file.unlink()
+    assert call("knn", cache, tmp_path, "--data", str(folder / "test"), "--leave-one-out", "--k", "1") == 0
+    assert "images are the only one of their class" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("form", ["beton", "folder"])
-def test_damage_seen_late_is_skipped(
-    form: str, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: Capsys
-) -> None:
-    """Its header is whole, so that only a decoder or a checksum notices."""
-    folder = Path(shutil.copytree(data / "pets", tmp_path / "pets"))
-    file = folder / "test" / "coffee" / "4.jpg"
-    if form == "beton":
-        for split in ("train", "test"):
-            beton = tmp_path / "prepared" / f"{split}.beton"
-            beton.parent.mkdir(exist_ok=True)
-            convert(open_source(folder / split), beton, "beton", Settings(), workers=1)
-        file, folder = beton, beton.parent
-        images = open_stored(beton)
-        at = int(images.file.beton.table["data_ptr"][images.names.index("coffee/4.jpg")]) + 700
-    else:
-        at = 300
-    cache, here = tmp_path / "cache", ("--data", str(folder))
-    if form == "folder":
-        assert call("knn", cache, tmp_path, *here) == 0  # sizes are known by now
-        shutil.rmtree(cache)
-    status = file.stat()
+def prepared(data: Path, folder: Path) -> Path:
+    folder.mkdir()
+    for split in ("train", "test"):
+        convert(open_source(data / "pets" / split), folder / f"{split}.beton", "beton", Settings(), workers=1)
+    return folder
+
+
+def test_damage_seen_late_is_skipped(data: Path, tmp_path: Path, capsys: Capsys) -> None:
+    """Its header is whole, so that only a checksum notices."""
+    file = prepared(data, tmp_path / "prepared") / "test.beton"
+    images = open_stored(file)
     with file.open("r+b") as stream:
-        stream.seek(at)
-        stream.write(bytes(100 if form == "beton" else status.st_size - at))
-    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+        stream.seek(int(images.file.beton.table["data_ptr"][images.names.index("coffee/4.jpg")]) + 700)
+        stream.write(bytes(100))
+    cache, here = tmp_path / "cache", ("--data", str(file.parent))
     assert call("knn", cache, tmp_path, *here) == 2
     assert "4.jpg" in capsys.readouterr().err
     assert call("knn", cache, tmp_path, *here, "--on-error", "skip", "--k", "1") == 0
@@ -236,20 +232,6 @@ def test_damage_seen_late_is_skipped(
     assert call("knn", cache, tmp_path, *here) == 2  # though the features of the others are kept
 
 
-def test_leave_one_out_notes_lone_images(data: Path, cache: Path, tmp_path: Path, capsys: Capsys) -> None:
-    folder = Path(shutil.copytree(data / "pets" / "test", tmp_path / "images"))
-    for file in sorted((folder / "coffee").iterdir())[1:]:
-        file.unlink()
-    assert call("knn", cache, tmp_path, "--data", str(folder), "--leave-one-out") == 0
-    assert "note: 1 images are the only one of their class" in capsys.readouterr().out
-
-
-def test_an_encoder_of_one_image_size_says_so(data: Path, cache: Path, tmp_path: Path, capsys: Capsys) -> None:
-    vit = ("random:vit_tiny_patch16_224",)
-    assert call("knn", cache, tmp_path, "--data", str(data / "pets"), weights=vit) == 2
-    assert "--image-size 32: the encoder refuses it: " in capsys.readouterr().err.splitlines()[-1]
-
-
 def test_sgd_learns_from_new_crops(data: Path, cache: Path, tmp_path: Path) -> None:
     here = ("--data", str(data / "pets"), "--probe", "moco", "--epochs", "3", "--batch-size", "6")
     assert call("linear", cache, tmp_path, *here) == 0
@@ -259,17 +241,14 @@ def test_sgd_learns_from_new_crops(data: Path, cache: Path, tmp_path: Path) -> N
 
 
 def test_prepared_files_equal_their_folders(data: Path, tmp_path: Path) -> None:
-    prepared, cache = tmp_path / "prepared", tmp_path / "cache"
-    prepared.mkdir()
-    for split in ("train", "test"):
-        convert(open_source(data / "pets" / split), prepared / f"{split}.beton", "beton", Settings(), workers=1)
-    for folder, output in ((data / "pets", tmp_path / "a"), (prepared, tmp_path / "b")):
+    stored, cache = prepared(data, tmp_path / "prepared"), tmp_path / "cache"
+    for folder, output in ((data / "pets", tmp_path / "a"), (stored, tmp_path / "b")):
         assert call("knn", cache, output, "--data", str(folder), "--k", "3") == 0
         assert call("retrieval", cache, output, "--data", str(folder), "--neighbours", "3") == 0
     assert kept(tmp_path / "a", "knn")["result"] == kept(tmp_path / "b", "knn")["result"]
     first, second = (kept(tmp_path / folder, "retrieval")["result"] for folder in ("a", "b"))
     assert first["rows"][0]["neighbours"] == second["rows"][0]["neighbours"]
-    one = ("--data", str(prepared / "test.beton"))
+    one = ("--data", str(stored / "test.beton"))
     assert call("spectrum", cache, tmp_path / "b", *one) == 0
     assert call("knn", cache, tmp_path / "b", *one, "--leave-one-out") == 0
     assert call("linear", cache, tmp_path / "b", *one) == 2  # one file is one split

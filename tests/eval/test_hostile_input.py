@@ -184,17 +184,14 @@ class TestCompiledCode:
 
     @pytest.mark.parametrize("trap", ["link", "open to all", "another's"])
     def test_a_planted_folder_is_not_used(self, shared: Path, tmp_path: Path, trap: str) -> None:
+        if trap == "another's" and os.getuid() != 0:
+            pytest.skip("only root can give a folder away")
+        (tmp_path / "theirs").mkdir()
         if trap == "link":
-            (tmp_path / "theirs").mkdir()
             shared.symlink_to(tmp_path / "theirs")
         else:
             shared.mkdir()
-            if trap == "open to all":
-                shared.chmod(0o777)
-            elif os.getuid() != 0:
-                pytest.skip("only root can give a folder away")
-            else:
-                os.chown(shared, 12345, 12345)
+            shared.chmod(0o777) if trap == "open to all" else os.chown(shared, 12345, 12345)
         assert loaders.jit._cache_folder.__wrapped__() == ""
 
     PROGRAM = """import resource, signal, sys

@@ -84,16 +84,11 @@ def test_numbers_that_are_not_finite_leave_gaps(tmp_path: Path) -> None:
         + '{"kind": "knn", "step": 0, "epoch": 3, "accuracy": 0.5}\n{"kind": "note"}\n', encoding="utf-8"
     )  # fmt: skip
     records = read_run(run)
+    assert epochs_of([{"kind": "train", "step": 0, "epoch": 0}]) == [0.0]
     assert [r["images_per_s"] for r in records if r["kind"] == "train"][:3] == [None, None, 130.0]
     assert epochs_of(records)[-1] == 2.0
     assert main([str(run), "--output", str(tmp_path / "p.png"), "--json", str(numbers)]) == 0
     assert json.loads(numbers.read_text())["run"]["images_per_s"] == 165.0
-
-
-def test_knn_before_the_first_step(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"kind": "knn", "step": 0, "epoch": 3, "accuracy": 0.5}\n')
-    assert main([str(tmp_path), "--output", str(tmp_path / "p.png")]) == 0
-    assert epochs_of([{"kind": "train", "step": 0, "epoch": 0}]) == [0.0]
 
 
 def test_long_names_take_several_lines(tmp_path: Path) -> None:

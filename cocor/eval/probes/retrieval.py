@@ -44,7 +44,7 @@ class Retrieval:
         return [f"{self.precision:.2%} of the {self.k} nearest neighbours are of the query's class"]
 
     def plain(self, queries: ImageDataset, bank: ImageDataset) -> dict[str, Any]:
-        """Return what a report holds, with the names of images."""
+        """Convert to what a report holds, with the names of images."""
         rows = []
         for place, query in enumerate(self.queries.tolist()):
             names = [printable(bank.names[n]) for n in self.neighbours[place].tolist()]
@@ -69,25 +69,31 @@ def retrieve(
 
 def save_sheet(path: Path, found: Retrieval, queries: ImageDataset, bank: ImageDataset) -> None:
     """Draw ``found`` into the PNG file ``path``. UserError if an image cannot be read or the file not be written."""
-    columns = 1 + found.k
-    width = columns * (_TILE + _GAP) + 2 * _GAP
-    row_height = _TILE + _LINE + _GAP
+    width, row_height = (1 + found.k) * (_TILE + _GAP) + 2 * _GAP, _TILE + _LINE + _GAP
     sheet = Image.new("RGB", (width, len(found.queries) * row_height + _LINE + 2 * _GAP), _PAPER)
-    pen = ImageDraw.Draw(sheet)
-    font = ImageFont.load_default(size=_FONT_SIZE)
+    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=_FONT_SIZE)
+
+    def paste(row: int, column: int, dataset: ImageDataset, place: int, text: str, frame: str | None) -> None:
+        left, top = _left(column), row * row_height + _LINE + 2 * _GAP
+        picture = ImageOps.fit(dataset.image(place).decode(), (_TILE, _TILE), Image.Resampling.BICUBIC)
+        if frame is not None:
+            picture = ImageOps.expand(ImageOps.crop(picture, _FRAME), _FRAME, frame)
+        sheet.paste(picture, (left, top))
+        while text and font.getlength(text) > _TILE:
+            text = text[:-1]
+        pen.text((left, top + _TILE), text, _INK, font)
+
     pen.text((_GAP, _GAP), "query", _INK, font)
     heading = "nearest neighbours and their cosine similarity; green: the query's class"
     pen.text((_left(1), _GAP), heading, _INK, font)
     for row, query in enumerate(found.queries.tolist()):
-        top = row * row_height + _LINE + 2 * _GAP
         label = int(queries.labels[query])
-        _paste(sheet, pen, font, (_left(0), top), _picture(queries, query), _class_name(queries, label), None)
-        for column in range(found.k):
-            place = int(found.neighbours[row, column])
+        paste(row, 0, queries, query, _class_name(queries, label), None)
+        for column, place in enumerate(found.neighbours[row].tolist()):
             other = int(bank.labels[place])
             frame = None if label < 0 or other < 0 else _RIGHT if label == other else _WRONG
             text = f"{found.similarities[row, column]:.3f} {_class_name(bank, other)}"
-            _paste(sheet, pen, font, (_left(column + 1), top), _picture(bank, place), text, frame)
+            paste(row, column + 1, bank, place, text, frame)
     with replacing(path) as temporary:
         sheet.save(temporary, format="PNG")
 
@@ -96,30 +102,8 @@ def _left(column: int) -> int:
     return _GAP + column * (_TILE + _GAP) + (_GAP if column else 0)
 
 
-def _picture(dataset: ImageDataset, place: int) -> Image.Image:
-    return ImageOps.fit(dataset.image(place).decode(), (_TILE, _TILE), Image.Resampling.BICUBIC)
-
-
 def _class_name(dataset: ImageDataset, label: int) -> str:
     return printable(dataset.classes[label]) if 0 <= label < len(dataset.classes) else ""
-
-
-def _paste(
-    sheet: Image.Image,
-    pen: ImageDraw.ImageDraw,
-    font: Any,
-    corner: tuple[int, int],
-    picture: Image.Image,
-    text: str,
-    frame: str | None,
-) -> None:
-    left, top = corner
-    if frame is not None:
-        picture = ImageOps.expand(ImageOps.crop(picture, _FRAME), _FRAME, frame)
-    sheet.paste(picture, corner)
-    while text and font.getlength(text) > _TILE:
-        text = text[:-1]
-    pen.text((left, top + _TILE), text, _INK, font)
 
 
 def evenly_spread(dataset: ImageDataset, limit: int) -> ImageDataset:
