@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 def set_up_logging(world: World, file: Path | None = None) -> None:
-    """Send the messages of cocor and loaders to the terminal and, on the main rank, to ``file``.
+    """Send messages of cocor and loaders to the terminal and, on rank 0, to ``file``.
 
     A second call replaces what the first one set up.
     """
@@ -82,7 +82,7 @@ class _File(logging.FileHandler):
 
 
 class Clock:
-    """Measure the time spent in a loop over batches, and the part of it spent waiting for the next one.
+    """Time spent in a loop over batches, and the part of it spent waiting.
 
     On a GPU, whose host runs ahead, the wait is the time in which the device had nothing but the loader's work to do,
     measured by CUDA events around the fetch.
@@ -95,7 +95,7 @@ class Clock:
         self._fetches: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def timed(self, batches: Iterable[Item]) -> Iterator[Item]:
-        """Yield ``batches``; the clock runs until the iterator is exhausted or closed."""
+        """Yield ``batches``, measuring the wait for them and the work on them."""
         iterator = iter(batches)
         self._since = time.perf_counter()
         try:
@@ -125,7 +125,7 @@ class Clock:
         return item
 
     def read(self) -> tuple[float, float]:
-        """Read (seconds, seconds waited) since the last reading, up to which the device must have finished."""
+        """Read (seconds, seconds waited) since the last time; the device must be done."""
         now = time.perf_counter()
         seconds, waited = self._seconds, self._waited
         if self._since is not None:
@@ -136,7 +136,7 @@ class Clock:
 
 
 class RunLog:
-    """Record the metrics of a run: averages, speed, share of time spent waiting for data, time left.
+    """Log of a run's metrics: averages, speed, share of waiting, time left.
 
         for batch in log.timed(loader.epoch(epoch)):
             metrics = train(batch)
@@ -175,11 +175,11 @@ class RunLog:
         self._bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True, disable=hidden)
 
     def timed(self, batches: Iterable[Item]) -> Iterator[Item]:
-        """Yield ``batches``, measuring the time spent waiting for them and working on them."""
+        """Yield ``batches``, measuring the wait for them and the work on them."""
         return self._clock.timed(batches)
 
     def step(self, step: int, epoch: int, lr: float, metrics: Mapping[str, Tensor]) -> dict[str, Any] | None:
-        """Add the scalars of one step on every rank; ``step`` counts the finished steps of the run.
+        """Add one step's scalars on every rank; ``step`` counts finished steps.
 
         Returns the record that was written, or None between the steps to log.
         """

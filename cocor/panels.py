@@ -1,4 +1,4 @@
-"""Draw pictures in one style: small panels with a light grid, written whole or not at all.
+"""Draw pictures in one style: small panels, written whole or not at all.
 
 matplotlib is an extra (``pip install matplotlib``) and loads only when something is drawn.
 """
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_picture(path: Path) -> None:
-    """Raise UserError if matplotlib is not installed, or draws no pictures such as ``path``."""
+    """Raise UserError if matplotlib is missing, or draws no pictures such as ``path``."""
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"{path}: pictures are .png, .svg or .pdf")
     if importlib.util.find_spec("matplotlib") is None:
@@ -106,7 +106,7 @@ def shown(name: str) -> str:
 
 
 def wrapped(text: str, most: int) -> str:
-    """Break ``text`` into lines of at most ``most`` characters, after spaces or punctuation where there is any."""
+    """Break ``text`` into lines of at most ``most`` characters, after punctuation."""
     lines, rest = [], text
     while len(rest) > most:
         cut = 1 + max(rest.rfind(mark, 1, most) for mark in " -_/,.")

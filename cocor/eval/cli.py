@@ -101,7 +101,7 @@ def _parser() -> Parser:
 
 
 def add_encoder_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that choose among the encoders of WEIGHTS, or name what these do not tell."""
+    """Add the flags that choose among encoders, or name what weights do not tell."""
     which = "the trained encoder or its moving average"
     parser.add_argument("--which", choices=["online", "ema"], default="online", help=which)
     parser.add_argument("--backbone", metavar="NAME", help="timm's name, where the weights do not tell")

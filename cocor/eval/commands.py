@@ -1,4 +1,4 @@
-"""Run the sub-commands of ``cocor-eval``: weights and data -> features -> probe -> terminal, JSON and picture."""
+"""Run the sub-commands of ``cocor-eval``: features -> probe -> report, picture."""
 
 import argparse
 from collections.abc import Callable
@@ -94,7 +94,7 @@ def _linear_by_sgd(args: argparse.Namespace, encoder: Encoder, splits: Splits) -
 
 
 def knn(args: argparse.Namespace) -> None:
-    """Measure k-NN accuracy for several k: test images in a bank of the others, or leave-one-out."""
+    """Measure k-NN accuracy of test images by all others, or leave-one-out."""
     notes: tuple[str, ...] = ()
     if args.leave_one_out:
         dataset = options.chosen_images(args)

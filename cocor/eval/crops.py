@@ -1,4 +1,4 @@
-"""Plan the crops of an evaluation: the same boxes for every loader, nothing random.
+"""Plan the crops of an evaluation, the same for every loader, nothing random.
 
     full      the central square of the shorter side: Resize(224), CenterCrop(224)
     central   7/8 of it: Resize(256), CenterCrop(224), the usual view of ImageNet models
@@ -24,7 +24,7 @@ _SHARE = 0.875  # 224 of 256
 
 @dataclass(frozen=True)
 class CropPlan(ViewPlan):
-    """Show every image as the originals of a batch: one view, or ten (view-major) if ``crop`` is "ten"."""
+    """View plan of originals only: one crop of each image, or ten, view-major."""
 
     contrastive: tuple = ()
     lengths: tuple[int, ...] = ()
@@ -45,20 +45,15 @@ class CropPlan(ViewPlan):
     def draw(
         self, epoch: int | npt.NDArray[np.int64], index: npt.NDArray[np.int64], sizes: npt.NDArray[np.int32]
     ) -> PlannedBatch:
-        batch, views = len(index), self.views
-        flips = np.zeros((batch, views), np.uint8)
+        shape = len(index), self.views
+        flips = np.zeros(shape, np.uint8)
         flips[:, 5:] = 1
-        return PlannedBatch(
-            np.ascontiguousarray(index, np.int64),
-            self._boxes(np.asarray(sizes, np.int32)),
-            flips,
-            np.full((batch, views, 1), END, np.uint8),
-            np.zeros((batch, views, 1), np.float32),
-            np.zeros((0, batch, 14), np.uint8),
-        )
+        index, boxes = np.ascontiguousarray(index, np.int64), self._boxes(np.asarray(sizes, np.int32))
+        ops, levels = np.full((*shape, 1), END, np.uint8), np.zeros((*shape, 1), np.float32)
+        return PlannedBatch(index, boxes, flips, ops, levels, np.zeros((0, shape[0], 14), np.uint8))
 
     def _boxes(self, sizes: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Return (B, C, 4) top, left, height, width; ten crops in TenCrop's order: corners, centre, then mirrored."""
+        """Compute (B, C, 4) top, left, height, width; ten crops as TenCrop's: corners, centre, then mirrored."""
         shorter = sizes.min(1)
         side = shorter if self.crop == "full" else np.maximum(1, np.rint(shorter * _SHARE)).astype(np.int32)
         bottom, right = (sizes - side[:, None]).T

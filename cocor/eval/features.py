@@ -1,4 +1,4 @@
-"""Compute the frozen features of a data set once, through the loaders; cached on disk, they serve every probe.
+"""Compute the frozen features of a data set once, for every probe.
 
     Encoder + ImageDataset + crops -> loader -> backbone in eval mode, without gradient -> Features -> cache
 
@@ -44,7 +44,7 @@ ONE_PROCESS = World(0, 0, 1, torch.device("cpu"))
 
 @dataclass(frozen=True)
 class Features:
-    """Features of N images: ``values`` float32 (N, D) or, of ten crops, (N, 10, D), and ``labels`` int64 (N,).
+    """Features of N images, float32 (N, D), or (N, 10, D) of ten crops, and labels.
 
     Images that could not be read have NaN; they, and those of unknown class, have label -1.
     """
@@ -87,7 +87,7 @@ def joined(first: Features, second: Features) -> Features:
 
 @dataclass(frozen=True)
 class Extraction:
-    """Settings of feature extraction: ``size``, the side in pixels, ``cache``, a folder or None, and the loader's."""
+    """Settings of feature extraction; ``size`` in pixels, ``cache`` a folder."""
 
     crop: Crop = "full"
     filter: Filter = "bicubic"
@@ -125,7 +125,7 @@ def _files(dataset: ImageDataset) -> str:
 
 
 def features_of(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: str = "features") -> Features:
-    """Return the features of ``dataset`` in its order, from the cache if they are there. Leaves the encoder as it was.
+    """Compute the features of ``dataset`` in its order, or read them from the cache.
 
     Raises:
         UserError: images that cannot be read, or features that are not finite.
@@ -138,7 +138,7 @@ def features_of(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: 
 def features_of_two(
     encoder: Encoder, train: ImageDataset, val: ImageDataset, both: ImageDataset, how: Extraction
 ) -> list[Features]:
-    """Return features as :func:`features_of` does, of two sets; ``both`` may hold the images of the two."""
+    """Compute features of two sets, by one loader if ``both`` holds all their images."""
     parts = {"training images": train, "validation images": val}
     paths = [how.path(encoder, part) for part in parts.values()]
     cached = [_from_cache(path, len(part), how) for path, part in zip(paths, parts.values(), strict=True)]
@@ -257,7 +257,7 @@ def _batches(backbone, dataset, how, name):  # type: ignore[no-untyped-def]
 
 @torch.no_grad()
 def encode(backbone: nn.Module, images: Tensor, how: Extraction) -> Tensor:
-    """Encode ``images`` (N, 3, H, W) to features float32 (N, D), by a backbone that is in evaluation mode."""
+    """Encode ``images`` (N, 3, H, W) to features float32 (N, D), in evaluation mode."""
     with torch.autocast(images.device.type, how.precision, enabled=how.precision != torch.float32):
         try:
             output: Tensor = backbone(images).float()

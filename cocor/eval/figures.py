@@ -69,7 +69,7 @@ def draw_shots(path: Path, title: str, found: Sequence[ShotResult]) -> None:
 
 
 def draw_consistency(path: Path, found: Sequence[Consistency]) -> None:
-    """Draw similarity by length with its targets, DACL by length, and similarity by basic augmentation."""
+    """Draw similarity and its targets by length, DACL by length, similarity by op."""
     with panels(path, 3) as (lengths, levels, ops):
         for number, one in enumerate(found):
             color = f"C{number}"
@@ -108,7 +108,7 @@ def draw_spectra(path: Path, found: Sequence[Spectrum]) -> None:
 
 
 def draw_table(path: Path, rows: dict[str, dict[str, float]], title: str) -> None:
-    """Draw bars: for every data set (``rows``) the accuracy in [0, 1] of every encoder."""
+    """Draw bars: for each data set in ``rows`` every encoder's accuracy in [0, 1]."""
     encoders = list(dict.fromkeys(name for row in rows.values() for name in row))  # in the order of the call
     total = max(WIDTH, 0.9 * len(rows) * max(1, 0.5 * len(encoders)))
     with _frame(path, title, "", "accuracy (%)", width=total) as axes:
@@ -134,7 +134,7 @@ def _distinct(top1: list[float], class_mean: list[float]) -> dict[str, list[floa
 
 
 def drawn(path: Path, draw: Callable[..., None], *arguments: Any) -> str:
-    """Draw to ``path`` and report it in a line; without matplotlib, report that instead."""
+    """Draw to ``path`` and say so in a line; without matplotlib, say that instead."""
     try:
         draw(path, *arguments)
         return f"picture: {path}"

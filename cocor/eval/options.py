@@ -1,4 +1,4 @@
-"""Turn the flags of ``cocor-eval`` into encoders, data sets and features; check what needs no features."""
+"""Turn flags into encoders, data sets and features; check what needs no features."""
 
 import argparse
 import os
@@ -59,7 +59,7 @@ def chosen_datasets(words: Sequence[str]) -> list[str]:
 
 
 def chosen_images(args: argparse.Namespace) -> ImageDataset:
-    """Open images to look at: the test split, or the folder or file itself if it holds no splits."""
+    """Open images to look at: the test split, or a folder or file without splits."""
     refuse_ten_crops(args)
     if args.data is not None and args.dataset is None:
         bare = args.data.is_dir() and {path.stem for path in args.data.iterdir()}.isdisjoint(TRAIN)
@@ -69,13 +69,13 @@ def chosen_images(args: argparse.Namespace) -> ImageDataset:
 
 
 def refuse_ten_crops(args: argparse.Namespace) -> None:
-    """Raise UserError where ten crops are asked for and nothing is learned that they could help."""
+    """Raise UserError for ten crops where nothing is learned from them."""
     if args.crop == "ten":
         raise UserError("--crop ten: for training images, and this learns from none; leave it out")
 
 
 def data_name(args: argparse.Namespace) -> str:
-    """Name the images, so that results on others keep apart: by set, folder or file; "" for ``transfer``.
+    """Name the images by set, folder or file, so that results keep apart.
 
     A split, such as ``tiny/val``, is called by the folder above as well.
     """
@@ -109,7 +109,7 @@ def distinct(found: Sequence[Named]) -> list[Named]:
 
 
 def extraction(args: argparse.Namespace, encoder: Encoder) -> Extraction:
-    """Set how features are computed: as the protocol says, unless flags do. ``--crop ten`` counts as central."""
+    """Set how features are computed: as the protocol says, unless flags do."""
     gpu = args.world.device.type == "cuda"
     view = VIEWS[args.probe if args.command == "linear" else args.command]
     return Extraction(
@@ -144,14 +144,14 @@ def features_of_splits(
 
 
 def check_probe(splits: Splits, validates: bool = True) -> None:
-    """Raise UserError unless a linear probe can use the splits; it learns from all but test unless it ``validates``."""
+    """Raise UserError unless a linear probe can learn from the splits and be tested."""
     train, val = _labels(splits.train), _labels(splits.val)
     both = torch.cat([train, val])
     check_splits(train if validates else both, val if validates else both, _labels(splits.test))
 
 
 def check_fewshot(args: argparse.Namespace, splits: Splits) -> None:
-    """Raise UserError unless there are classes and images enough for all shots and tasks."""
+    """Raise UserError unless there are images enough for all shots and tasks."""
     pool = torch.cat([_labels(splits.train), _labels(splits.val)])
     check_splits(pool, pool, _labels(splits.test))
     for count in args.shots:
@@ -161,7 +161,7 @@ def check_fewshot(args: argparse.Namespace, splits: Splits) -> None:
 
 
 def check_knn(args: argparse.Namespace, splits: Splits) -> None:
-    """Raise UserError unless the bank holds ``--k`` neighbours for the test images; each of ten crops is one."""
+    """Raise UserError unless the bank holds ``--k`` neighbours for the test images."""
     train, val = _known(splits.train), _known(splits.val)
     most = len(train) * (10 if args.crop == "ten" else 1) + len(val)
     _check_bank(args, torch.cat([train, val]), most, len(_known(splits.test)))

@@ -1,4 +1,4 @@
-"""Write the reports of ``cocor-eval``: lines on the terminal, and numbers as JSON in a folder of their own."""
+"""Write the reports of ``cocor-eval``: to the terminal, as JSON, as a picture."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ def title(encoder: Encoder, splits: Splits) -> str:
 
 
 def about(encoder: Encoder, splits: Splits, **features: Features) -> dict[str, Any]:
-    """Begin a report: the weights that were evaluated, on what, and a summary of their features by split."""
+    """Begin a report: weights, data, and a summary of their features by split."""
     return {
         "encoder": encoder.describe(),
         "weights_digest": encoder.digest,
@@ -47,7 +47,7 @@ def finish(
     draw: Callable[..., None] | None = None,
     *arguments: Any,
 ) -> None:
-    """Save ``report`` as NAME.json, make ``draw(NAME.png, *arguments)``, and print ``lines``."""
+    """Save NAME.json, print ``lines``, and make ``draw(NAME.png, *arguments)``."""
     path = folder(args, encoder) / f"{name}.json"
     write_text(path, json.dumps(report, indent=1, default=str) + "\n")
     for note in report.get("notes", ()):

@@ -1,4 +1,4 @@
-"""Fill the paper's transfer table: one linear probe on each of its data sets, for one or several encoders.
+"""Fill the paper's transfer table: a linear probe on each of its data sets.
 
 Missing sets are named and skipped. The table is rewritten after every set, so an interrupted run keeps its results, and
 cached features make the next one quick.
@@ -22,7 +22,7 @@ Probe = Callable[[Encoder, Splits], LinearResult]
 
 @dataclass
 class Table:
-    """Results by data set and encoder, ``absent`` sets, why others ``failed``, ``notes`` on departures."""
+    """Results by data set and encoder; what was absent, failed or is noted."""
 
     encoders: list[str]
     results: dict[str, dict[str, LinearResult]] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Table:
     notes: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def accuracies(self) -> dict[str, dict[str, float]]:
-        """Map accuracies by title of the set and name of the encoder, in the metric of the protocol."""
+        """Map accuracies, in the protocol's metric, by title of the set and encoder."""
         return {
             PROTOCOLS[name].title: {encoder: result.accuracy for encoder, result in row.items()}
             for name, row in self.results.items()
@@ -43,8 +43,7 @@ class Table:
         for name, row in self.results.items():
             cells = " | ".join(f"{100 * row[e].accuracy:.2f}" if e in row else "" for e in self.encoders)
             rows.append(f"| {PROTOCOLS[name].title} | {PROTOCOLS[name].metric} | {cells} |")
-        if len(self.results) > 1:
-            count = len(self.results)
+        if (count := len(self.results)) > 1:
             means = [sum(row[e].accuracy for row in self.results.values() if e in row) / count for e in self.encoders]
             rows.append("| mean | | " + " | ".join(f"{100 * mean:.2f}" for mean in means) + " |")
         rows += ["", *(f"- {PROTOCOLS[n].title}: {'; '.join(notes)}." for n, notes in self.notes.items() if notes)]
@@ -53,16 +52,15 @@ class Table:
         return "\n".join(rows).rstrip() + "\n"
 
     def csv(self) -> str:
-        """Format a row a data set and encoder, with both metrics, the penalty and whether the fit converged."""
+        """Format a row a data set and encoder, with both metrics and the penalty."""
         text = io.StringIO()
         write = csv.writer(text, lineterminator="\n")
-        write.writerow(
-            ["data_set", "encoder", "metric", "top1", "class_mean", "penalty", "converged", "train", "val", "test"]
-        )
+        numbers = ["top1", "class_mean", "penalty", "converged", "train", "val", "test"]
+        write.writerow(["data_set", "encoder", "metric", *numbers])
         for name, row in self.results.items():
             for encoder, r in row.items():
-                numbers = [f"{r.top1:.6f}", f"{r.class_mean:.6f}", f"{r.penalty:.6g}", r.converged]
-                write.writerow([name, encoder, r.metric, *numbers, r.train, r.val, r.test])
+                scores = [f"{r.top1:.6f}", f"{r.class_mean:.6f}", f"{r.penalty:.6g}", r.converged]
+                write.writerow([name, encoder, r.metric, *scores, r.train, r.val, r.test])
         return text.getvalue()
 
     def save(self, folder: Path) -> None:

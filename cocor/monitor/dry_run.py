@@ -1,4 +1,4 @@
-"""Run ``--dry-run``: build everything, make two steps, and say what a real run would do and cost."""
+"""Run ``--dry-run``: make two steps, say what a real run would do and cost."""
 
 import resource
 import sys
@@ -25,7 +25,7 @@ _MOST_TURNS = 20  # steps whose mean time is taken, if the MMNN learns in some o
 
 
 def report(run: "Run") -> None:
-    """Make a few steps of ``run`` and print shapes, memory, estimated time and the resolved configuration on stdout."""
+    """Make a few steps of ``run``; print shapes, memory, time and configuration."""
     seconds = []
     batches = run.pairs(0, 0)
     batch = None

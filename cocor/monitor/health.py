@@ -97,7 +97,7 @@ class HealthMonitor:
         self._warn_of_collapse(learning_rate)
 
     def check_knn(self, accuracy: float, queries: int, epoch: int) -> None:
-        """Warn if the k-NN accuracy of ``queries`` images has fallen far below the best of this process."""
+        """Warn if the k-NN accuracy of ``queries`` images has fallen far below the best."""
         # Features can degrade while their spread and the loss stay fine, as SimSiam's do at high learning rates.
         best, when = self._best_knn
         if accuracy > best:
@@ -154,7 +154,7 @@ class HealthMonitor:
 
 
 class SkipNonFinite:
-    """Make steps by ``execute`` and undo those whose loss or new weights are not finite.
+    """Step that is undone where its loss or new weights are not finite.
 
     Adds the metric ``skipped``: 1 for these, else 0. All that a step changes (weights, momentum buffers, moving
     averages, queue, running statistics) is copied before it, which costs its memory once more, and two copies a step.

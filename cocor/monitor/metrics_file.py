@@ -24,7 +24,7 @@ _MOST = 2**53
 
 
 def read_run(path: Path) -> list[Record]:
-    """Read the records of a run's metrics.jsonl; a last, half-written line, as of a running process, is left out.
+    """Read the records of a run's metrics.jsonl, without a last, half-written line.
 
     Raises:
         UserError: there are none, or one is damaged.
@@ -50,15 +50,13 @@ def read_run(path: Path) -> list[Record]:
 
 
 def _record(line: str) -> Record:
-    record = json.loads(line)
+    """Parse a line; ValueError, TypeError or KeyError if it is no measurement."""
+    record: Record = json.loads(line)
     kind = record["kind"]
-    if not isinstance(kind, str):
-        raise TypeError("kind")
-    if kind not in _NEEDED:
+    if kind not in _NEEDED:  # TypeError unless it can be looked up
         return record
-    for key in ("step", "epoch"):
-        if type(record[key]) is not int or not 0 <= record[key] <= _MOST:
-            raise ValueError(key)
+    if any(type(record[key]) is not int or not 0 <= record[key] <= _MOST for key in ("step", "epoch")):
+        raise ValueError("step, epoch")
     found = {key: _number(value) if _NUMBER.match(key) else value for key, value in record.items()}
     if found[_NEEDED[kind]] is None and kind == "knn":
         raise ValueError("no measurement")
@@ -72,7 +70,7 @@ def _number(value: object) -> float | None:
 
 
 def epochs_of(records: list[Record]) -> list[float]:
-    """Return fractional epochs of training records, from their steps and the steps of an epoch."""
+    """Compute fractional epochs of training records from their steps."""
     counts = [r["step"] / r["epoch"] for r in records if r["kind"] == "knn" and r["epoch"] and r["step"]]
     train = [r for r in records if r["kind"] == "train"]
     per_epoch = counts[-1] if counts else train[-1]["step"] / (train[-1]["epoch"] + 1) if train else 1
@@ -80,6 +78,6 @@ def epochs_of(records: list[Record]) -> list[float]:
 
 
 def lengths_of(records: list[Record]) -> list[int]:
-    """Return the composite lengths that a run measured; none for a plain method."""
+    """List the composite lengths that a run measured; none for a plain method."""
     keys = {key for record in records if record["kind"] == "train" for key in record}
     return sorted(int(found[1]) for found in map(_SIMILARITY.match, keys) if found)

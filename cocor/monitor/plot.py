@@ -79,7 +79,7 @@ def _name(run: Path) -> str:
 
 
 def draw(runs: Runs, output: Path, wanted: Sequence[str] = PANELS) -> None:
-    """Write the picture to ``output``, whose suffix chooses the format. UserError if nothing is left to draw."""
+    """Draw the picture ``output``. UserError if nothing is left to draw."""
     runs = {shown(name): records for name, records in runs.items()}
     shared = [name for name in wanted if _has(name, runs)]
     consistent = [name for name, records in runs.items() if lengths_of(records)] if "similarity" in wanted else []
@@ -102,12 +102,10 @@ def draw(runs: Runs, output: Path, wanted: Sequence[str] = PANELS) -> None:
 
 
 def _has(panel: str, runs: Runs) -> bool:
+    found = [record for records in runs.values() for record in records]
     if panel == "knn":
-        return any(record["kind"] == "knn" for records in runs.values() for record in records)
-    if panel not in _CURVES:
-        return False
-    key = _CURVES[panel][0]
-    return any(record.get(key) is not None for records in runs.values() for record in records)
+        return any(record["kind"] == "knn" for record in found)
+    return panel in _CURVES and any(record.get(_CURVES[panel][0]) is not None for record in found)
 
 
 def _draw_knn(axes: "Axes", runs: Runs) -> None:
@@ -145,7 +143,7 @@ def _line(records: list[Record]) -> str:
 
 
 def _curve(records: list[Record], key: str) -> tuple[list[float], list[float]]:
-    """Return epochs and values of the training records that have ``key``; empty if no value is a number.
+    """Collect epochs and values of the training records that have ``key``; empty if no value is a number.
 
     With ``--lengths-per-step`` not all records have all lengths. A null was not finite, and breaks the curve.
     """
@@ -157,17 +155,15 @@ def _curve(records: list[Record], key: str) -> tuple[list[float], list[float]]:
 
 
 def summary(records: list[Record]) -> Record:
-    """Return the numbers behind a run's panels: k-NN by epoch, last similarity and target by length, mean speed."""
+    """Summarise a run: k-NN by epoch, last similarities and targets, mean speed."""
     train = [r for r in records if r["kind"] == "train"]
-    # Not every record has every length.
-    last = {key: value for record in train for key, value in record.items() if value is not None}
+    last = {key: value for record in train for key, value in record.items() if value is not None}  # of each length
     speeds = [r["images_per_s"] for r in train if r["images_per_s"] is not None]
-    return {
-        "knn_by_epoch": {r["epoch"]: round(r["accuracy"], 4) for r in records if r["kind"] == "knn"},
-        "similarity": {n: round(last[f"similarity_{n}"], 4) for n in lengths_of(records) if f"similarity_{n}" in last},
-        "target": {n: round(last[f"target_{n}"], 4) for n in lengths_of(records) if f"target_{n}" in last},
-        "images_per_s": round(sum(speeds) / len(speeds), 1) if speeds else None,
-    }
+    named = {what: {n: round(last[f"{what}_{n}"], 4) for n in lengths_of(records) if f"{what}_{n}" in last}
+             for what in ("similarity", "target")}  # fmt: skip
+    knn = {r["epoch"]: round(r["accuracy"], 4) for r in records if r["kind"] == "knn"}
+    speed = round(sum(speeds) / len(speeds), 1) if speeds else None
+    return {"knn_by_epoch": knn, **named, "images_per_s": speed}
 
 
 if __name__ == "__main__":

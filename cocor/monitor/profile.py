@@ -1,10 +1,9 @@
-"""Run ``--profile``: show where the time of a step goes, as a table and as a trace.
+"""Run ``--profile``: show where a step's time goes, as a table and a trace.
 
-Parts are timed by events on the device's stream wherever the work changes, so that they add up to the whole. To that
-end parts run one after another: compiled if the run would be, but not as a CUDA graph, so that launch overhead, which a
-graph removes from small batches, shows here. The table compares the times with the cost model: F is one forward pass of
-the encoder over the batch, a backward pass costs 2 F. If steps differ (``cocor.step.subsample``), both are means
-over a cycle.
+Parts are timed by events on the device's stream wherever the work changes, so that they add up to the whole. They run
+one after another: compiled if the run would be, but not as a CUDA graph, so launch overhead shows. In the cost model F
+is one forward pass of the encoder over the batch, a backward pass costs 2 F. If steps differ
+(``cocor.step.subsample``), times and costs are means over a cycle.
 """
 
 import os
@@ -13,8 +12,9 @@ import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -37,12 +37,12 @@ _Pair = tuple[Batch, Batch | None]
 
 
 class Parts:
-    """Time named parts of a program on ``device``; of nested parts, time counts in the inner one only."""
+    """Timer of named parts on ``device``; time counts in the innermost one only."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._open = ["other"]
-        self._marks: list[tuple[float | torch.cuda.Event, str]] = []
+        self._marks: list[tuple[Any, str]] = []  # seconds, or events on a GPU
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -60,30 +60,25 @@ class Parts:
         self._mark()
 
     def read(self) -> dict[str, float]:
-        """Return the seconds of each part since the start; ``other`` is outside all parts. Waits for the device."""
+        """Sum each part's seconds since the start; ``other`` is outside all. Waits."""
         self._mark()
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         seconds: dict[str, float] = defaultdict(float)
-        for (begin, name), (end, _) in zip(self._marks, self._marks[1:], strict=False):
-            if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-                seconds[name] += begin.elapsed_time(end) / 1000
-            elif isinstance(begin, float) and isinstance(end, float):
-                seconds[name] += end - begin
+        for (begin, name), (end, _) in pairwise(self._marks):
+            seconds[name] += end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000
         return dict(seconds)
 
     def _mark(self) -> None:
-        mark: float | torch.cuda.Event
+        mark: Any = time.perf_counter()
         if self._device.type == "cuda":
             mark = torch.cuda.Event(enable_timing=True)
             mark.record()
-        else:
-            mark = time.perf_counter()
         self._marks.append((mark, self._open[-1]))
 
 
 def report(run: "Run") -> None:
-    """Train for a few steps, print the table on stdout, and leave a trace beside the run's folder."""
+    """Train for a few steps, print the table, leave a trace beside the run's folder."""
     parts = Parts(run.world.device)
     run.step.timer = parts
     if run.execution in ("compiled", "fused"):
@@ -115,7 +110,7 @@ def report(run: "Run") -> None:
 
 
 def table(config: Config, seconds: dict[str, float], steps: int, ranks: int) -> list[str]:
-    """Format each part's milliseconds per step, its share of the step and, where it has one, its cost in F.
+    """Format each part's milliseconds a step, its share, and its cost in F if any.
 
     ``seconds`` are those of ``steps`` steps. "views" is no part of the step: they are made on a stream of their own.
     """
@@ -140,7 +135,7 @@ def table(config: Config, seconds: dict[str, float], steps: int, ranks: int) -> 
 
 
 def costs(config: Config, ranks: int) -> dict[str, float]:
-    """Return the cost model: F of each part of a step, where 1 F is a forward pass over the batch."""
+    """Compute each part's cost in F, where 1 F is a forward pass over the batch."""
     # A pass is taken to cost in proportion to its pixels, as it does in a convolutional network.
     model: dict[str, float] = {"contrastive": method_class(config.method).cost}
     if config.consistency != "none":

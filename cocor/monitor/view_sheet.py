@@ -1,4 +1,4 @@
-"""Draw views.png, what the network really sees: the first images of a batch, one per row.
+"""Draw views.png: what the network really sees of the first images of a batch.
 
 Columns are the original, the contrastive views and the composites; under each composite stands its composition, the
 basic augmentations that it is made of. Looking at this picture finds more mistakes in a recipe than any log.
@@ -21,8 +21,7 @@ _INK, _PAPER = "black", "white"
 
 
 def save_view_sheet(batch: Batch, path: Path, *, images: int = 8) -> None:
-    """Draw the first ``images`` samples of ``batch`` into the PNG file ``path``. Originals and composites are left out
-    if the batch has none.
+    """Draw the first ``images`` samples of ``batch`` into the PNG file ``path``.
 
     Raises:
         UserError: the file cannot be written.

@@ -73,8 +73,7 @@ def test_linear_knn_fewshot_and_retrieval(data: Path, cache: Path, tmp_path: Pat
     assert len(kept(tmp_path, "fewshot")["shots"][0]["top1"]) == 2
     assert call("retrieval", cache, tmp_path, *here, "--queries", "2", "--neighbours", "3") == 0
     assert len(kept(tmp_path, "retrieval")["result"]["rows"][0]["neighbours"]) == 3
-    text = capsys.readouterr().out
-    assert "mean per class" in text and "scikit-learn" in text
+    assert "mean per class" in capsys.readouterr().out
 
 
 def test_several_encoders_side_by_side(data: Path, cache: Path, tmp_path: Path) -> None:

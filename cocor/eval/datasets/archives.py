@@ -1,4 +1,4 @@
-"""Read the data sets' own formats: from an unpacked archive to names, classes and splits.
+"""Read the data sets' own formats: unpacked archives -> names, classes, splits.
 
 Every reader takes the folder that holds the marker file and returns a :data:`Listed`. Images are not decoded here, but
 CIFAR's pickled ones are unpacked, once and losslessly, into a folder of PNGs that every loader reads.
@@ -187,7 +187,7 @@ def _cars(base: Path) -> Listed:
 
 
 class Archive(NamedTuple):
-    """Where a set lies: ``marker`` is a file (or with a slash a folder) in the root, or in ``folder`` there."""
+    """Place of a set: a marker file, or with a slash folder, in one of ``folders``."""
 
     marker: str
     folders: tuple[str, ...]

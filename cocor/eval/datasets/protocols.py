@@ -1,4 +1,4 @@
-"""List every constant of the evaluations with its source, in tables: data sets, views, probes.
+"""List the constants of evaluations with their sources: data sets, views, probes.
 
 Sources: [A] AugSelf's released data and evaluation code, which the paper follows; [C] CASSLE's, which adds Cars and
 Aircraft, and ten crops for few shots; [K] Kornblith et al. 2019 and SimCLR, appendix B.8; [L] LooC's table; [M] MoCo's
@@ -31,7 +31,7 @@ RANDOM_CROP_SCALE = 0.08, 1.0  # of the SGD probes' training views: torchvision'
 
 @dataclass(frozen=True)
 class View:
-    """How a probe sees an image: a ``crop`` of :mod:`cocor.eval.crops`, resized with ``filter``, antialiased."""
+    """Crop of :mod:`cocor.eval.crops` that a probe sees, and filter of its resize."""
 
     crop: Crop
     filter: Filter
@@ -56,7 +56,10 @@ VIEWS: dict[str, View] = {
 
 @dataclass(frozen=True)
 class SgdSettings:
-    """``steps_at``: epochs at which the learning rate falls to a tenth; empty: cosine to 0. ``trust`` 0: no LARS."""
+    """Recipe of an SGD probe.
+
+    ``steps_at``: epochs at which the learning rate falls to a tenth; empty: cosine to 0. ``trust`` 0: no LARS.
+    """
 
     lr: float
     batch_size: int
@@ -74,7 +77,7 @@ RECIPES: dict[Recipe, SgdSettings] = {
 
 @dataclass(frozen=True)
 class Protocol:
-    """``train`` + ``val`` images to learn from, ``test`` to test on, in the complete data set (0: not fixed).
+    """Split of a complete data set in numbers of images (0: not fixed), and metric.
 
     ``seed`` draws the validation images from the training images as ``torch.utils.data.random_split`` does; None where
     the authors fixed them. ``stratified`` draws equal shares of all classes instead.

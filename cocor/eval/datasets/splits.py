@@ -1,4 +1,4 @@
-"""Open a data set by name or by folder, divided into training, validation and test images as its protocol says.
+"""Open a data set by name or folder, divided as its protocol says.
 
     root/cifar-10-batches-py, root/food-101, ...     as torchvision or the authors' archives lay them
     root/NAME/train, root/NAME/test                  or class folders, under the name of the set
@@ -32,12 +32,12 @@ _VAL_LABELS = ("LOC_val_solution.csv", "ILSVRC2012_validation_ground_truth.txt")
 
 
 class Absent(UserError):
-    """The data set is not below the root. ``transfer`` reports it and goes on with the next one."""
+    """Error of a data set that is not below the root, which ``transfer`` passes over."""
 
 
 @dataclass(frozen=True)
 class Splits:
-    """The data sets of a probe. ``notes``: where the images at hand depart from the protocol."""
+    """Data sets of a probe; ``notes`` say where they depart from the protocol."""
 
     protocol: Protocol
     train: ImageDataset
@@ -46,14 +46,14 @@ class Splits:
     notes: tuple[str, ...] = ()
 
     def learned_from(self) -> ImageDataset:
-        """Return training and validation images as one set, if these were taken from the former; else the former."""
+        """Join training and validation images, if these were taken from the former."""
         train, val = self.train, self.val
         same = train.root == val.root and type(train) is type(val)
         return train.joined(val) if same else train
 
 
 def open_named(name: str, root: Path, cache: Path, workers: int | None = None) -> Splits:
-    """Open the data set ``name`` of the protocol table below ``root``; ``cache`` takes what must be unpacked.
+    """Open a data set of the protocol table; ``cache`` takes what must be unpacked.
 
     Raises:
         Absent: it is not there; says where it was looked for.
@@ -80,7 +80,7 @@ def open_named(name: str, root: Path, cache: Path, workers: int | None = None) -
 
 
 def open_splits(folder: Path, workers: int | None = None, on_error: OnError = "stop") -> Splits:
-    """Open ``folder``'s train, val and test folders of class folders, or .beton files of these names.
+    """Open the train, val and test folders, or .beton files, in ``folder``.
 
     One of val and test is enough: then 10 % of every class of the training images validate.
 
@@ -178,7 +178,7 @@ def _split(protocol: Protocol, listed: Listed, workers: int | None) -> Splits:
 
 
 def random_split(index: npt.NDArray[np.int64], protocol: Protocol) -> tuple[npt.NDArray[np.int64], ...]:
-    """Split as ``torch.utils.data.random_split`` with the protocol's seed does; by share if images are missing."""
+    """Split as ``torch.utils.data.random_split`` does; by share if images are missing."""
     val = round(len(index) * protocol.val / (protocol.train + protocol.val))
     order = torch.randperm(len(index), generator=torch.Generator().manual_seed(protocol.seed or 0)).numpy()
     return index[order[: len(index) - val]], index[order[len(index) - val :]]

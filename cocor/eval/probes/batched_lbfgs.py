@@ -1,4 +1,4 @@
-"""Minimise several softmax regressions that differ in their penalty only by L-BFGS, in lockstep.
+"""Minimise softmax regressions that differ in their penalty by L-BFGS, together.
 
     gradient -> memory -> direction -> its logits -> line search -> weights, logits, gradient
 
@@ -26,7 +26,7 @@ _BLOCK = {"cpu": 2**17, "cuda": 2**25}  # logits per block of an evaluation: wha
 
 @dataclass(frozen=True)
 class Solution:
-    """A minimum: ``weights`` (K, C), the objective ``loss`` there and the norm of its ``gradient``."""
+    """Minimum ``weights`` (K, C), its objective and the norm of its ``gradient``."""
 
     weights: Tensor
     loss: float
@@ -36,7 +36,7 @@ class Solution:
 
 
 class Descent:
-    """Problems of ``inputs`` (N, K) with ``labels`` (N,) in 0..C-1, one for each of ``penalties``.
+    """Descent of inputs (N, K) with labels in 0..C-1, for each of ``penalties``.
 
     ``moments`` (K,): second moments along the axes of ``inputs``. All start at ``start`` (K, C), preconditioned
     by the Hessian at zero weights or, if ``blocks``, by its block of every class at ``start``.
@@ -77,7 +77,7 @@ class Descent:
     def run(
         self, tolerance: float, iterations: int, after_each: Callable[[int], None] = lambda _: None
     ) -> list[Solution]:
-        """Descend until every gradient's norm is ``tolerance`` or less, or the objective stops decreasing.
+        """Descend until gradients are ``tolerance`` or less, or objectives stay.
 
         Makes at most ``iterations`` and calls ``after_each`` with the number done. Returns a solution for every
         penalty, in their order.
@@ -209,7 +209,7 @@ def _dot(first: Tensor, second: Tensor) -> Tensor:
 
 
 class Memory:
-    """The memory of L-BFGS for many problems at once, in compact form: a direction costs two batched products.
+    """Memory of L-BFGS for many problems, in compact form: two products a direction.
 
     Holds up to ``pairs`` pairs of vectors of length ``size`` for each of ``problems``, like ``like``. With steps ``s``
     and changes of the gradient ``y`` as rows of S and Y, R the upper triangle of S Y^T, D its diagonal and gamma =
@@ -249,7 +249,7 @@ class Memory:
         self._squares[:, place, : self._known] = self._squares[:, : self._known, place] = across
 
     def times(self, gradient: Tensor) -> Tensor:
-        """Multiply ``gradient`` (problems, size) with the approximate inverse Hessians; 1 while the memory is empty."""
+        """Multiply ``gradient`` (problems, size) with the approximate inverse Hessians."""
         if not self._added:
             return gradient
         known = self._known

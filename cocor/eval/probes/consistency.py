@@ -1,4 +1,4 @@
-"""Measure the latent similarity of images and their composites: by length, by augmentation, against the targets.
+"""Measure the latent similarity of images and composites against its targets.
 
 This is the paper's post-hoc figure (a), for several checkpoints side by side on the same views. For cocor's own
 checkpoints the similarity is that of training, of embeddings behind the heads, but in evaluation mode, that is with the
@@ -42,7 +42,7 @@ _BATCH = 64
 
 @dataclass(frozen=True)
 class Subject:
-    """Two maps from images (N, 3, H, W) to embeddings (N, d), and where their targets come from."""
+    """Maps from images to embeddings (N, d), and where their targets come from."""
 
     name: str
     space: str
@@ -55,7 +55,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Consistency:
-    """Means over images: by length the ``similarity``, the ``target`` of ``targets`` and ``dacl``; by op ``by_op``.
+    """Means over images by length, of similarity also by augmentation (``by_op``).
 
     ``rises``: how many lengths have a higher similarity than the one before; ``target_rises``: in how many of
     ``target_checks`` cases g does not fall when one augmentation is added.
@@ -89,7 +89,7 @@ class Consistency:
 
 
 def subject(path: str | Path, device: torch.device, **encoder_options: Any) -> Subject:
-    """Load a checkpoint with heads and MMNN if ``path`` is one of cocor's, or a run's folder, else a bare encoder."""
+    """Load a checkpoint of cocor, or of a run's folder, or else a bare encoder."""
     found = _checkpoint(Path(path))
     if found is None:
         encoder = load_encoder(path, **encoder_options)
@@ -123,7 +123,7 @@ def _checkpoint(path: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def measure(subjects: Sequence[Subject], dataset: ImageDataset, how: Extraction, seed: int = 0) -> list[Consistency]:
-    """Measure all ``subjects`` on the same views of ``dataset``, changing no parameter and no buffer.
+    """Measure all ``subjects`` on the same views of ``dataset``, leaving no trace.
 
     The targets of a subject without MMNN are those of the first subject that has one, else its constants.
     """
@@ -180,7 +180,7 @@ def _summarise(
 
 @torch.no_grad()
 def target_rises(target: nn.Module, composition: Tensor) -> tuple[int, int]:
-    """Count how often ``target`` does not fall when one augmentation joins a distinct row of ``composition`` (n, 14).
+    """Count where ``target`` does not fall as an augmentation joins a composition.
 
     Returns (violations, cases).
     """

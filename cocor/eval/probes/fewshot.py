@@ -1,4 +1,4 @@
-"""Learn from a few images a class on frozen features, in the two forms of the literature.
+"""Learn from a few images a class, in the two forms of the literature.
 
     n-shot    n images of every class of train + val, all of test; the linear probe; mean and deviation over seeds
               (LooC's Flowers table: 5 and 10 shots, features of ten crops to learn from)
@@ -56,7 +56,7 @@ def shots(
     metric: Metric = "top1",
     device: torch.device | str = "cpu",
 ) -> ShotResult:
-    """Probe with ``count`` images of every class of ``pool`` (train + val), once a seed.
+    """Probe with ``count`` images of every class of ``pool``, once a seed.
 
     Raises:
         UserError: a class has fewer images.
@@ -75,7 +75,7 @@ def shots(
 
 
 def check_shots(labels: Tensor, count: int, classes: Sequence[str] = ()) -> None:
-    """Raise UserError if a class of ``labels``, by its name in ``classes``, has fewer than ``count`` images."""
+    """Raise UserError if a class of ``labels`` has fewer than ``count`` images."""
     for label, images in zip(*(part.tolist() for part in labels[labels >= 0].unique(return_counts=True)), strict=True):
         if images < count:
             name = classes[label] if classes else f"number {label}"
@@ -83,7 +83,7 @@ def check_shots(labels: Tensor, count: int, classes: Sequence[str] = ()) -> None
 
 
 def draw_shots(labels: Tensor, count: int, seed: int) -> Tensor:
-    """Draw places (classes, count) of ``count`` random images of every class; ``seed`` alone decides which."""
+    """Draw places (classes, count) of random images of every class, by ``seed``."""
     check_shots(labels, count)
     generator = torch.Generator().manual_seed(seed)
     rows = []
@@ -94,7 +94,7 @@ def draw_shots(labels: Tensor, count: int, seed: int) -> Tensor:
 
 
 def check_ways(labels: Tensor, shots: int, ways: int) -> None:
-    """Raise UserError if fewer than ``ways`` classes of ``labels`` have more than ``shots`` images."""
+    """Raise UserError if too few classes of ``labels`` have over ``shots`` images."""
     enough = int((labels[labels >= 0].unique(return_counts=True)[1] > shots).sum())
     if enough < ways:
         reason = f"only {enough} classes of the test images have more than {shots}"
@@ -121,7 +121,7 @@ class TaskResult:
 def episodes(
     features: Features, shots: int, *, ways: int = WAYS, tasks: int = TASKS, device: torch.device | str = "cpu"
 ) -> TaskResult:
-    """Classify ``WAY_QUERIES`` images a class from ``shots``, in ``tasks`` drawn tasks of ``ways`` classes.
+    """Classify in drawn tasks of ``ways`` classes from ``shots`` images each.
 
     A class with too few images for all queries repeats some, one with ``shots`` or fewer is left out, as in the source.
     UserError if fewer than ``ways`` classes remain.
@@ -170,7 +170,7 @@ def _solve(values: Tensor, support: Tensor, queries: Tensor) -> Tensor:
 
 
 def logistic_regression(kernel: Tensor, signs: Tensor) -> Tensor:
-    """Minimise ``|w|^2 / 2 + sum_i log(1 + exp(-s_i w.x_i))`` (C = 1) for many small problems at once.
+    """Solve many small logistic regressions by Newton's method, with C = 1.
 
     The solution is ``w = sum_i a_i x_i`` with ``a_i = s_i sigmoid(-s_i (K a)_i)``, which Newton's method with halved
     steps finds for the gradient of the objective in ``a``. ``kernel`` (..., n, n), ``signs`` (..., n) -> a (..., n).

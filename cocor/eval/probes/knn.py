@@ -1,4 +1,4 @@
-"""Classify frozen features by weighted k nearest neighbours (Wu et al., CVPR 2018, section 3.4).
+"""Classify features by weighted nearest neighbours (Wu et al., CVPR 2018, 3.4).
 
 For every query, the k bank features of largest cosine similarity s vote for their classes with weight exp(s / T). The
 usual choice is k = 200, T = 0.07. It needs no training, so it shows at once whether an encoder learns.
@@ -21,7 +21,7 @@ _ONE_VOTE = 2**40  # the weight of the nearest neighbour; 2**23 neighbours fit i
 
 @dataclass(frozen=True)
 class KnnResult:
-    """Top-1 ``accuracy`` in [0, 1] over labelled queries, with ``k`` of ``bank`` labelled features.
+    """Top-1 ``accuracy`` in [0, 1] of labelled queries by a labelled bank.
 
     ``note`` says if ``k`` had to be reduced, else it is empty.
     """
@@ -36,7 +36,7 @@ class KnnResult:
 def knn_accuracy(
     queries: Tensor, query_labels: Tensor, bank: Tensor, bank_labels: Tensor, *, k: int = 200, temperature: float = 0.07
 ) -> KnnResult:
-    """Classify features (N, D) by the labelled bank (M, D). Labels are int64; those below 0 are unknown and left out.
+    """Classify features (N, D) by the bank (M, D); labels below 0 are left out.
 
     Raises:
         ValueError: features that are not finite, or no labelled features.
@@ -50,15 +50,9 @@ def knn_accuracy(
 
 
 def knn_curve(
-    queries: Tensor,
-    query_labels: Tensor,
-    bank: Tensor,
-    bank_labels: Tensor,
-    ks: Sequence[int],
-    *,
-    temperature: float = 0.07,
-    leave_one_out: bool = False,
-) -> list[KnnResult]:
+    queries: Tensor, query_labels: Tensor, bank: Tensor, bank_labels: Tensor, ks: Sequence[int], *,
+    temperature: float = 0.07, leave_one_out: bool = False,
+) -> list[KnnResult]:  # fmt: skip
     """Classify with several k from one search, all labels known.
 
     With ``leave_one_out`` the queries are the bank. All ranks call it with the same arguments; each does a part, and
@@ -78,7 +72,7 @@ def _result(predicted: Tensor, labels: Tensor, k: int, bank: int, most: int) -> 
 def knn_predict(
     queries: Tensor, bank: Tensor, bank_labels: Tensor, *, k: int, temperature: float, leave_one_out: bool = False
 ) -> Tensor:
-    """Predict the class of each query (N, D) by the bank (M, D) with labels (M,) >= 0: int64 (N,) on the bank's device.
+    """Predict each query's class, int64 (N,), by the bank (M, D) with its labels.
 
     ``k`` is clipped to the bank. With ``leave_one_out``, query i is bank feature i and does not vote for itself.
     """
@@ -87,21 +81,15 @@ def knn_predict(
 
 @torch.no_grad()
 def _predict(
-    queries: Tensor,
-    bank: Tensor,
-    bank_labels: Tensor,
-    ks: Sequence[int],
-    temperature: float,
-    leave_one_out: bool,
+    queries: Tensor, bank: Tensor, bank_labels: Tensor, ks: Sequence[int], temperature: float, leave_one_out: bool,
     shared: bool = False,
-) -> Tensor:
-    """Return classes (len(ks), N)."""
+) -> Tensor:  # fmt: skip
+    """Predict classes (len(ks), N)."""
     # Ranks share out the chunks that one process would compute, so that rounding does not depend on their number.
     if not (torch.isfinite(queries).all() and torch.isfinite(bank).all()):
         raise ValueError("features are not finite")
     bank_labels = bank_labels.to(bank.device)
-    ks = [min(k, len(bank) - leave_one_out) for k in ks]
-    classes = int(bank_labels.max()) + 1
+    ks, classes = [min(k, len(bank) - leave_one_out) for k in ks], int(bank_labels.max()) + 1
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if shared and dist.is_initialized() else (0, 1)
     predicted = torch.zeros(len(ks), len(queries), dtype=torch.int64, device=bank.device)
     for part, values, neighbours in _search(queries, bank, max(ks), leave_one_out, rank, ranks):
@@ -133,7 +121,7 @@ def _search(
 
 @torch.no_grad()
 def nearest_neighbours(queries: Tensor, bank: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Find cosine similarities and places of the ``k`` bank features nearest to each query, each (N, k)."""
+    """Find similarities and places of the ``k`` nearest bank features, each (N, k)."""
     found = list(_search(queries, bank, min(k, len(bank))))
     return torch.cat([values for _, values, _ in found]), torch.cat([places for _, _, places in found])
 

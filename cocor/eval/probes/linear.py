@@ -1,4 +1,4 @@
-"""Run the linear probe of the paper's tables: regularised softmax regression on frozen features, to convergence.
+"""Run the linear probe of the paper's tables: softmax regression, to convergence.
 
     train, val -> 45 penalties from 1e-6 to 1e5, warm-started from strong to weak -> the best on val
     train + val -> refit from that solution -> test, once
@@ -30,7 +30,7 @@ _MOST_DOUBLES = 2**28  # feature values that are solved in float64; more of them
 
 @dataclass(frozen=True)
 class Trial:
-    """One penalty of the grid: accuracies on the validation split in [0, 1], and how its fit ended."""
+    """Penalty of the grid, its accuracies in [0, 1] on val, and how its fit ended."""
 
     penalty: float
     top1: float
@@ -41,7 +41,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class LinearResult:
-    """Test accuracies in [0, 1]; ``metric`` chose ``penalty`` on the validation split. ``converged``: of the refit.
+    """Test accuracies in [0, 1] with the ``penalty`` that ``metric`` chose on val.
 
     ``predicted`` int64 (N,): the classes of the labelled test images. ``loss``: the refit's objective."""
 
@@ -94,7 +94,7 @@ def top1(predicted: Tensor, labels: Tensor) -> float:
 
 
 def class_mean(predicted: Tensor, labels: Tensor) -> float:
-    """Return the mean over the classes in ``labels`` of the share of their images that are predicted right."""
+    """Average over the classes in ``labels`` the share of right predictions."""
     present, place = labels.unique(return_inverse=True)
     right = torch.zeros(len(present), dtype=torch.float64).index_add_(0, place, (predicted == labels).double())
     return (right / place.bincount(minlength=len(present))).mean().item()
@@ -113,7 +113,7 @@ def linear_probe(
     iterations: int = 1000,
     device: torch.device | str = "cpu",
 ) -> LinearResult:
-    """Choose the penalty, refit and test, as the module's docstring says. Ten-crop features are ten samples an image.
+    """Choose the penalty, refit and test; ten crops are ten samples an image.
 
     Without ``val`` nothing is chosen: ``penalties`` is the one to use.
 
@@ -176,7 +176,7 @@ def _predict(inputs: Tensor, fit: Fit) -> Tensor:
 
 
 def check_splits(train: Tensor, val: Tensor, test: Tensor) -> int:
-    """Return the number of classes in the labels (-1: unknown). Raise UserError if no probe can use the splits."""
+    """Count the classes in the labels. UserError if no probe can use the splits."""
     train, val, test = (labels[labels >= 0] for labels in (train, val, test))
     for name, labels in (("training", train), ("validation", val), ("test", test)):
         if not len(labels):

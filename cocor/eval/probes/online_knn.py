@@ -1,4 +1,4 @@
-"""Measure k-NN on held-out images while training runs: the first sign that an encoder learns."""
+"""Measure k-NN while training runs: the first sign that an encoder learns."""
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -13,7 +13,7 @@ from loaders.errors import UserError
 
 
 class OnlineKnn:
-    """k-NN accuracy of a backbone, with a bank of training images and held-out queries, both as central crops."""
+    """k-NN accuracy of a backbone by central crops of training and held-out images."""
 
     def __init__(self, config: Config, bank: Loader, queries: Loader, precision: torch.dtype) -> None:
         self.config, self.bank, self.queries, self.precision = config, bank, queries, precision
@@ -56,7 +56,7 @@ class OnlineKnn:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put ``module`` into evaluation mode; every part returns to its own mode when the block ends."""
+    """Put ``module`` into evaluation mode; afterwards parts return to their own."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:

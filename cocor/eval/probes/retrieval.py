@@ -1,4 +1,4 @@
-"""Show nearest neighbours of query images, as numbers and as a contact sheet (paper, figure 1 b).
+"""Show nearest neighbours of images as a contact sheet (paper, figure 1 b).
 
 A row is a query and its nearest neighbours in the bank, nearest first, with their cosine similarities; the colour of a
 frame says whether the classes agree. Such rows show what an encoder attends to, which an accuracy cannot.
@@ -25,7 +25,7 @@ _RIGHT, _WRONG, _INK, _PAPER = "#2a9d4e", "#d1495b", "black", "white"
 
 @dataclass(frozen=True)
 class Retrieval:
-    """Places ``queries`` (Q,) in the query set and ``neighbours`` (Q, k) in the bank, with ``similarities`` (Q, k).
+    """Places of ``queries`` (Q,) and ``neighbours`` (Q, k), with ``similarities``.
 
     ``precision``: the share of the k neighbours that are of the query's own class, mean over *all* labelled queries;
     None if no query has a label.
@@ -56,7 +56,7 @@ class Retrieval:
 def retrieve(
     queries: Features, bank: Features, *, rows: int = 8, k: int = 8, seed: int = 0, device: torch.device | str = "cpu"
 ) -> Retrieval:
-    """Find the ``k`` bank features nearest to each query; keep ``rows`` of the queries, drawn by ``seed``, to show."""
+    """Find the ``k`` nearest bank features; keep ``rows`` queries, drawn by ``seed``."""
     values, places = nearest_neighbours(queries.values.to(device), bank.values.to(device), k)
     values, places = values.cpu(), places.cpu()
     labelled = (queries.labels >= 0).nonzero().flatten()
@@ -68,7 +68,7 @@ def retrieve(
 
 
 def save_sheet(path: Path, found: Retrieval, queries: ImageDataset, bank: ImageDataset) -> None:
-    """Draw ``found`` into the PNG file ``path``. UserError if an image cannot be read or the file not be written."""
+    """Draw ``found`` into the PNG file ``path``. UserError if an image is unreadable."""
     width, row_height = (1 + found.k) * (_TILE + _GAP) + 2 * _GAP, _TILE + _LINE + _GAP
     sheet = Image.new("RGB", (width, len(found.queries) * row_height + _LINE + 2 * _GAP), _PAPER)
     pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=_FONT_SIZE)
@@ -107,6 +107,6 @@ def _class_name(dataset: ImageDataset, label: int) -> str:
 
 
 def evenly_spread(dataset: ImageDataset, limit: int) -> ImageDataset:
-    """Choose at most ``limit`` images, evenly spaced: classes that lie in order keep their shares."""
+    """Choose at most ``limit`` images, evenly spaced, so that classes keep shares."""
     count = min(limit, len(dataset))
     return dataset.subset(np.linspace(0, len(dataset) - 1, count).round().astype(np.int64))

@@ -1,4 +1,4 @@
-"""Run the linear probe by SGD, for ImageNet's size, with the settings that MoCo and SimSiam report.
+"""Run the linear probe by SGD, for ImageNet's size, as MoCo and SimSiam do.
 
     moco      SGD, lr 30, batch 256, 100 epochs, x 0.1 at 60 and 80, momentum 0.9, no decay (He et al. 2020)
     simsiam   LARS (trust 0.001), lr 1.6 = 0.1 * 4096 / 256, batch 4096, 90 epochs, cosine, momentum 0.9, no decay
@@ -36,7 +36,7 @@ _SEED = 0  # of order, crops and first weights
 
 @dataclass(frozen=True)
 class SgdResult:
-    """Test accuracies in [0, 1] after the last epoch. ``views``: a description of the training views."""
+    """Test accuracies in [0, 1] after the last epoch; ``views`` of training, in words."""
 
     top1: float
     class_mean: float
@@ -59,7 +59,7 @@ class SgdResult:
 
 
 class FixedViews:
-    """Show the same cached features in every epoch, reshuffled; a last, shorter batch is dropped."""
+    """Cached features, the same in every epoch, reshuffled; short batches are dropped."""
 
     description = "features without augmentation"
 
@@ -71,7 +71,7 @@ class FixedViews:
         self._generator = torch.Generator().manual_seed(_SEED)
 
     def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield features (batch, D) and labels (batch,) of every step, the same on every rank."""
+        """Yield features (batch, D) and labels (batch,) of every step, on every rank."""
         order = torch.randperm(len(self.labels), generator=self._generator)
         for chosen in order.split(self.batch):
             if len(chosen) == self.batch:
@@ -79,7 +79,7 @@ class FixedViews:
 
 
 class RandomCrops:
-    """Show a new random resized crop and flip of every image in every epoch, encoded on the fly by all ranks.
+    """New random resized crops and flips in every epoch, encoded by all ranks.
 
     Images that fill no batch are dropped.
     """
@@ -101,7 +101,7 @@ class RandomCrops:
         self._together = together
 
     def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield as :meth:`FixedViews.epoch` does."""
+        """Yield features (batch, D) and labels (batch,) of every step, on every rank."""
         backbone = self._encoder.backbone.to(self._how.world.device)
         values: list[Tensor] = []
         labels: list[Tensor] = []
@@ -121,8 +121,10 @@ class RandomCrops:
 def sgd_probe(
     train: Features, test: Features, settings: SgdSettings, *, device: torch.device | str = "cpu"
 ) -> SgdResult:
-    """Train a linear layer on all of ``train`` and test it once. A batch larger than the data becomes all of it, with
-    the learning rate scaled down in proportion. UserError for splits that no probe can use."""
+    """Train a linear layer on all of ``train`` and test it once.
+
+    A batch larger than the data becomes all of it, with the learning rate scaled down in proportion.
+    """
     check_splits(train.labels, train.labels, test.labels)
     return _probe(FixedViews(train, settings, device), test, settings, device)
 
@@ -130,7 +132,7 @@ def sgd_probe(
 def sgd_probe_on_crops(
     encoder: Encoder, train: ImageDataset, test: Features, settings: SgdSettings, how: Extraction
 ) -> SgdResult:
-    """As :func:`sgd_probe`, on random crops of the images ``train``; all ranks call it and get the same result."""
+    """Train as :func:`sgd_probe` does, on random crops; all ranks get one result."""
     labels = torch.from_numpy(train.labels.copy())
     check_splits(labels, labels, test.labels)
     with closing(RandomCrops(encoder, train, settings, how)) as views:
@@ -138,7 +140,7 @@ def sgd_probe_on_crops(
 
 
 def shared_batch(count: int, how: Extraction) -> int:
-    """Return how many of ``count`` images all ranks encode together. UserError if there are fewer than ranks."""
+    """Count the images that all ranks encode together. UserError for too few."""
     size = how.world.size
     if count < size:
         raise UserError(f"{count} images with labels cannot be shared by {size} ranks")
@@ -146,7 +148,7 @@ def shared_batch(count: int, how: Extraction) -> int:
 
 
 def shortened(settings: SgdSettings, epochs: int | None) -> SgdSettings:
-    """Return ``settings`` for other ``epochs``; the learning rate falls at the same shares of them."""
+    """Scale ``settings`` to ``epochs``; the rate falls at the same shares of them."""
     if epochs is None:
         return settings
     steps = tuple(round(at * epochs / settings.epochs) for at in settings.steps_at)

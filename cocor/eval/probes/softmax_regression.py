@@ -1,4 +1,4 @@
-"""Fit softmax regressions on frozen features to convergence, for many penalties at once, by full-batch L-BFGS.
+"""Fit softmax regressions for many penalties to convergence, by L-BFGS.
 
     minimise  sum_i CE(W x_i + b, y_i) + w (|W|^2 + |b|^2)      (AugSelf's objective; Kornblith et al. 2019 and others)
 
@@ -35,7 +35,7 @@ _ROWS = 65536  # rotated at a time
 
 @dataclass(frozen=True)
 class Fit:
-    """A fit: ``weights`` (D + 1, C), whose last row is the bias, and the objective ``loss`` there.
+    """Fit's ``weights`` (D + 1, C), the bias last, and the objective ``loss`` there.
 
     ``gradient``: its norm as a share of that at zero weights; ``converged``: below the tolerance, or no lower float.
     """
@@ -48,7 +48,7 @@ class Fit:
 
 
 class SoftmaxRegression:
-    """The problem of features (N, D) with labels (N,) in 0..classes-1, on the features' device and in their dtype."""
+    """Problem of features (N, D), on their device, with labels in 0..classes-1."""
 
     def __init__(self, features: Tensor, labels: Tensor, classes: int) -> None:
         inputs = torch.cat([features, torch.ones_like(features[:, :1])], dim=1)
@@ -80,7 +80,7 @@ class SoftmaxRegression:
         iterations: int = 1000,
         tolerance: float = 1e-6,
     ) -> list[Fit]:
-        """Fit every penalty, from ``start`` (default: zero) until the gradient is ``tolerance`` times that at zero.
+        """Fit every penalty from ``start`` (default: zero), several at once.
 
         Several are solved at once, the strongest first; the next ones start from the solution of the weakest so far.
         """

@@ -1,4 +1,4 @@
-"""Measure the dimensions that an encoder uses: singular values of its centred features (paper, figure "post-hoc" b).
+"""Measure the dimensions that an encoder uses (paper, figure "post-hoc" b).
 
 Collapse shows as singular values that fall to zero. Two numbers summarise the curve: the effective rank, which is the
 exponential of the entropy of the normalised singular values (Roy & Vetterli 2007), and how many principal components
@@ -16,7 +16,7 @@ from loaders.errors import UserError
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Square roots of the eigenvalues of the covariance, in descending order, and their summary."""
+    """Roots of the covariance's eigenvalues, in descending order, and their summary."""
 
     name: str
     singular_values: tuple[float, ...]
@@ -33,7 +33,7 @@ class Spectrum:
 
 
 def spectrum(name: str, features: Features, *, normalise: bool = True) -> Spectrum:
-    """Compute the spectrum of features (N, D), of unit length unless ``normalise`` is off, so that encoders compare.
+    """Compute the spectrum of features (N, D), of unit length if ``normalise``.
 
     Raises:
         UserError: fewer than two images.

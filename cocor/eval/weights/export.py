@@ -1,4 +1,4 @@
-"""Run ``cocor-export``: write a trained encoder for timm, torchvision, the Hugging Face Hub or Detectron2.
+"""Run ``cocor-export``: write a trained encoder for other programs.
 
     cocor-export runs/moco --to timm detectron2 --output exported/
 
@@ -47,7 +47,7 @@ _IN_DETECTRON2 = re.compile(r"(resnet\d+|wide_resnet\d+_2|resnext\d+_\d+x\d+d)(\
 
 
 def export(encoder: Encoder, form: Format, output: Path) -> Path:
-    """Write ``encoder`` to ``output`` in a format of the module's table and check it by loading it back.
+    """Write ``encoder`` to ``output``, and check it by loading it back.
 
     Raises:
         UserError: the format cannot hold this encoder, or the file cannot be written.
@@ -140,7 +140,7 @@ def _safetensors(encoder: Encoder, output: Path) -> None:
 
 
 def model_card(encoder: Encoder, features: int) -> str:
-    """Write the README of an exported folder: what it is, how to load it, how to normalise its input."""
+    """Write the README of an exported folder: contents, loading, normalisation."""
     small = ("model.conv1 = torch.nn.Conv2d(3, model.conv1.out_channels, 3, padding=1, bias=False)\n"
              "model.maxpool = torch.nn.Identity()\n")  # fmt: skip
     stem = small if encoder.stem == "small" else ""
@@ -171,7 +171,7 @@ Not stated here, because the weights do not tell: training data, its licence, in
 
 
 def detectron2_name(name: str) -> str:
-    """Derive Detectron2's name of a ResNet weight: conv1 -> stem.conv1, layer1 -> res2, bn2 -> conv2.norm, ..."""
+    """Derive Detectron2's name of a ResNet weight: layer1 -> res2, bn2 -> conv2.norm."""
     if not name.startswith("layer"):
         name = f"stem.{name}"
     for number in (1, 2, 3, 4):
@@ -197,7 +197,7 @@ def _detectron2(encoder: Encoder, output: Path) -> None:
 
 
 def detectron2_resnet_names(architecture: str) -> set[str] | None:
-    """Return the weight names of Detectron2's ResNet, equal at every width; None if it is not installed."""
+    """List the weights of Detectron2's ResNet; None if it is not installed."""
     try:
         from detectron2.config import get_cfg
         from detectron2.modeling.backbone import build_resnet_backbone

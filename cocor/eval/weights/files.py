@@ -1,4 +1,4 @@
-"""Read tensors from a weight file of any origin, without running code that the file may hold.
+"""Read tensors from a weight file of any origin, without running its code.
 
 Reads ``.safetensors`` files and all that ``torch.load(weights_only=True)`` opens, also ``argparse.Namespace`` and
 numpy's scalars and arrays. Paths, and objects that some packages keep beside the weights, such as configurations, are
@@ -39,7 +39,7 @@ _LFS = b"version https://git-lfs.github.com/"
 
 @dataclass(frozen=True)
 class WeightFile:
-    """Tensors by flat name without wrappers' prefixes, and what the file says about its model (``hints``).
+    """Tensors by flat name, without wrappers' prefixes, and ``hints`` on the model.
 
     Hints are ``architecture``, ``stem`` and ``image_size``. ``averaged``: all tensors are of a moving average, which
     the file keeps in a dict of its own.
@@ -52,7 +52,7 @@ class WeightFile:
 
 
 def read_weights(path: Path, which: Which = "online") -> WeightFile:
-    """Read ``path`` onto the CPU; ``which`` chooses where a file holds averaged weights in a dict of their own.
+    """Read ``path`` onto the CPU; ``which`` chooses among dicts of weights.
 
     Raises:
         UserError: missing, damaged, without tensors, or only to be opened by running code.

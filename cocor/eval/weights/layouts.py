@@ -1,4 +1,4 @@
-"""Find the encoder in a file of weights, and its architecture, from names and shapes alone.
+"""Find the encoder in a file of weights, and its model, by names and shapes.
 
     tensors by name -> prefix, below which an encoder begins -> usual names -> architecture and stem by the shapes
 
@@ -52,10 +52,7 @@ _FIRST = re.compile(r"(conv1|conv1\.0|stem\S*|patch_embed\.proj|features\.0\S*|c
 
 
 class Models:
-    """Build the models that weights are compared with, each once; the user's or the file's word on them comes first.
-
-    ``image_size`` matters to transformers only.
-    """
+    """Models that weights are compared with, each built once; the user's word first."""
 
     def __init__(self, architecture: str | None, stem: str | None, image_size: int | None) -> None:
         self.architecture, self.stem, self.image_size = architecture, stem, image_size
@@ -68,7 +65,7 @@ class Models:
         return self._built[architecture, stem]
 
     def stem_of(self, architecture: str | None, seen: str) -> str:
-        """Return the stem that was named, else the one ``seen`` in the shapes if this model can have it."""
+        """Choose the stem that was named, else the one ``seen`` if the model can have it."""
         if self.stem is not None or architecture is None or seen == "imagenet":
             return self.stem or seen
         try:
@@ -80,7 +77,7 @@ class Models:
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensors of an encoder by timm's names, found below ``prefix``, as ``origin`` writes them.
+    """Tensors of an encoder, found below ``prefix``, by timm's names.
 
     ``architecture``: timm's name; None where neither the user, the file nor the shapes give one.
     """
@@ -108,16 +105,15 @@ class Layout:
         """Names of the model's tensors that are not there."""
         wanted = self.tensors if self.model is None else self.model.state_dict()
         own = set(self.fitting)
-        return [name for name in wanted if name not in own and not name.endswith("num_batches_tracked")]
+        return [n for n in wanted if n not in own and not n.endswith("num_batches_tracked")]
 
     @cached_property
     def strange(self) -> list[str]:
         """Names of the other tensors, but for those of heads."""
         own = set(self.fitting)
         strange = [name for name in self.tensors if name not in own and not _HEAD.match(name)]
-        if self.prefix == "":  # a bare file may hold anything beside the encoder, which begins no other encoder
-            strange = [name for name in strange if re.match(r"(layer|blocks|stages)", name)]
-        return strange
+        # A bare file may hold anything beside the encoder, which begins no other encoder.
+        return [n for n in strange if self.prefix or re.match(r"(layer|blocks|stages)", n)]
 
     @property
     def whole(self) -> bool:
@@ -126,7 +122,7 @@ class Layout:
 
 
 def recognise(file: WeightFile, which: Which, models: Models) -> Layout:
-    """Find the encoder in ``file``: a whole one if there is any, else the most likely one.
+    """Find the encoder in ``file``: a whole one if any, else the most likely one.
 
     Raises:
         UserError: there is none, or there are two whole ones and their prefixes do not say which is the trained one.

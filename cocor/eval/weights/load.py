@@ -26,7 +26,7 @@ from loaders.errors import UserError
 
 @dataclass(frozen=True)
 class Encoder:
-    """A frozen backbone, images (B, 3, H, W) -> features (B, D), in eval mode, and where it comes from.
+    """Frozen backbone, images (B, 3, H, W) -> features (B, D), and its origin.
 
     ``image_size``: side in pixels of the crops that it was trained on, if known, else the usual one. ``matched`` of its
     ``total`` tensors came from the file, whose ``unused`` tensors are heads and the like. Equal encoders have equal
@@ -54,7 +54,7 @@ class Encoder:
 def load_encoder(
     weights: str | Path, *, which: Which = "online", architecture: str | None = None, stem: str | None = None
 ) -> Encoder:
-    """Load the encoder in a file or a run's folder, ``timm:NAME`` (pretrained) or ``random:NAME`` (untrained).
+    """Load the encoder of a file, a run's folder, ``timm:NAME`` or ``random:NAME``.
 
     ``architecture`` (timm's name) and ``stem`` override what the file says or its shapes show.
 
@@ -94,7 +94,7 @@ def _encoder(backbone: nn.Module, name: str, origin: str, architecture: str, ste
 
 
 def digest(module: nn.Module) -> str:
-    """Compute the SHA-256 over the names and values of all parameters and buffers of ``module``."""
+    """Compute the SHA-256 over names and values of all parameters and buffers."""
     found = hashlib.sha256()
     for name, value in sorted(module.state_dict().items()):
         data = value.detach().cpu().contiguous()
