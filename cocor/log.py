@@ -150,16 +150,9 @@ class RunLog:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        world: World,
-        *,
-        batch_size: int,
-        total_steps: int,
-        log_every: int,
-        start_step: int = 0,
+        self, folder: Path, world: World, *, batch_size: int, total_steps: int, log_every: int, start_step: int = 0,
         again: Collection[str] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.world, self.batch_size, self.total_steps, self.log_every = world, batch_size, total_steps, log_every
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
@@ -192,12 +185,9 @@ class RunLog:
         steps, self._last_step = step - self._last_step, step
         self._recent.append((steps, seconds))
         rate = sum(steps for steps, _ in self._recent) / max(sum(seconds for _, seconds in self._recent), 1e-9)
-        means |= {
-            "lr": lr,
-            "images_per_s": steps * self.batch_size / max(seconds, 1e-9),
-            "data_wait_share": waited / max(seconds, 1e-9),
-            "time_left_s": (self.total_steps - step) / max(rate, 1e-9),
-        }
+        speed, wait = (value / max(seconds, 1e-9) for value in (steps * self.batch_size, waited))
+        left = (self.total_steps - step) / max(rate, 1e-9)
+        means |= {"lr": lr, "images_per_s": speed, "data_wait_share": wait, "time_left_s": left}
         if self.world.device.type == "cuda":
             means["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         record = self.event("train", step, epoch, means)

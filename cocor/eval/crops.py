@@ -1,10 +1,8 @@
 """Plan the crops of an evaluation, the same for every loader, nothing random.
 
-    full      the central square of the shorter side: Resize(224), CenterCrop(224)
-    central   7/8 of it: Resize(256), CenterCrop(224), the usual view of ImageNet models
-    ten       four corners and the centre of Resize(256), each also mirrored: torchvision's TenCrop(224)
-
-Which probe uses which, and with what filter, says :data:`cocor.eval.datasets.protocols.VIEWS`.
+full      the central square of the shorter side: Resize(224), CenterCrop(224)
+central   7/8 of it: Resize(256), CenterCrop(224), the usual view of ImageNet models
+ten       four corners and the centre of Resize(256), each also mirrored: torchvision's TenCrop(224)
 """
 
 from dataclasses import dataclass

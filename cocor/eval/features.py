@@ -301,10 +301,6 @@ def summary(features: Features) -> dict[str, float | int]:
     """Summarise features for a report, so that it shows the cause of a low accuracy."""
     values = features.subset(features.usable()).values.flatten(0, -2)
     labels = features.labels[features.labels >= 0]
-    return {
-        "images": len(features),
-        "classes": len(labels.unique()),
-        "dimensions": values.shape[-1],
-        "mean_norm": round(values.norm(dim=1).mean().item(), 4),
-        "spread": round((values - values.mean(0)).norm(dim=1).mean().item(), 4),
-    }
+    norm, spread = values.norm(dim=1).mean().item(), (values - values.mean(0)).norm(dim=1).mean().item()
+    counts = {"images": len(features), "classes": len(labels.unique()), "dimensions": values.shape[-1]}
+    return counts | {"mean_norm": round(norm, 4), "spread": round(spread, 4)}

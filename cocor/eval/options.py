@@ -113,17 +113,11 @@ def extraction(args: argparse.Namespace, encoder: Encoder) -> Extraction:
     gpu = args.world.device.type == "cuda"
     view = VIEWS[args.probe if args.command == "linear" else args.command]
     return Extraction(
-        crop="central" if args.crop == "ten" else args.crop or view.crop,
-        filter=args.filter or view.filter,
-        size=args.image_size or encoder.image_size,
-        loader=args.loader or ("dali" if gpu else "torch"),
-        precision=torch.bfloat16 if args.precision == "bf16" else torch.float32,
-        batch_size=args.batch_size,
-        workers=args.workers,
-        cache=args.cache,
-        world=args.world,
-        on_error=getattr(args, "on_error", "stop"),
-    )
+        crop="central" if args.crop == "ten" else args.crop or view.crop, filter=args.filter or view.filter,
+        size=args.image_size or encoder.image_size, loader=args.loader or ("dali" if gpu else "torch"),
+        precision=torch.bfloat16 if args.precision == "bf16" else torch.float32, batch_size=args.batch_size,
+        workers=args.workers, cache=args.cache, world=args.world, on_error=getattr(args, "on_error", "stop"),
+    )  # fmt: skip
 
 
 def features_of_splits(

@@ -22,13 +22,9 @@ def title(encoder: Encoder, splits: Splits) -> str:
 
 def about(encoder: Encoder, splits: Splits, **features: Features) -> dict[str, Any]:
     """Begin a report: weights, data, and a summary of their features by split."""
-    return {
-        "encoder": encoder.describe(),
-        "weights_digest": encoder.digest,
-        "protocol": asdict(splits.protocol),
-        "notes": splits.notes,
-        "features": {split: summary(values) for split, values in features.items()},
-    }
+    found = {split: summary(values) for split, values in features.items()}
+    report = {"encoder": encoder.describe(), "weights_digest": encoder.digest, "protocol": asdict(splits.protocol)}
+    return report | {"notes": splits.notes, "features": found}
 
 
 def folder(args: argparse.Namespace, encoder: Encoder) -> Path:
@@ -39,14 +35,9 @@ def folder(args: argparse.Namespace, encoder: Encoder) -> Path:
 
 
 def finish(
-    args: argparse.Namespace,
-    encoder: Encoder,
-    name: str,
-    lines: Sequence[str],
-    report: dict[str, Any],
-    draw: Callable[..., None] | None = None,
-    *arguments: Any,
-) -> None:
+    args: argparse.Namespace, encoder: Encoder, name: str, lines: Sequence[str], report: dict[str, Any],
+    draw: Callable[..., None] | None = None, *arguments: Any,
+) -> None:  # fmt: skip
     """Save NAME.json, print ``lines``, and make ``draw(NAME.png, *arguments)``."""
     path = folder(args, encoder) / f"{name}.json"
     write_text(path, json.dumps(report, indent=1, default=str) + "\n")

@@ -70,16 +70,10 @@ class Table:
 
 
 def transfer(
-    encoders: Sequence[Encoder],
-    names: Sequence[str],
-    root: Path,
-    cache: Path,
-    probe: Probe,
-    *,
-    workers: int | None = None,
-    after_each: Callable[[Table], None] = lambda table: None,
+    encoders: Sequence[Encoder], names: Sequence[str], root: Path, cache: Path, probe: Probe, *,
+    workers: int | None = None, after_each: Callable[[Table], None] = lambda table: None,
     say: Callable[[str], None] = print,
-) -> Table:
+) -> Table:  # fmt: skip
     """Probe every encoder on every set of ``names`` that lies below ``root``.
 
     Raises:

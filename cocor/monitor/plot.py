@@ -2,10 +2,8 @@
 
     cocor-plot runs/moco runs/moco_cocor --output comparison.png --json comparison.json
 
-Shared panels show every run, in the same colour: k-NN accuracy, losses, learning rate, speed and the wait for data.
-Every run with a consistency loss gets a panel of its own: the mean latent similarity of each composite length (solid)
-and the target that the MMNN or the constants set for it (dashed). Panels without data are left out. ``--json`` keeps
-the numbers behind the picture: k-NN by epoch, and the last similarities and targets.
+Shared panels show every run, in the same colour; every run with a consistency loss gets a panel of its own, of the mean
+latent similarity of each composite length (solid) and its target (dashed). Panels without data are left out.
 """
 
 import argparse

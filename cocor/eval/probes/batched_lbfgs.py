@@ -43,14 +43,9 @@ class Descent:
     """
 
     def __init__(
-        self,
-        inputs: Tensor,
-        labels: Tensor,
-        moments: Tensor,
-        penalties: Sequence[float],
-        start: Tensor,
+        self, inputs: Tensor, labels: Tensor, moments: Tensor, penalties: Sequence[float], start: Tensor,
         blocks: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._inputs, self._labels = inputs, labels
         self._places = list(range(len(penalties)))
         self._penalties = torch.tensor(penalties, dtype=torch.float64, device=inputs.device)

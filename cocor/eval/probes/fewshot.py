@@ -1,9 +1,8 @@
 """Learn from a few images a class, in the two forms of the literature.
 
-    n-shot    n images of every class of train + val, all of test; the linear probe; mean and deviation over seeds
-              (LooC's Flowers table: 5 and 10 shots, features of ten crops to learn from)
-    N-way     2,000 tasks of 5 classes of the test split, K images each to learn from and 16 to classify; l2-regularised
-              logistic regression, one class against the rest, C = 1; mean and 95 % interval (AugSelf, table 2)
+    n-shot    n images of every class of train + val, all of test; the linear probe over seeds (LooC's Flowers table)
+    N-way     tasks of 5 classes of the test split, K images each to learn from and 16 to classify; l2-regularised
+              logistic regression, one class against the rest, C = 1 (AugSelf, table 2)
 
 The sources do not say how n-shot chooses its penalty. Here a fifth of the shots validates, so that no label besides the
 n of each class is used; a single shot has none to spare and takes the middle of the grid.
@@ -48,14 +47,9 @@ def _spread(values: tuple[float, ...]) -> str:
 
 
 def shots(
-    pool: Features,
-    test: Features,
-    count: int,
-    *,
-    seeds: Iterable[int] = range(SHOT_SEEDS),
-    metric: Metric = "top1",
+    pool: Features, test: Features, count: int, *, seeds: Iterable[int] = range(SHOT_SEEDS), metric: Metric = "top1",
     device: torch.device | str = "cpu",
-) -> ShotResult:
+) -> ShotResult:  # fmt: skip
     """Probe with ``count`` images of every class of ``pool``, once a seed.
 
     Raises:

@@ -1,8 +1,6 @@
 """Classify features by weighted nearest neighbours (Wu et al., CVPR 2018, 3.4).
 
-For every query, the k bank features of largest cosine similarity s vote for their classes with weight exp(s / T). The
-usual choice is k = 200, T = 0.07. It needs no training, so it shows at once whether an encoder learns.
-
+For every query, the k bank features of largest cosine similarity s vote for their classes with weight exp(s / T).
 The result is deterministic: similarities are float32, ties between neighbours go to the first in the bank, votes are
 summed as integers, so that their order does not matter, and ties between classes go to the lower one.
 """

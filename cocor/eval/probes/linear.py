@@ -1,12 +1,9 @@
 """Run the linear probe of the paper's tables: softmax regression, to convergence.
 
-    train, val -> 45 penalties from 1e-6 to 1e5, warm-started from strong to weak -> the best on val
-    train + val -> refit from that solution -> test, once
+    train, val -> 45 penalties, warm-started from strong to weak -> the best on val -> refit on both -> test, once
 
-Protocol of AugSelf's transfer evaluation, which follows Kornblith et al. 2019 (see
-:mod:`cocor.eval.probes.softmax_regression` for the
-objective). One thing is added: features are divided by one number, the root mean square of the training features;
-otherwise the fixed grid would not suit an encoder whose features are a thousand times larger.
+Protocol of AugSelf's transfer evaluation, which follows Kornblith et al. 2019. One thing is added: features are divided
+by the root mean square of the training features; otherwise the grid would not suit an encoder with larger ones.
 """
 
 import time
@@ -66,25 +63,27 @@ class LinearResult:
         return self.top1 if self.metric == "top1" else self.class_mean
 
     def plain(self) -> dict[str, Any]:
-        """For JSON: everything but the single predictions."""
+        """Convert to what JSON holds: everything but the single predictions."""
         return asdict(replace(self, predicted=torch.empty(0))) | {"predicted": None}
 
     def lines(self) -> list[str]:
-        """Return the report for people."""
+        """Format the report for people."""
         mark = {"top1": "top-1", "class-mean": "mean per class"}[self.metric]
         limit = [trial.penalty for trial in self.trials if not trial.converged]
         ends = {trial.penalty for trial in (*self.trials[:1], *self.trials[-1:])}
         edge = " (an end of the grid)" if self.penalty in ends else ""
         fit = "converged" if self.converged else "NOT converged: raise --iterations"
+        ended = "all fits of the grid converged"
+        if limit:
+            ended = (f"{len(limit)} fits of the grid stopped at the iteration limit, penalties {min(limit):.2g} to "
+                     f"{max(limit):.2g}: their objective is an upper bound, their accuracy that of a fit that is not "
+                     "finished")  # fmt: skip
         return [
             f"top-1 {self.top1:.2%}, mean per class {self.class_mean:.2%} (the protocol's choice: {mark})",
             f"{self.train:,} + {self.val:,} images to learn from, {self.test:,} to test on, {self.classes} classes",
             f"penalty {self.penalty:.3g} of {len(self.trials)} tried{edge}; refit {fit}, "
             f"relative gradient {self.gradient:.1e}; {self.seconds:.1f} s",
-            "all fits of the grid converged"
-            if not limit
-            else f"{len(limit)} fits of the grid stopped at the iteration limit, penalties {min(limit):.2g} to "
-            f"{max(limit):.2g}: their objective is an upper bound, their accuracy that of a fit that is not finished",
+            ended,
         ]
 
 
@@ -104,15 +103,9 @@ _METRICS: dict[Metric, Callable[[Tensor, Tensor], float]] = {"top1": top1, "clas
 
 
 def linear_probe(
-    train: Features,
-    val: Features | None,
-    test: Features,
-    *,
-    metric: Metric = "top1",
-    penalties: Sequence[float] = PENALTIES,
-    iterations: int = 1000,
-    device: torch.device | str = "cpu",
-) -> LinearResult:
+    train: Features, val: Features | None, test: Features, *, metric: Metric = "top1",
+    penalties: Sequence[float] = PENALTIES, iterations: int = 1000, device: torch.device | str = "cpu",
+) -> LinearResult:  # fmt: skip
     """Choose the penalty, refit and test; ten crops are ten samples an image.
 
     Without ``val`` nothing is chosen: ``penalties`` is the one to use.

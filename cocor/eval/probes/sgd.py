@@ -1,11 +1,7 @@
 """Run the linear probe by SGD, for ImageNet's size, as MoCo and SimSiam do.
 
-    moco      SGD, lr 30, batch 256, 100 epochs, x 0.1 at 60 and 80, momentum 0.9, no decay (He et al. 2020)
-    simsiam   LARS (trust 0.001), lr 1.6 = 0.1 * 4096 / 256, batch 4096, 90 epochs, cosine, momentum 0.9, no decay
-
-Both sources learn from random resized crops, anew in every epoch: :class:`RandomCrops` reads and encodes them while the
-classifier learns, on all ranks. From cached features (:class:`FixedViews`) an epoch costs next to nothing, but without
-augmentation the accuracy can differ by points; the report says which it was.
+Both sources (see :data:`cocor.eval.datasets.protocols.RECIPES`) learn from random resized crops, anew in every epoch.
+From cached features an epoch costs next to nothing, but without augmentation the accuracy can differ by points.
 """
 
 import math

@@ -73,13 +73,9 @@ class SoftmaxRegression:
 
     @torch.no_grad()
     def fit_all(
-        self,
-        penalties: Sequence[float],
-        start: Tensor | None = None,
-        *,
-        iterations: int = 1000,
-        tolerance: float = 1e-6,
-    ) -> list[Fit]:
+        self, penalties: Sequence[float], start: Tensor | None = None, *,
+        iterations: int = 1000, tolerance: float = 1e-6,
+    ) -> list[Fit]:  # fmt: skip
         """Fit every penalty from ``start`` (default: zero), several at once.
 
         Several are solved at once, the strongest first; the next ones start from the solution of the weakest so far.

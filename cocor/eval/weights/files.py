@@ -3,8 +3,6 @@
 Reads ``.safetensors`` files and all that ``torch.load(weights_only=True)`` opens, also ``argparse.Namespace`` and
 numpy's scalars and arrays. Paths, and objects that some packages keep beside the weights, such as configurations, are
 replaced by inert stand-ins, so that these packages need not be installed.
-
-Nested dicts (``state_dict``, ``model``, ``training.method``, AugSelf's ``backbone``) become one flat dict of names.
 """
 
 import argparse

@@ -2,10 +2,9 @@
 
     read_weights -> names -> layout (prefix, renaming) -> architecture by the shapes -> timm model, filled, in eval mode
 
-Known are cocor's checkpoints and exports, timm, torchvision, MoCo, SimSiam, SupCon, BYOL, INTL, solo-learn, lightly,
-OpenSelfSup, DINO and VISSL, these within a wrapper of one's own, and any other prefix below which, and nowhere else, a
-whole encoder lies. Every parameter and running statistic of the encoder must come from the file, and no weight below
-the prefix may be left over but those of heads; else the load is refused with counts and names.
+Known are the programs of :mod:`cocor.eval.weights.layouts`, these within a wrapper of one's own, and any other prefix
+below which, and nowhere else, a whole encoder lies. Every parameter and running statistic of the encoder must come from
+the file, and no weight below the prefix may be left over but those of heads; else counts and names are reported.
 """
 
 import hashlib
