@@ -105,9 +105,9 @@ def flowers102(root: Path) -> None:
 def pets(root: Path) -> None:
     base = root / "oxford-iiit-pet"
     for split, rows in (("trainval", range(10)), ("test", range(10, 14))):
-        found = [(f"{'Abyssinian' if i % 2 else 'great_pyrenees'}_{i}", 2 - i % 2) for i in rows]
-        lines(base / "annotations" / f"{split}.txt", [f"{name} {label} 1 1" for name, label in found])
-        for name, _ in found:
+        found = {f"{'Abyssinian' if i % 2 else 'great_pyrenees'}_{i}": 2 - i % 2 for i in rows}
+        lines(base / "annotations" / f"{split}.txt", [f"{name} {label} 1 1" for name, label in found.items()])
+        for name in found:
             jpeg(base / "images" / f"{name}.jpg")
 
 
@@ -115,9 +115,9 @@ def aircraft(root: Path) -> None:
     data = root / "fgvc-aircraft-2013b" / "data"
     lines(data / "variants.txt", ["707-320", "Boeing 717"])
     for at, split in enumerate(("train", "val", "test")):
-        rows = [(f"{at}{i:06d}", ("707-320", "Boeing 717")[i % 2]) for i in range(4)]
-        lines(data / f"images_variant_{split}.txt", [f"{name} {variant}" for name, variant in rows])
-        for name, _ in rows:
+        found = {f"{at}{i:06d}": ("707-320", "Boeing 717")[i % 2] for i in range(4)}
+        lines(data / f"images_variant_{split}.txt", [f"{name} {variant}" for name, variant in found.items()])
+        for name in found:
             jpeg(data / "images" / f"{name}.jpg")
 
 

@@ -1,8 +1,6 @@
 """Features come out right, whole and the same again; making them changes nothing in the encoder."""
 
 import os
-import subprocess
-import sys
 from contextlib import closing
 from dataclasses import replace
 from itertools import product
@@ -11,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.runs import environment
 from PIL import Image
 from torchvision.transforms import v2
 
@@ -104,20 +101,6 @@ def test_the_cache_notices_exchanged_images(encoder: Encoder, tmp_path: Path, ca
     assert not torch.equal(*seen) and len(list(cache.iterdir())) == 2
     found = features_of(encoder, open_folder(tmp_path / "images"), replace(HOW, cache=file))  # which is no folder
     assert len(found) == 1 and "features are not kept, and will be made again next time; --cache" in caplog.text
-
-
-def test_two_processes_share_a_cache(photo_folder: Path, tmp_path: Path) -> None:
-    code = (
-        "import sys, torch; from pathlib import Path; from loaders.datasets.dataset import open_folder\n"
-        "from cocor.eval.features import Extraction, features_of; from cocor.eval.weights.load import load_encoder\n"
-        "how = Extraction(size=32, workers=0, cache=Path(sys.argv[2]))\n"
-        "print(features_of(load_encoder('random:resnet18'), open_folder(sys.argv[1]), how).values.sum().item())"
-    )
-    command = [sys.executable, "-c", code, str(photo_folder), str(tmp_path)]
-    started = [subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    sums = [process.communicate(timeout=300)[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0] and sums[0] == sums[1]
-    assert [path.suffix for path in tmp_path.iterdir()] == [".safetensors"]
 
 
 def test_infinite_features_are_named_not_cached(encoder: Encoder, photo_folder: Path, tmp_path: Path) -> None:

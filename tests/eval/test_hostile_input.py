@@ -232,7 +232,7 @@ print(philox.sort_keys(0, 0, 3, 7).tolist())"""
             assert (after != before) == changes, name
             before = after
 
-    def test_its_sources_are_those_that_python_imports(self) -> None:
+    def test_its_sources_are_what_python_imports(self) -> None:
         package = Path(loaders.jit.__file__).parent
 
         def imported(path: Path) -> set[Path]:
