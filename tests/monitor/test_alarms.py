@@ -52,7 +52,6 @@ def test_images_all_alike_collapse(alarms: Callable[..., set[str]], tmp_path: Pa
     plain = {"jitter_prob": 0, "grayscale_prob": 0, "blur_prob": (0,), "solarize_prob": (0,), "consistency": "none"}
     went_off = alarms(tmp_path / "images", method=method, **plain)
     assert "collapse" in went_off and went_off <= {"collapse", "chance"}
-    assert method != "moco" or "chance" in went_off
 
 
 @pytest.mark.parametrize("method", ["moco", "simsiam"])
