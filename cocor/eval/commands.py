@@ -1,17 +1,20 @@
 """Run the sub-commands of ``cocor-eval``: features -> probe -> report, picture."""
 
 import argparse
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from cocor.distributed import collectives
 from cocor.distributed.env import RankEnv
-from cocor.eval import figures, options, reports
+from cocor.eval import figures, options
 from cocor.eval.datasets.protocols import KNN_K, RECIPES, WAY_SHOTS
 from cocor.eval.datasets.splits import Splits
-from cocor.eval.features import features_of, joined, summary
+from cocor.eval.features import Features, features_of, joined, summary
 from cocor.eval.probes import consistency as consistency_probe
 from cocor.eval.probes import fewshot as few
 from cocor.eval.probes import spectrum as spectra
@@ -24,6 +27,7 @@ from cocor.eval.weights.load import Encoder
 from cocor.log import set_up_logging
 from loaders.cpus import available_cores
 from loaders.errors import UserError
+from loaders.files import write_text
 from loaders.prep.demo import or_demo
 
 
@@ -68,11 +72,11 @@ def linear(args: argparse.Namespace) -> None:
     if not args.world.main:
         return None
     metric, device = args.metric or splits.protocol.metric, args.world.device
-    report = reports.about(encoder, splits, train=train, test=test)
+    report = _about(encoder, splits, train=train, test=test)
     found = linear_probe(train, val, test, metric=metric, iterations=args.iterations or 1000, device=device)
     report["result"] = found.plain()
-    picture = figures.draw_grid, reports.title(encoder, splits), found.trials, found.penalty
-    return reports.finish(args, encoder, "linear", found.lines(), report, *picture)
+    picture = figures.draw_grid, _title(encoder, splits), found.trials, found.penalty
+    return _finish(args, encoder, "linear", found.lines(), report, *picture)
 
 
 def _linear_by_sgd(args: argparse.Namespace, encoder: Encoder, splits: Splits) -> None:
@@ -89,8 +93,8 @@ def _linear_by_sgd(args: argparse.Namespace, encoder: Encoder, splits: Splits) -
         test = features_of(encoder, splits.test, how, "test images")
         found = sgd_probe_on_crops(encoder, splits.learned_from(), test, settings, how)
     if args.world.main:
-        report = reports.about(encoder, splits, test=test) | {"settings": asdict(settings), "result": asdict(found)}
-        reports.finish(args, encoder, f"linear_{args.probe}", found.lines(), report)
+        report = _about(encoder, splits, test=test) | {"settings": asdict(settings), "result": asdict(found)}
+        _finish(args, encoder, f"linear_{args.probe}", found.lines(), report)
 
 
 def knn(args: argparse.Namespace) -> None:
@@ -110,7 +114,7 @@ def knn(args: argparse.Namespace) -> None:
         encoder = options.chosen_encoder(args, args.weights[0])
         train, val, queries = options.features_of_splits(args, encoder, splits)
         bank, queries = joined(train.flat(), val).labelled(), queries.labelled()
-        title, notes = reports.title(encoder, splits), splits.notes
+        title, notes = _title(encoder, splits), splits.notes
     most = len(bank) - args.leave_one_out
     chosen = args.k or sorted({min(k, most) for k in KNN_K})
     bank, queries = bank.to(args.world.device), queries.to(args.world.device)
@@ -124,7 +128,7 @@ def knn(args: argparse.Namespace) -> None:
         report = {"encoder": encoder.describe(), "features": summary(bank), "temperature": args.temperature}
         report["result"] = [asdict(result) for result in found]
         picture = figures.draw_curve, title, "neighbours k", {encoder.name: curve}
-        reports.finish(args, encoder, "knn", lines, report, *picture)
+        _finish(args, encoder, "knn", lines, report, *picture)
 
 
 def fewshot(args: argparse.Namespace) -> None:
@@ -139,10 +143,10 @@ def fewshot(args: argparse.Namespace) -> None:
     shots = [few.shots(pool, test, n, seeds=range(args.seeds), metric=metric, device=device) for n in args.shots]
     counts = WAY_SHOTS if args.tasks else ()
     tasks = [few.episodes(test, n, ways=args.ways, tasks=args.tasks, device=device) for n in counts]
-    report = reports.about(encoder, splits, train=train, test=test)
+    report = _about(encoder, splits, train=train, test=test)
     report |= {"shots": [asdict(result) for result in shots], "tasks": [asdict(task) for task in tasks]}
     lines = [line for shot in shots for line in shot.lines()] + [line for task in tasks for line in task.lines()]
-    reports.finish(args, encoder, "fewshot", lines, report, figures.draw_shots, reports.title(encoder, splits), shots)
+    _finish(args, encoder, "fewshot", lines, report, figures.draw_shots, _title(encoder, splits), shots)
 
 
 def retrieval(args: argparse.Namespace) -> None:
@@ -160,8 +164,8 @@ def retrieval(args: argparse.Namespace) -> None:
     bank, queries = bank.subset(bank.usable()), queries.subset(queries.usable())
     rows, device = min(args.queries, len(queries)), args.world.device
     found = retrieve(queries, bank, rows=rows, k=args.neighbours, seed=args.seed, device=device)
-    report = reports.about(encoder, splits, train=bank, test=queries) | {"result": found.plain(test, train)}
-    reports.finish(args, encoder, "retrieval", found.lines(), report, save_sheet, found, test, train)
+    report = _about(encoder, splits, train=bank, test=queries) | {"result": found.plain(test, train)}
+    _finish(args, encoder, "retrieval", found.lines(), report, save_sheet, found, test, train)
 
 
 def consistency(args: argparse.Namespace) -> None:
@@ -175,7 +179,7 @@ def consistency(args: argparse.Namespace) -> None:
     subjects = options.distinct([consistency_probe.subject(w, args.world.device, **hints) for w in args.weights])
     encoder = options.chosen_encoder(args, args.weights[0])
     found = consistency_probe.measure(subjects, dataset, options.extraction(args, encoder), args.seed)
-    reports.finish_several(args, encoder, "consistency", found, figures.draw_consistency)
+    _finish_several(args, encoder, "consistency", found, figures.draw_consistency)
 
 
 def spectrum(args: argparse.Namespace) -> None:
@@ -187,14 +191,14 @@ def spectrum(args: argparse.Namespace) -> None:
         features = features.subset(features.usable())
         found.append(spectra.spectrum(encoder.name, features, normalise=not args.raw))
     if args.world.main:
-        reports.finish_several(args, encoders[0], "spectrum", found, figures.draw_spectra)
+        _finish_several(args, encoders[0], "spectrum", found, figures.draw_spectra)
 
 
 def transfer(args: argparse.Namespace) -> None:
     """Fill the table of linear probes on the paper's data sets."""
     names = options.chosen_datasets(args.datasets)
     encoders = options.chosen_encoders(args)
-    folder, main = reports.folder(args, encoders[0]), args.world.main
+    folder, main = _folder(args, encoders[0]), args.world.main
 
     def probe(encoder: Encoder, splits: Splits) -> LinearResult:
         options.check_probe(splits)
@@ -215,3 +219,47 @@ def transfer(args: argparse.Namespace) -> None:
         print(table.markdown())
         print(figures.drawn(folder / "transfer.png", figures.draw_table, table.accuracies(), "linear probes"))
         print(f"table: {folder / 'transfer.csv'}, {folder / 'transfer.md'}")
+
+
+def _title(encoder: Encoder, splits: Splits) -> str:
+    """Return the title of a picture."""
+    return f"{encoder.name} on {splits.protocol.title}"
+
+
+def _about(encoder: Encoder, splits: Splits, **features: Features) -> dict[str, Any]:
+    """Begin a report: weights, data, and a summary of their features by split."""
+    found = {split: summary(values) for split, values in features.items()}
+    report = {"encoder": encoder.describe(), "weights_digest": encoder.digest, "protocol": asdict(splits.protocol)}
+    return report | {"notes": splits.notes, "features": found}
+
+
+def _folder(args: argparse.Namespace, encoder: Encoder) -> Path:
+    """Return ``--output``, or ``eval/ENCODER/DATA``."""
+    if args.output is not None:
+        return Path(args.output)
+    return Path("eval") / encoder.name.replace("/", "-").replace(":", "-") / options.data_name(args)
+
+
+def _finish(
+    args: argparse.Namespace, encoder: Encoder, name: str, lines: Sequence[str], report: dict[str, Any],
+    draw: Callable[..., None] | None = None, *arguments: Any,
+) -> None:  # fmt: skip
+    """Save NAME.json, print ``lines``, and make ``draw(NAME.png, *arguments)``."""
+    path = _folder(args, encoder) / f"{name}.json"
+    write_text(path, json.dumps(report, indent=1, default=str) + "\n")
+    for note in report.get("notes", ()):
+        print(f"note: {note}")
+    tested = report.get("features", {}).get("test")
+    if tested:
+        norm, spread = tested["mean_norm"], tested["spread"]
+        print(f"features: {tested['dimensions']} dimensions, mean norm {norm:.3g}, spread {spread:.3g}")
+    picture = [] if draw is None else [figures.drawn(path.with_suffix(".png"), draw, *arguments)]
+    print("\n".join([*lines, *picture, f"numbers: {path}"]), flush=True)
+
+
+def _finish_several(
+    args: argparse.Namespace, encoder: Encoder, name: str, found: Sequence[Any], draw: Callable[..., None]
+) -> None:
+    """Finish as :func:`_finish` does, with one result of each encoder."""
+    report = {"result": [asdict(one) for one in found]}
+    _finish(args, encoder, name, [line for one in found for line in one.lines()], report, draw, found)

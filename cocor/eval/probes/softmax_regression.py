@@ -29,7 +29,7 @@ _AXES = 8192  # dimensions up to which features are rotated; the eigenvalues of 
 _TOGETHER = 5  # penalties solved at once; with more, the weaker ones would start too far from their minima
 _MOST_TOGETHER, _FULL = 15, 2**23  # on a GPU up to so many, if fewer logits than these would not keep it busy
 _SLOW = 50  # iterations after which a part of the grid is preconditioned at its start
-_MOST_BLOCK_COST = 200  # iterations that the preconditioner may cost
+_MOST_BLOCK_COST, _MOST_BLOCKS = 200, 2**27  # iterations that the preconditioner may cost, and its numbers
 _ROWS = 65536  # rotated at a time
 
 
@@ -107,6 +107,8 @@ class SoftmaxRegression:
     def _block_cost(self, penalties: int) -> float:
         """Estimate the cost of the Hessian's blocks in iterations for so many penalties."""
         images, axes = self._inputs.shape
+        if self.classes * axes**2 > _MOST_BLOCKS:
+            return float("inf")
         return axes * (2 * images + 25 * axes) / (4 * images * penalties)
 
     def _together(self) -> int:
