@@ -46,7 +46,7 @@ class Splits:
     notes: tuple[str, ...] = ()
 
     def learned_from(self) -> ImageDataset:
-        """Join training and validation images, if these were taken from the former."""
+        """Join training and validation images if these were taken from the former."""
         train, val = self.train, self.val
         same = train.root == val.root and type(train) is type(val)
         return train.joined(val) if same else train

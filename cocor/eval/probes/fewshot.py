@@ -166,8 +166,9 @@ def _solve(values: Tensor, support: Tensor, queries: Tensor) -> Tensor:
 def logistic_regression(kernel: Tensor, signs: Tensor) -> Tensor:
     """Solve many small logistic regressions by Newton's method, with C = 1.
 
-    The solution is ``w = sum_i a_i x_i`` with ``a_i = s_i sigmoid(-s_i (K a)_i)``, which Newton's method with halved
-    steps finds for the gradient of the objective in ``a``. ``kernel`` (..., n, n), ``signs`` (..., n) -> a (..., n).
+    Each minimises ``|w|^2 / 2 + sum_i log(1 + exp(-s_i w.x_i))``. The solution is ``w = sum_i a_i x_i`` with ``a_i =
+    s_i sigmoid(-s_i (K a)_i)``, found with halved steps for the gradient in ``a``. ``kernel`` (..., n, n), ``signs``
+    (..., n) -> a (..., n).
     """
     kernel, signs = kernel.double(), signs.double()
     identity = torch.eye(kernel.shape[-1], dtype=torch.float64, device=kernel.device)

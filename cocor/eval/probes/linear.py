@@ -40,7 +40,9 @@ class Trial:
 class LinearResult:
     """Test accuracies in [0, 1] with the ``penalty`` that ``metric`` chose on val.
 
-    ``predicted`` int64 (N,): the classes of the labelled test images. ``loss``: the refit's objective."""
+    ``predicted`` int64 (N,): the classes of the labelled test images. ``converged`` and ``loss``, the objective, are
+    the refit's.
+    """
 
     top1: float
     class_mean: float
@@ -59,7 +61,7 @@ class LinearResult:
 
     @property
     def accuracy(self) -> float:
-        """In the metric of the protocol."""
+        """Choose the accuracy in the metric of the protocol."""
         return self.top1 if self.metric == "top1" else self.class_mean
 
     def plain(self) -> dict[str, Any]:

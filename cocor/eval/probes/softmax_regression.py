@@ -68,7 +68,7 @@ class SoftmaxRegression:
         return (entropy + penalty * (rotated.double().square().sum() + outside.clamp(min=0))).item()
 
     def fit(self, penalty: float, start: Tensor | None = None, *, iterations: int = 1000) -> Fit:
-        """As :func:`fit_all`, for one penalty."""
+        """Fit one penalty as :func:`fit_all` does."""
         return self.fit_all([penalty], start, iterations=iterations)[0]
 
     @torch.no_grad()
@@ -78,7 +78,8 @@ class SoftmaxRegression:
     ) -> list[Fit]:  # fmt: skip
         """Fit every penalty from ``start`` (default: zero), several at once.
 
-        Several are solved at once, the strongest first; the next ones start from the solution of the weakest so far.
+        The strongest come first; the next ones start from the solution of the weakest so far. A fit ends where the
+        gradient is ``tolerance`` times that at zero.
         """
         strongest_first = sorted(range(len(penalties)), key=lambda place: -penalties[place])
         rotated = self._inputs.new_zeros(self._inputs.shape[1], self.classes) if start is None else self._axes.T @ start

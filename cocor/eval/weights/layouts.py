@@ -91,25 +91,25 @@ class Layout:
 
     @property
     def model(self) -> nn.Module | None:
-        """The model to fill; None if its architecture is not known."""
+        """Build the model to fill; None if its architecture is not known."""
         return None if self.architecture is None else self.models.get(self.architecture, self.stem)
 
     @cached_property
     def fitting(self) -> list[str]:
-        """Names of the tensors that are the model's."""
+        """List the names of the tensors that are the model's."""
         wanted = {} if self.model is None else self.model.state_dict()
         return [name for name, value in self.tensors.items() if name in wanted and value.shape == wanted[name].shape]
 
     @cached_property
     def missing(self) -> list[str]:
-        """Names of the model's tensors that are not there."""
+        """List the names of the model's tensors that are not there."""
         wanted = self.tensors if self.model is None else self.model.state_dict()
         own = set(self.fitting)
         return [n for n in wanted if n not in own and not n.endswith("num_batches_tracked")]
 
     @cached_property
     def strange(self) -> list[str]:
-        """Names of the other tensors, but for those of heads."""
+        """List the names of the other tensors, but for those of heads."""
         own = set(self.fitting)
         strange = [name for name in self.tensors if name not in own and not _HEAD.match(name)]
         # A bare file may hold anything beside the encoder, which begins no other encoder.
@@ -117,7 +117,7 @@ class Layout:
 
     @property
     def whole(self) -> bool:
-        """Whether nothing is missing and nothing is left over."""
+        """Tell whether nothing is missing and nothing is left over."""
         return not self.missing and not self.strange
 
 
