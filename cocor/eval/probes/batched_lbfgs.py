@@ -20,6 +20,7 @@ _MOST_EVALUATIONS = 30  # of one line search
 _SLOPE = 0.1  # a line search ends when the slope has fallen to this share of the first
 _NEAR = 0.01  # or when the step would change by less than this share
 _RECOMPUTE = 50  # iterations after which logits are computed from the weights, so that rounding does not add up
+_FLOOR = 0.01  # share of the curvature at zero weights that an image keeps, however sure the start is of it
 _CROWDED = 0.75  # solved problems are dropped when no more than this share is open
 _BLOCK = {"cpu": 2**17, "cuda": 2**25}  # logits per block of an evaluation: what fits caches, or memory
 
@@ -61,7 +62,8 @@ class Descent:
         self._turned: Tensor | None = None  # (C, K, K): each class's own axes, as columns
         if blocks:
             share = self._logits[:, 0].softmax(1)
-            weighted = (inputs.T @ (inputs * column[:, None]) for column in (share * (1 - share)).T)
+            floor = _FLOOR * (1 - 1 / classes) / classes
+            weighted = (inputs.T @ (inputs * one[:, None]) for one in (share * (1 - share)).clamp(min=floor).T)
             values, self._turned = torch.linalg.eigh(torch.stack(list(weighted)))
             curvature = values.clamp(min=0).T.double()  # (K, C)
         self._root = (curvature + 2 * self._penalties[:, None, None]).sqrt().to(inputs)  # (P, K, 1) or (P, K, C)

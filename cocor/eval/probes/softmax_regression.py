@@ -83,7 +83,7 @@ class SoftmaxRegression:
         """
         strongest_first = sorted(range(len(penalties)), key=lambda place: -penalties[place])
         rotated = self._inputs.new_zeros(self._inputs.shape[1], self.classes) if start is None else self._axes.T @ start
-        together, found, pulse, slow = self._together(), {}, Pulse(), start is not None
+        together, found, pulse, slow = self._together(), {}, Pulse(), False
         parts = range(0, len(penalties), together)
         for at in track(parts, len(penalties), "solving", "penalties", together, even=False):  # weak ones take longer
             places = strongest_first[at : at + together]
