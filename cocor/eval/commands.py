@@ -48,11 +48,12 @@ def on_device(args: argparse.Namespace, run: Callable[[argparse.Namespace], None
         args.data = or_demo(args.data)
     try:
         run(args)
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, OSError, RuntimeError) as error:
         text, batch = str(error), f"lower --batch-size ({args.batch_size})"
         if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text:
             raise UserError(f"the GPU's memory is full: {batch}, or use --gpu no") from None
-        if isinstance(error, MemoryError) or "can't allocate memory" in text or "not enough memory" in text:
+        words = "can't allocate memory", "Cannot allocate memory", "not enough memory"
+        if isinstance(error, MemoryError) or any(word in text for word in words):
             raise UserError(f"too little memory: {batch}, --image-size or --workers") from None
         raise
     collectives.shutdown()
