@@ -20,7 +20,7 @@ _MOST_EVALUATIONS = 30  # of one line search
 _SLOPE = 0.1  # a line search ends when the slope has fallen to this share of the first
 _NEAR = 0.01  # or when the step would change by less than this share
 _RECOMPUTE = 50  # iterations after which logits are computed from the weights, so that rounding does not add up
-_FLOOR = 0.01  # share of the curvature at zero weights that an image keeps, however sure the start is of it
+_FLOOR = 0.001  # share of the curvature at zero weights that an image keeps, however sure the start is of it
 _CROWDED = 0.75  # solved problems are dropped when no more than this share is open
 _BLOCK = {"cpu": 2**17, "cuda": 2**25}  # logits per block of an evaluation: what fits caches, or memory
 
