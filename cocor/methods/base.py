@@ -106,6 +106,11 @@ class Method(nn.Module):
         """Raise a UserError for options that do not work on so many ranks."""
 
     @classmethod
+    def remark(cls, config: Config, images: int) -> str:
+        """Return a warning if the options do not suit so many training images."""
+        return ""
+
+    @classmethod
     def geometry(cls, config: Config, ranks: int) -> dict[str, int]:
         """Describe the layout over ranks, as far as it changes the method."""
         return {}

@@ -75,15 +75,6 @@ def assert_same_bits(left: Any, right: Any) -> None:
         assert same, name
 
 
-@pytest.fixture(scope="module")
-def unbroken(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """MoCo + CoCor, two epochs through DALI, with a checkpoint after every step. Read only, do not change."""
-    folder = tmp_path_factory.mktemp("runs") / "unbroken"
-    every_step = {"checkpoint_every_minutes": 1e-9}
-    assert main(flags(data=photo_folder, val_data=photo_folder, output=folder, loader="dali", **every_step)) == 0
-    return folder
-
-
 def interrupted(unbroken: Path, folder: Path, step: int) -> None:
     """``unbroken`` as it would be had the process been killed in the middle of a log line, after saving ``step``."""
     shutil.copytree(unbroken, folder)

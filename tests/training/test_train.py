@@ -23,6 +23,14 @@ GENTLE = 3e-4
 SHORT = {"epochs": 1, "loader": "torch", "consistency": "none"}
 
 
+@pytest.fixture(scope="module")
+def unbroken(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """MoCo + CoCor, two epochs through DALI, with a checkpoint after every step. Read only, do not change."""
+    folder = tmp_path_factory.mktemp("runs") / "unbroken"
+    assert main(flags(data=photo_folder, val_data=photo_folder, output=folder, loader="dali", **runs.EVERY_STEP)) == 0
+    return folder
+
+
 def assert_same_losses(one: Path, other: Path) -> None:
     """Of all steps of two runs at the learning rate :data:`GENTLE`."""
     names = ["step", "loss", "labelled_loss", "similarity_3"]
@@ -60,6 +68,12 @@ class TestRunFolder:
         trained = final_state(unbroken)["method"]
         for name, value in model.state_dict().items():
             assert torch.equal(value, trained[f"backbone.{name}"])
+
+    def test_a_queue_of_all_images_is_one_warning(self, photo_folder: Path, tmp_path: Path) -> None:
+        options = {"data": photo_folder, **SHORT, "cpu_ranks": 2, "queue_size": 24}
+        done = runs.run(*flags(**options, output=tmp_path / "run"))
+        assert done.returncode == 0 and done.stderr.count("--queue-size 24: the 24 images") == 1, done.stderr
+        assert "use --queue-size 8\n" in done.stderr
 
     def test_a_run_starts_from_the_weights_of_another(self, unbroken: Path, photo_folder: Path, tmp_path: Path) -> None:
         options = {"data": photo_folder, "init": unbroken / "backbone.safetensors", "consistency": "none"}
