@@ -75,8 +75,8 @@ class Method(nn.Module):
     """A contrastive method, whose ``state_dict`` is all that is needed to resume.
 
     Its constructor takes a backbone, :class:`Ranks` and its options by their names. ``backbone`` maps images (B, 3, H,
-    W) to features (B, D). ``metrics`` holds detached scalars () of the last ``contrastive`` call on this rank:
-    ``loss``, ``feature_std`` and more if the method has any.
+    W) to features (B, D). ``metrics`` holds detached scalars () of the last ``contrastive`` call, whose mean over ranks
+    is the global batch's: ``loss``, ``feature_std`` and more if the method has any.
     """
 
     # Literals, as they are read from the source too (cocor.methods.spec).
@@ -131,7 +131,7 @@ class Method(nn.Module):
         methods; others ignore them.
         """
         loss, embeddings = self.loss_of(views, labels)
-        self.metrics = {"loss": loss.detach(), "feature_std": feature_std(embeddings)}
+        self.metrics = {"loss": loss.detach(), "feature_std": feature_std(self.ranks.gather(embeddings.detach()))}
         return loss
 
     @torch.no_grad()

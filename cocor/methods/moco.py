@@ -107,7 +107,7 @@ class MoCo(Method):
         self.metrics = {
             "loss": loss.detach(),
             "top1": accuracy,
-            "feature_std": feature_std(queries),
+            "feature_std": feature_std(self.ranks.gather(queries.detach())),
         }
         return loss
 
