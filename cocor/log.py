@@ -2,7 +2,8 @@
 
     metrics.jsonl   one JSON object a line: {"kind": "train", "step": 100, "loss": ..., "images_per_s": ..., ...}
 
-Only the main rank writes files; other ranks print warnings to stderr.
+Metrics are of the global batch, ``data_wait_share`` is the mean over ranks, and memory the main rank's. Only that rank
+writes files; other ranks print warnings to stderr.
 """
 
 import errno
@@ -181,12 +182,12 @@ class RunLog:
             return None
         means = self._read()  # waits for the device, so that the times below include its work
         seconds, waited = self._clock.read()
+        waiting = mean_over_ranks(torch.tensor(waited / max(seconds, 1e-9), device=self.world.device)).item()
         steps, self._last_step = step - self._last_step, step
         self._recent.append((steps, seconds))
         rate = sum(steps for steps, _ in self._recent) / max(sum(seconds for _, seconds in self._recent), 1e-9)
-        speed, wait = (value / max(seconds, 1e-9) for value in (steps * self.batch_size, waited))
-        left = (self.total_steps - step) / max(rate, 1e-9)
-        means |= {"lr": lr, "images_per_s": speed, "data_wait_share": wait, "time_left_s": left}
+        speed, left = steps * self.batch_size / max(seconds, 1e-9), (self.total_steps - step) / max(rate, 1e-9)
+        means |= {"lr": lr, "images_per_s": speed, "data_wait_share": waiting, "time_left_s": left}
         if self.world.device.type == "cuda":
             means["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         record = self.event("train", step, epoch, means)

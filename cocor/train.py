@@ -132,6 +132,9 @@ def describe(run: Run, checkpoint_read: Path | None) -> None:
             _log.warning(f"skipped {printable(name)}: {reason}")
         if len(skipped) > _SHOWN:
             _log.warning(f"skipped {len(skipped) - _SHOWN:,} more such files")
+    remark = run.step.method.remark(config, len(data.train))
+    if run.world.main and remark:
+        _log.warning(remark)
     if run.world.main and run.knn is None and config.knn_every:
         _log.info("no held-out images with labels: k-NN is not measured (see --val-data)")
 

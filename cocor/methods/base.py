@@ -75,8 +75,8 @@ class Method(nn.Module):
     """A contrastive method, whose ``state_dict`` is all that is needed to resume.
 
     Its constructor takes a backbone, :class:`Ranks` and its options by their names. ``backbone`` maps images (B, 3, H,
-    W) to features (B, D). ``metrics`` holds detached scalars () of the last ``contrastive`` call on this rank:
-    ``loss``, ``feature_std`` and more if the method has any.
+    W) to features (B, D). ``metrics`` holds detached scalars () of the last ``contrastive`` call, whose mean over ranks
+    is the global batch's: ``loss``, ``feature_std`` and more if the method has any.
     """
 
     # Literals, as they are read from the source too (cocor.methods.spec).
@@ -106,6 +106,11 @@ class Method(nn.Module):
         """Raise a UserError for options that do not work on so many ranks."""
 
     @classmethod
+    def remark(cls, config: Config, images: int) -> str:
+        """Return a warning if the options do not suit so many training images."""
+        return ""
+
+    @classmethod
     def geometry(cls, config: Config, ranks: int) -> dict[str, int]:
         """Describe the layout over ranks, as far as it changes the method."""
         return {}
@@ -126,7 +131,7 @@ class Method(nn.Module):
         methods; others ignore them.
         """
         loss, embeddings = self.loss_of(views, labels)
-        self.metrics = {"loss": loss.detach(), "feature_std": feature_std(embeddings)}
+        self.metrics = {"loss": loss.detach(), "feature_std": feature_std(self.ranks.gather(embeddings.detach()))}
         return loss
 
     @torch.no_grad()

@@ -80,6 +80,17 @@ class MoCo(Method):
             )
 
     @classmethod
+    def remark(cls, config: Config, images: int) -> str:
+        if config.queue_size < images:
+            return ""
+        # By chance an image's last key is no more than K images old for (K / N)^2 / 2 of the queries: 1 % at N / 8.
+        fitting = max(1, images // 8 // config.batch_size) * config.batch_size
+        return (
+            f"--queue-size {config.queue_size}: the {images:,} images are no more than keys in the queue, so that "
+            f"queries are contrasted with keys of their own image; use --queue-size {fitting}"
+        )
+
+    @classmethod
     def geometry(cls, config: Config, ranks: int) -> dict[str, int]:
         return {"BatchNorm groups of keys": key_bn_groups(config.key_bn_splits, ranks) * ranks}
 
@@ -96,7 +107,8 @@ class MoCo(Method):
         loss = _mean([_info_nce(positive, negative) for positive, negative in logits])
         with torch.no_grad():
             accuracy = _mean([(positive > negative.amax(1)).float().mean() for positive, negative in logits])
-        self.metrics = {"loss": loss.detach(), "top1": accuracy, "feature_std": feature_std(queries[0])}
+        spread = feature_std(self.ranks.gather(queries[0].detach()))
+        self.metrics = {"loss": loss.detach(), "top1": accuracy, "feature_std": spread}
         return loss
 
     @torch.no_grad()

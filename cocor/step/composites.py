@@ -2,7 +2,7 @@
 
     begin   embeddings, targets and similarities, length by length, each with its gradient
     finish  the consistency loss of all lengths together (``cocor.objective.consistency``)
-    add     slope_l times the gradient of length l, on top of the contrastive gradient
+    gradient, add   slope_l times the gradient of length l, on top of the contrastive gradient
 
 The gradient of each length is kept by itself, because the exact hyper-gradient needs its inner product with the
 cross-entropy's. The consistency loss then needs no backward pass of its own: its gradient is a linear combination.
@@ -116,19 +116,20 @@ class CompositeTerm:
         consistency = self.consistency(torch.stack(lengths.similarity), lengths.target)
         return CompositeGradients(consistency, lengths.target, lengths.originals, lengths.gradients)
 
-    def add(self, composites: CompositeGradients) -> dict[str, Tensor]:
-        """Add the consistency gradient to ``.grad``; return the norms of both parts."""
-        for parameter in self._parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        total = [parameter.grad for parameter in self._parameters if parameter.grad is not None]  # all of them
+    def gradient(self, composites: CompositeGradients) -> list[Tensor]:
+        """Combine the lengths' gradients into this rank's of the consistency loss."""
         gradients = composites.gradients
         slopes = [1.0] * len(gradients) if self._of_samples else composites.consistency.slope
-        added = torch._foreach_mul(list(gradients[0]), slopes[0])
+        total = torch._foreach_mul(list(gradients[0]), slopes[0])
         for number in range(1, len(gradients)):
-            torch._foreach_add_(added, torch._foreach_mul(list(gradients[number]), slopes[number]))
-        norms = [torch.stack(torch._foreach_norm(gradients)).norm() for gradients in (total, added)]
-        torch._foreach_add_(total, added)
+            torch._foreach_add_(total, torch._foreach_mul(list(gradients[number]), slopes[number]))
+        return list(total)
+
+    def add(self, gradient: list[Tensor]) -> dict[str, Tensor]:
+        """Add the consistency ``gradient`` to ``.grad``; return the norms of both parts."""
+        total = [parameter.grad for parameter in self._parameters if parameter.grad is not None]  # all of them
+        norms = [torch.stack(torch._foreach_norm(part)).norm() for part in (total, gradient)]
+        torch._foreach_add_(total, gradient)
         return {"gradient_contrastive": norms[0], "gradient_consistency": norms[1]}
 
     def originals(self, batch: Batch) -> Tensor:

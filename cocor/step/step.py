@@ -108,7 +108,7 @@ class TrainingStep:
         Returns detached metrics: scalars (), and values per length (L,).
         """
         self.optimiser.zero_grad(set_to_none=True)
-        term, composites = self.composites, None
+        term, composites, added = self.composites, None, list[Tensor]()
         lengths = term.begin(batch, self.timer) if term is not None else None
         with self.timer("contrastive"):
             with self.autocast():
@@ -118,12 +118,18 @@ class TrainingStep:
 
         if term is not None and lengths is not None:
             composites = term.finish(lengths)
-            metrics |= term.add(composites)
+            for parameter in self.parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            added = term.gradient(composites)
             consistency = composites.consistency
             metrics |= {"consistency_loss": consistency.unweighted}
             metrics |= {"similarity": consistency.similarity, "target": consistency.target}
+        # Both parts travel, not just their sum: the norms that are logged are those of the global batch.
         with self.timer("communication"):
-            reduce_gradients([p.grad for p in self.parameters if p.grad is not None])
+            reduce_gradients([*(p.grad for p in self.parameters if p.grad is not None), *added])
+        if term is not None and added:
+            metrics |= term.add(added)
 
         if composites is not None and self.outer is not None and labelled is not None:
             metrics |= self._step_all(self.outer, batch, labelled, contrastive.detach(), composites)

@@ -19,6 +19,7 @@ from cocor.config.resolve import resolve
 from cocor.methods import shuffle
 from cocor.methods.base import Method, Ranks, batch_statistics_only, feature_std
 from cocor.methods.moco import MoCo
+from cocor.methods.simsiam import SimSiam
 from loaders.errors import UserError
 
 
@@ -234,6 +235,14 @@ def test_moco_queue_wraps_around() -> None:
             expected[at % 10] = key
             at += 1
         assert torch.allclose(method.queue, expected, atol=1e-6) and method.pointer.item() == at % 10
+
+
+@pytest.mark.parametrize(("images", "fitting"), [(24, 8), (65_536, 8_192), (65_537, None)])
+def test_moco_warns_of_a_queue_of_all_images(images: int, fitting: int | None) -> None:
+    config = resolve({"queue_size": 65_536, "batch_size": 8 if images == 24 else 256})
+    remark = MoCo.remark(config, images)
+    assert bool(remark) == bool(fitting) and remark.endswith(f"use --queue-size {fitting}" if fitting else "")
+    assert not SimSiam.remark(config, images)
 
 
 def test_moco_key_encoder_is_a_moving_average() -> None:

@@ -32,12 +32,13 @@ def compared(results: dict[int, Results], precision: str, method: str,
     one, several = results[1][precision][method], results[ranks][precision][method]
     assert one.keys() == several.keys()
     if method != "plain":
-        assert {"0 loss", "0 similarity_2", "0 labelled_loss", "0 hypergradient_norm"} <= one.keys()
+        told = {"loss", "similarity_2", "labelled_loss", "hypergradient_norm", "contrastive_feature_std"}
+        told |= {"gradient_contrastive", "gradient_consistency"}
+        assert {f"0 {name}" for name in told} <= one.keys()
     assert ("0 similarity_3" in one) == (method not in ("cheaper", "plain"))
     for name, value in one.items():
-        own = any(word in name for word in ("feature_std", "top1", "gradient_con"))  # of each rank's own images
-        keys = "key_backbone" in name and ("running" in name or "num_batches" in name)  # as are these statistics
-        if not own and not keys:
+        own = "key_backbone" in name and ("running" in name or "num_batches" in name)  # of each rank's own images
+        if not own:
             yield name, several[name], value
 
 
