@@ -73,6 +73,7 @@ def steps(config: Config, world: World, mmnn: nn.Module | None, pairs: list[tupl
     parts: dict[str, nn.Module] = {"method": method}
     if target is not None and step.outer is not None:
         parts |= {"mmnn": target, "classifier": step.outer.classifier}
+        step.outer.mmnn_at_start.to(dtype)
     for part in parts.values():
         part.to(dtype)
     done: dict[str, Tensor] = {}

@@ -173,11 +173,13 @@ def test_every_weight_can_learn(shape: Shape) -> None:
     assert ((g.hidden.grad != 0).all(1)).float().mean() > 0.4  # units that set in at longer lengths wait for those
 
 
-def test_output_is_float32_under_autocast() -> None:
+@pytest.mark.parametrize("shape", SHAPES)
+def test_output_is_float32_under_autocast(shape: Shape) -> None:
     composition = torch.stack([random_composites(length, 5) for length in (1, 2, 3)])
     with torch.autocast("cpu", torch.bfloat16):
-        mixed = FITTED(composition)
-    assert mixed.dtype == torch.float32 and mixed.shape == (3, 5) and torch.equal(FITTED(composition), mixed)
+        mixed = FITTED[shape](composition)
+    assert mixed.dtype == torch.float32 and mixed.shape == (3, 5)
+    assert torch.equal(FITTED[shape](composition), mixed)
 
 
 def test_constants_are_continued_in_a_line() -> None:
