@@ -1,4 +1,4 @@
-"""What the host does for a batch of the DALI loader: seconds of each stage, and of each kind of thread.
+"""Profile the host's work for a batch of the DALI loader, by stage and thread.
 
     python benchmarks/host_profile.py --data imagenet/train
     python benchmarks/host_profile.py --data imagenet/train --gpus 1 --batch-size 256 --read-at-once 64

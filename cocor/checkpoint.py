@@ -169,7 +169,7 @@ def exists(resume: str | None, output: Path) -> bool:
 
 
 def compare(state: Mapping[str, Any], config: Config, digest: str, files: Mapping[str, str]) -> list[str]:
-    """List how the run of ``state`` differs from ``config`` and the images, as in :func:`describe`.
+    """List how the run of ``state`` differs from ``config`` and the images.
 
     Only what enters the arithmetic of steps counts; with ``--force-data`` other images are no difference.
     """

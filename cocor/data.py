@@ -91,7 +91,7 @@ def file_states(images: ImageDataset) -> dict[str, str]:
 
 
 def content_digest(images: ImageDataset) -> str:
-    """Digest the contents of the files of ``images``, in their order: reads all of them."""
+    """Digest the contents of all files of ``images``, in their order."""
     paths = [str(images.file.path)] if isinstance(images, StoredDataset) else images.paths
 
     def digest(path: str) -> bytes:

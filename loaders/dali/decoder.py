@@ -33,10 +33,10 @@ _LARGEST_HINT = 6500  # pixels a side up to which the hardware decoder's memory 
 
 
 class DaliDecoder:
-    """Decodes the jobs of ``loader``, one epoch at a time. ``hw_decoder_load``, ``read_at_once``: see
-    :class:`loaders.dali.loader.DaliLoader`.
+    """Decoder of the jobs of ``loader``, one epoch at a time.
 
-    An epoch may be closed by another thread than the one that iterates over it.
+    ``hw_decoder_load`` and ``read_at_once``: see :class:`loaders.dali.loader.DaliLoader`. An epoch may be closed by
+    another thread than the one that iterates over it.
     """
 
     def __init__(self, loader: PipelineLoader, feed: Feed, hw_decoder_load: float, read_at_once: int) -> None:
@@ -73,7 +73,7 @@ class DaliDecoder:
                 self._drain()
 
     def _requests_of(self, epoch: int, start_step: int, readers: DaemonPool) -> Generator[Request, None, None]:
-        """The requests of an epoch, in order; the files of the next ones are read meanwhile."""
+        """Yield an epoch's requests in order, while files of the next are read."""
         jobs, pending = self._loader.jobs.epoch(epoch, start_step), deque[Pending]()
         while together := list(islice(jobs, self._steps_at_once)):
             pending.append(self._feed.begin(together, self._pool, readers))

@@ -1,4 +1,4 @@
-"""DALI's input: the files of a batch's images, side by side in one block of memory, and their boxes.
+"""Inputs of DALI: a batch's files side by side in one block, and its boxes.
 
 Compiled code reads and judges the files (:mod:`loaders.datasets.file_reader`), so that DALI is given no file that would
 crash it or keep it waiting, nor half an image, nor one of another size.
@@ -69,8 +69,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Pending:
-    """A request whose files are being read: ``verdicts`` uint8 (M,) on the ``places`` int64 (M,) that DALI decodes are
-    set by the tasks ``reads``. ``decodes``: by place, the tasks that decode the others on the host."""
+    """Request whose files are being read.
+
+    The tasks ``reads`` set ``verdicts`` uint8 (M,) on the ``places`` int64 (M,) that DALI decodes. ``decodes`` are, by
+    place, the tasks that decode the others on the host.
+    """
 
     request: Request
     places: NDArray[np.int64]
@@ -80,9 +83,10 @@ class Pending:
 
 
 class Feed:
-    """Makes requests of jobs. ``on_host`` bool (N,): the images of the data set that DALI must not decode.
+    """Maker of requests from jobs.
 
-    ``read_at_once`` is into how many tasks the files of a request are divided.
+    ``on_host`` bool (N,) are the images of the data set that DALI must not decode. ``read_at_once`` is into how many
+    tasks the files of a request are divided.
     """
 
     def __init__(self, loader: PipelineLoader, read_at_once: int) -> None:
@@ -98,8 +102,11 @@ class Feed:
         self._reader.read(*np.empty((2, 0), np.int64), *np.empty((2, 0), np.uint8))  # compiles it
 
     def request(self, jobs: list[Job], pool: Executor, on_host: bool = False) -> Request:
-        """A request for ``jobs``, made in the threads of ``pool``, with all images decoded ``on_host`` or as few as
-        possible. Unusable images are skipped or raised, as the loader's ``on_error`` says."""
+        """Make a request for ``jobs`` in the threads of ``pool``.
+
+        All images are decoded ``on_host``, or as few as possible. Unusable images are skipped or raised, as the
+        loader's ``on_error`` says.
+        """
         return self.finish(self.begin(jobs, pool, pool, on_host), pool, pool)
 
     def renewed(self, request: Request, pool: Executor) -> Request:
@@ -109,8 +116,7 @@ class Feed:
         return request if same else self.request(jobs, pool, request.on_host)
 
     def begin(self, jobs: list[Job], pool: Executor, readers: Executor, on_host: bool = False) -> Pending:
-        """Start to make a request: to read files in the threads of ``readers``, and to decode what is decoded on the
-        host in those of ``pool``."""
+        """Begin a request: read in threads of ``readers``, decode in those of ``pool``."""
         jobs = [self._loader.jobs.renewed(job) for job in jobs]
         index = np.concatenate([job.planned.index for job in jobs])
         planned = np.concatenate([job.planned.boxes for job in jobs])
@@ -140,8 +146,11 @@ class Feed:
         return Pending(request, places, verdicts, reads, decodes)
 
     def finish(self, pending: Pending, pool: Executor, readers: Executor) -> Request:
-        """The request that was begun, when all of it is read. It is made again, in the same threads, without what has
-        turned out unusable, and with images decoded on the host whose files DALI should not get."""
+        """Finish a request that was begun, once all of it is read.
+
+        It is made again, in the same threads, without what has turned out unusable, and with images decoded on the host
+        whose files DALI should not get.
+        """
         refused: dict[int, int] = {}  # verdicts by image
         while True:
             for read in pending.reads:
@@ -167,7 +176,8 @@ class Feed:
         self._memory.clear()
 
     def _refused(self, pending: Pending) -> dict[int, int]:
-        """The images whose files DALI should not get, with the verdicts on them. Read twice: a network may hiccup."""
+        """Return verdicts by image on files that DALI should not get, each read twice."""
+        # A network may hiccup once.
         request, places = pending.request, pending.places[pending.verdicts != GOOD]
         if not len(places):
             return {}

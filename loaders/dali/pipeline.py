@@ -23,7 +23,7 @@ _INSTALL = "pip install nvidia-dali-cuda130, or choose another --loader"
 
 
 def load_dali() -> Any:
-    """Import ``nvidia.dali``, 2.0 or newer. UserError with the command that installs it."""
+    """Import ``nvidia.dali`` 2.0 or newer; UserError with the remedy."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -52,9 +52,10 @@ def build_pipeline(
     ahead: int,
     gpu_decoder: dict[str, Any],
 ) -> Any:
-    """Build a pipeline whose one output is each sample's crops uint8 (C, S, S, 3), on the GPU ``device_id`` if given.
+    """Build the pipeline from files to crops uint8 (C, S, S, 3), its one output.
 
-    ``source`` gives the memory that holds a batch's files, once for every sample, where in it each one starts and its
+    With ``device_id`` the crops are on that GPU. ``source`` gives the memory that holds a batch's files, once for
+    every sample, where in it each one starts and its
     length, int64 (B, 1), and then, for each crop, the begin and the end (y, x) of its region, float32 (B, 2) in pixels:
     see :func:`shared`. Without a ``filter`` the output is the whole images uint8 (H, W, 3), and ``source`` gives no
     regions. ``gpu_decoder`` holds options of the mixed decoder; ``ahead`` is how many batches DALI works on at once.
@@ -99,7 +100,7 @@ def build_pipeline(
 
 
 def shared(files: tuple[Tensor, Tensor, Tensor], corners: Iterable[Tensor]) -> list[Any]:
-    """What the ``source`` of :func:`build_pipeline` gives, made of a request's tensors without a copy.
+    """Wrap a request's tensors for :func:`build_pipeline`, without a copy.
 
     Handed over as DLPack, they are let go of without the interpreter's lock, if somebody still holds them then.
     """
@@ -134,7 +135,10 @@ def _end_working() -> None:
 
 
 def undecodable(files: Iterable[np.ndarray], sizes: np.ndarray) -> list[int]:
-    """Find those of ``files`` (bytes uint8) that DALI's CPU decoder fails on, or gives other ``sizes`` (N, 2)."""
+    """Find the ``files`` (bytes uint8) that DALI's CPU decoder gets wrong.
+
+    That is, it fails on them or gives other ``sizes`` (N, 2).
+    """
     dali = load_dali()
     fn = dali.fn
 

@@ -1,4 +1,4 @@
-"""Read the files of many images at once, and judge each by its header and its end, in compiled code.
+"""Compiled reader of many image files, judged by header and end as they are read.
 
 A reader puts the bytes of a batch's images into one block of memory, next to one another. Threads share the work: each
 calls :meth:`read` with a part of the batch, which runs without the interpreter's lock. An image is judged by the very
@@ -38,7 +38,7 @@ _close = _function("close", types.int32(types.int32))
 
 
 class Reader(Protocol):
-    """Reads images of a data set. The bytes of image ``index[i]`` go to ``block`` at ``starts[i]``."""
+    """Reader of images: the bytes of ``index[i]`` go to ``block`` at ``starts[i]``."""
 
     lengths: NDArray[np.int64]
     """The bytes that each image of the data set takes in a block."""
@@ -55,7 +55,7 @@ class Reader(Protocol):
 
 
 class FileReader:
-    """Reads the image files of a folder. Its ``file_sizes`` are the lengths that the files must still have."""
+    """Reader of a folder's files, which must still have their ``file_sizes``."""
 
     def __init__(self, dataset: ImageDataset) -> None:
         assert dataset.file_sizes is not None
@@ -79,7 +79,9 @@ class FileReader:
 
 
 class StoredReader:
-    """Copies images out of a ``.beton`` file; raw pixels become PPM files. Checksums are compared at the first read."""
+    """Copier of images from a ``.beton`` file; raw pixels become PPM files."""
+
+    # Checksums are compared at the first read of an image.
 
     def __init__(self, dataset: StoredDataset) -> None:
         beton, rows = dataset.file.beton, dataset.rows
@@ -123,9 +125,10 @@ def read_files(
     block: NDArray[np.uint8],
     verdicts: NDArray[np.uint8],
 ) -> None:
-    """Read the files of images ``index`` (N,) to ``starts`` (N,) in ``block``, and set their ``verdicts`` (N,).
+    """Read the files of images ``index`` (N,) to ``starts`` (N,) in ``block``.
 
-    An image's path is ``root`` and its part of ``names``, up to ``ends``. ``lengths`` and ``sizes`` say what the data
+    Sets their ``verdicts`` (N,). An image's path is ``root`` and its part of ``names``, up to ``ends``. ``lengths``
+    and ``sizes`` say what the data
     set expects of each of its images.
     """
     path, status = np.empty(_PATH_BYTES, np.uint8), np.empty(_STATUS_BYTES, np.uint8)
@@ -178,9 +181,9 @@ def copy_stored(
     block: NDArray[np.uint8],
     verdicts: NDArray[np.uint8],
 ) -> None:
-    """Copy images ``index`` (N,) out of ``stored`` to ``starts`` (N,) in ``block``, and set their ``verdicts`` (N,).
+    """Copy images ``index`` (N,) of ``stored`` to ``starts`` (N,) in ``block``.
 
-    ``places``, ``lengths``, ``raw`` and ``sizes`` belong to the images of the data set.
+    Sets their ``verdicts`` (N,). ``places``, ``lengths``, ``raw`` and ``sizes`` belong to the images of the data set.
     """
     for i in range(len(index)):
         image, at = index[i], starts[i]
@@ -204,8 +207,10 @@ def _write_ppm_header(out: NDArray[np.uint8], height: int, width: int) -> None:
 
 @jit
 def judge(data: NDArray[np.uint8], height: int, width: int) -> int:
-    """Whether ``data`` is a whole JPEG or PNG file of an upright image of this size that every decoder takes for that:
-    GOOD or DAMAGED."""
+    """Judge ``data``: GOOD for a whole, upright JPEG or PNG of this size, else DAMAGED.
+
+    GOOD means that every decoder takes it for that.
+    """
     return GOOD if _is_jpeg(data, height, width) or _is_png(data, height, width) else DAMAGED
 
 
