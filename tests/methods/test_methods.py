@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from cocor.config.resolve import resolve
+from cocor.config.options import Config
 from cocor.methods import shuffle
 from cocor.methods.base import Method, Ranks, batch_statistics_only, feature_std
 from cocor.methods.moco import MoCo
@@ -239,7 +239,7 @@ def test_moco_queue_wraps_around() -> None:
 
 @pytest.mark.parametrize(("images", "fitting"), [(24, 8), (65_536, 8_192), (65_537, None)])
 def test_moco_warns_of_a_queue_of_all_images(images: int, fitting: int | None) -> None:
-    config = resolve({"queue_size": 65_536, "batch_size": 8 if images == 24 else 256})
+    config = Config(queue_size=65_536, batch_size=8 if images == 24 else 256)
     remark = MoCo.remark(config, images)
     assert bool(remark) == bool(fitting) and remark.endswith(f"use --queue-size {fitting}" if fitting else "")
     assert not SimSiam.remark(config, images)
