@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from cocor.config.options import Config
+from cocor.config.resolve import resolve
 from cocor.methods import shuffle
 from cocor.methods.base import Method, Ranks, batch_statistics_only, feature_std
 from cocor.methods.moco import MoCo
