@@ -146,7 +146,7 @@ class RunLog:
     Args:
         folder: the run folder; its metrics.jsonl is cut back to ``start_step``, so a resumed run repeats no line.
         batch_size: images per step over all ranks.
-        again: kinds of lines of ``start_step`` that are dropped as well, as they will come again (at step 0: all).
+        again: kinds of records also dropped at ``start_step``, as they will be logged again (at step 0: all).
     """
 
     def __init__(

@@ -36,7 +36,7 @@ def remedy(number: int | None, otherwise: str) -> str:
 
 
 def no_fault_of_a_file(error: Exception) -> bool:
-    """Tell a want of memory or handles from a fault of the file that was read."""
+    """Return whether memory or file handles ran out, rather than the file being bad."""
     memory = isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
     return memory or (isinstance(error, OSError) and error.errno in _OF_THE_MACHINE)
 

@@ -64,7 +64,7 @@ class Pulse:
 
 @contextmanager
 def patience(text: str) -> Iterator[None]:
-    """Print ``text`` and the seconds gone by every half minute of the block."""
+    """Print ``text`` and the elapsed seconds every 30 s while the block runs."""
     began, over = time.monotonic(), threading.Event()
 
     def say() -> None:

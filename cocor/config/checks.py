@@ -1,6 +1,6 @@
 """Validate options and their combinations, naming what to change in one line.
 
-A flag without effect beside the run's other settings is a warning. Keys of a config file get none, as a file serves
+A flag that the other settings make irrelevant is a warning. Keys of a config file get none, as a file serves
 several runs.
 """
 

@@ -59,7 +59,7 @@ class Config:
     sync_bn: bool = option(False, "BatchNorm over the batches of all GPUs")
     fix_predictor_lr: bool = option(True, "keep the predictor's learning rate constant")
 
-    # Methods; which of them have an option is said by their classes
+    # Methods; each method class lists the options that it uses
     queue_size: int = option(65536, "keys in the queue", low=1, high=2**24)
     key_bn_splits: int = option(8, "groups of the global batch for the keys' BatchNorm", low=1, high=2**20)
     symmetric: bool = option(False, "each view is the query once and the key once; twice the passes")
@@ -129,7 +129,7 @@ class Config:
 
     # Reports and checkpoints
     log_every: int = option(50, "steps between two log lines", low=1)
-    on_nan: Literal["stop", "skip"] = option("stop", "what to do about a step whose loss is no number")
+    on_nan: Literal["stop", "skip"] = option("stop", "what to do about a step whose loss is NaN or infinite")
     log_samples: bool = option(False, "record the samples of every step in metrics.jsonl")
     checkpoint_every_epochs: int = option(1, "epochs between two checkpoints", low=1)
     checkpoint_every_minutes: float = option(30.0, "minutes between two checkpoints within an epoch; 0: none", low=0)

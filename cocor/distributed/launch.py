@@ -26,7 +26,8 @@ from loaders.cpus import available_cores
 from loaders.errors import UserError
 
 _MOST_WORKERS = 16
-_EXPECTED = (USER_ERROR, signals.STOPPED, signals.INTERRUPTED)  # exit codes: another start would end alike
+# Exit codes after which restarting would fail the same way.
+_EXPECTED = (USER_ERROR, signals.STOPPED, signals.INTERRUPTED)
 _SUDDEN_ENDS = {
     signal.SIGKILL: "SIGKILL: killed by hand or for lack of memory",
     signal.SIGSEGV: "SIGSEGV, a crash in compiled code",

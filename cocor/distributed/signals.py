@@ -100,6 +100,6 @@ def _receive(number: int, frame: FrameType | None) -> None:
     else:
         code = 128 + number
         with suppress(OSError):  # a closed terminal; past sys.stderr, which this may have interrupted
-            os.write(2, b"left at once, as asked twice\n")
+            os.write(2, b"second signal: exiting at once\n")
     # Not by an exception: PyTorch catches those that are raised while it loads or compiles.
     os._exit(code)

@@ -21,7 +21,7 @@ else:
 
 
 def identity(tensor: Tensor) -> Tensor:
-    """Return the mean over a single rank, or all that it gathers."""
+    """Stand in for a collective on a single rank."""
     return tensor
 
 

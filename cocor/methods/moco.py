@@ -10,7 +10,7 @@ batch of its own for BatchNorm. The keys of both enter the queue. (The symmetric
 halving, which is twice the learning rate.)
 
 Batch statistics shared by a query and its key would let the network cheat. So the global batch of keys is shuffled and
-cut into groups with separate BatchNorm statistics, ``key_bn_splits`` on each rank (``cocor.methods.shuffle``).
+cut into groups with separate BatchNorm statistics, ``key_bn_splits`` over all ranks (``cocor.methods.shuffle``).
 """
 
 import copy

@@ -2,7 +2,7 @@
 
 Paper, eq. 2 (``abs_loss``) and appendix "Improving CoCor with an Alternative Consistency Loss" (``softplus_loss``).
 A loss returns its value together with the two derivatives that the bi-level step needs
-(``cocor.objective.hypergradient``), all three times the ``weight`` of the loss.
+(``cocor.objective.hypergradient``), each already multiplied by the loss's ``weight``.
 
 Batch means are means over the global batch: ``mean_over_ranks`` averages a detached tensor over all ranks, each of
 which holds equally many samples. The value of a loss is then the global one, and its gradient is such that averaging

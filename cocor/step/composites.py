@@ -144,7 +144,8 @@ class CompositeTerm:
 
     def _gradients(self, similarity: Tensor, target: Tensor, lengths: int) -> Sequence[Tensor]:
         """Return gradients of a length's mean similarity or, for abs, of its loss."""
-        # The slope of the softplus loss depends on the mean alone, so add() can multiply by it later; that of the abs
+        # The slope of the softplus loss depends on the mean alone, so gradient() can multiply by it later; that of
+        # the abs
         # loss differs between samples.
         output = self._loss(similarity[None], target[None]).loss / lengths if self._of_samples else similarity.mean()
         return torch.autograd.grad(output, self._parameters, materialize_grads=True)

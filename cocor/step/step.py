@@ -5,7 +5,8 @@
     2. MMNN       gradient of the labelled cross-entropy at theta' through that step (``cocor.objective.hypergradient``)
     3. classifier gradient of the same cross-entropy (paper, eq. 4 and algorithm 1)
 
-Similarities and their gradients are ``cocor.step.composites``'s. Parts that a step does not need are left out: without
+Similarities and their gradients are computed in ``cocor.step.composites``. Parts that a step does not need are left
+out: without
 consistency loss, with constant targets, or without a labelled batch.
 
 A step never waits for the device. The host decides what a step trains on (``share``, see ``cocor.step.subsample``) and

@@ -1,6 +1,6 @@
 """Bad samples of a data set: images that turn out faulty while loaders run.
 
-A data set and its subsets share one record, so that each fault is logged once an image, whatever meets it.
+A data set and its subsets share one record, so that a fault is logged once per image, whichever loader hits it.
 """
 
 import logging

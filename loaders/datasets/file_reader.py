@@ -18,7 +18,8 @@ from loaders.datasets.stored import StoredDataset
 from loaders.jit import jit
 
 GOOD, CHANGED, DAMAGED = range(3)
-"""Verdicts: decoders may have the bytes; no such file, or one of another length; no whole JPEG or PNG of this size."""
+"""Verdicts. GOOD: safe to decode. CHANGED: missing, or of another length. DAMAGED: no whole JPEG or PNG of this
+size."""
 
 _TAIL = 1024  # bytes at a JPEG's end in which the end mark must lie
 _PATH_BYTES = 4097  # the longest path that the system takes, with its zero

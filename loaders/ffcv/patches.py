@@ -3,7 +3,8 @@
 FFCV 1.0.2 is the last release. Importing it fixes multiprocessing's start method and sets the thread count of torch
 and numba to 1; its loader sets them again at every epoch, from a background thread, and makes numba's one type of byte
 arrays read-only: functions compiled for it before are not found again, and their next compilation is a ``KeyError``.
-All of it is undone or switched off here; ``tests/test_ffcv_loader.py`` fails when a newer FFCV no longer needs it.
+All of it is undone or switched off here; ``tests/loaders/test_ffcv_loader.py`` fails when a newer FFCV no longer
+needs it.
 """
 
 import importlib

@@ -83,7 +83,7 @@ class BatchOrder:
             yield self._sample(epoch, (step + 1) * self.batch_size + place + distance)
 
     def _sample(self, epoch: int, place: int) -> tuple[int, int]:
-        """Return (sample, pass) at a place of an epoch that goes round in circles."""
+        """Return (sample, pass) at a place of an epoch that wraps around."""
         return int(self._epoch(epoch)[place % self.length]), epoch
 
     def _epoch(self, epoch: int) -> npt.NDArray[np.int64]:

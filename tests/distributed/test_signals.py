@@ -143,7 +143,7 @@ def handled(body: str) -> Done:
 def test_a_second_one_ends_the_process_at_once() -> None:
     begin = time.monotonic()
     done = handled(f"    signals.defer()\n    {_KILL}(0.7)\n    {_KILL}(60)\n")
-    assert done.returncode == 128 + signal.SIGTERM and done.stderr == "left at once, as asked twice\n"
+    assert done.returncode == 128 + signal.SIGTERM and done.stderr == "second signal: exiting at once\n"
     assert time.monotonic() - begin < 20
 
 
