@@ -250,11 +250,13 @@ class RunLog:
 
 
 def _with_deviations(means: dict[str, float]) -> dict[str, float]:
-    """``means`` with the deviation of ``x`` over the steps of the interval in place of the mean of ``x_squared``."""
+    """Replace the mean of ``x_squared`` by the deviation of ``x`` over the interval."""
     result = dict(means)
     for name in [name for name in means if "_squared" in name]:
-        variance = result.pop(name) - means[name.replace("_squared", "")] ** 2
-        result[name.replace("_squared", "_deviation")] = max(variance, 0.0) ** 0.5
+        square = result.pop(name)
+        variance = square - means[name.replace("_squared", "")] ** 2
+        # Of equal values it is float32's rounding.
+        result[name.replace("_squared", "_deviation")] = variance**0.5 if variance > 1e-6 * square else 0.0
     return result
 
 

@@ -15,15 +15,8 @@ from typing import Literal, TextIO
 
 from PIL import Image
 
-from loaders.datasets.decode import (
-    ImageFault,
-    decode_file,
-    describe,
-    exif_orientation,
-    exif_segments,
-    has_stray_bytes,
-    orientation_of,
-)
+from loaders.datasets import decode
+from loaders.datasets.decode import ImageFault, decode_file, describe, has_stray_bytes
 from loaders.errors import no_fault_of_a_file
 from loaders.prep.byte_ranges import Locator
 from loaders.prep.encode import storable_header
@@ -138,11 +131,11 @@ def _notes(name: str, image: Image.Image, data: bytes) -> list[str]:
     suffix = Path(name).suffix.lower()
     if suffix and suffix not in _SUFFIXES.get(kind, (suffix,)):
         notes.append(f"{kind} named {suffix}")
-    orientation = orientation_of(image)
+    orientation = decode.orientation_of(image)
     if orientation > 1:
         notes.append(f"EXIF orientation {orientation}")
-    if jpeg and exif_orientation(image) is None:
-        notes.append("several EXIF segments" if len(exif_segments(image)) > 1 else "damaged EXIF")
+    if jpeg and decode.exif_orientation(image) is None:
+        notes.append("several EXIF segments" if len(decode.exif_segments(image)) > 1 else "damaged EXIF")
     if jpeg and has_stray_bytes(BytesIO(data)):
         notes.append("stray bytes between JPEG segments")
     cmyk = "CMYK" if image.info.get("adobe_transform") != 2 else "YCCK"

@@ -13,7 +13,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from collections.abc import Iterator
 from functools import partial
@@ -170,17 +169,6 @@ class TestCompiledCode:
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
         monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
         return tmp_path / f"cocor-{os.getuid()}"
-
-    def test_caches_unused_for_a_month_go(self, shared: Path) -> None:
-        current = Path(loaders.jit._cache_folder.__wrapped__())
-        days = {"numba-0123456789ab": 31, "numba-ba9876543210": 29, "numba-of-mine": 31, current.name: 31}
-        for name, age in days.items():
-            (shared / name / "inside").mkdir(parents=True)
-            os.utime(shared / name, (time.time() - 24 * 3600 * age,) * 2)
-        assert loaders.jit._cache_folder.__wrapped__() == str(current)
-        assert {path.name for path in shared.iterdir()} == days.keys() - {"numba-0123456789ab"}
-        assert current.parent == shared and shared.stat().st_mode & 0o777 == 0o700  # nobody else can write there
-        assert time.time() - current.stat().st_mtime < 3600
 
     @pytest.mark.parametrize("trap", ["link", "open to all", "another's"])
     def test_a_planted_folder_is_not_used(self, shared: Path, tmp_path: Path, trap: str) -> None:

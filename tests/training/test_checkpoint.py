@@ -203,11 +203,11 @@ def test_differences_are_listed_with_both_values() -> None:
 
 def test_a_checkpoint_from_before_an_option() -> None:
     config = Config(mmnn_shape="concave", mmnn_optimiser="sgd")
-    saved = checkpoint.describe(config, "abc")
+    saved = checkpoint.describe(config, "abc", {})
     for key in ("mmnn_shape", "mmnn_optimiser", "symmetric", "projector_layers"):
         del saved["config"][key]
-    assert checkpoint.compare(saved, config, "abc") == []
-    (difference,) = checkpoint.compare(saved, replace(config, mmnn_shape="monotone"), "abc")
+    assert checkpoint.compare(saved, config, "abc", {}) == []
+    (difference,) = checkpoint.compare(saved, replace(config, mmnn_shape="monotone"), "abc", {})
     assert difference == "mmnn_shape: concave in the checkpoint, monotone now"
 
 
