@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.ffcv_writer import write_by_ffcv
 from helpers.loading import OpenLoader, grey_levels, opening, same, threads
 from PIL import Image
-from tqdm import tqdm
 
 from loaders.dali.decoder import DaliDecoder
 from loaders.dali.loader import DaliLoader
@@ -49,20 +49,11 @@ def images(photo_beton: Path) -> StoredDataset:
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory, photos: dict[str, Image.Image]) -> Path:
     """A file by FFCV's own writer, so without names and checksums: JPEGs and raw pixels in turn."""
-    from ffcv.fields import IntField, RGBImageField
-    from ffcv.writer import DatasetWriter
-
     crops = [
         (photo.crop((0, 0, 120 + 40 * i, 150)), label) for label, photo in enumerate(photos.values()) for i in range(4)
     ]
     path = tmp_path_factory.mktemp("own") / "own.beton"
-    np.random.seed(0)  # from which FFCV draws which images stay raw
-    writer = DatasetWriter(
-        str(path), {"image": RGBImageField("proportion", compress_probability=0.7), "label": IntField()}, num_workers=1
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tqdm, "monitor_interval", 0)  # the progress bar's thread would stay
-        writer.from_indexed_dataset(crops)
+    write_by_ffcv(path, crops, "proportion", compress_probability=0.7)
     return path
 
 

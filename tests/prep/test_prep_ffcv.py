@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.ffcv_writer import write_by_ffcv
 from helpers.prep_cases import CORNERS, corner_colours, corner_image, good_cases, jpeg_bytes, write_all
 from PIL import Image
 
@@ -66,14 +67,10 @@ def test_ffcvs_loader_shows_every_image_upright(os_cache: bool, prepared: Path) 
 
 
 def test_files_written_by_ffcv_can_be_opened(tmp_path: Path) -> None:
-    from ffcv.fields import IntField, RGBImageField
-    from ffcv.writer import DatasetWriter
-
     pixels = np.asarray(corner_image())
     samples = [(pixels[: 40 + i], i % 3) for i in range(12)]
     path = tmp_path / "theirs.beton"
-    fields = {"image": RGBImageField(write_mode="jpg"), "label": IntField()}
-    DatasetWriter(str(path), fields, num_workers=1).from_indexed_dataset(samples)
+    write_by_ffcv(path, samples, "jpg")
     file = open_beton(path)
     assert file.record is None and file.classes == ["0", "1", "2"]
     assert file.labels.tolist() == [i % 3 for i in range(12)]
