@@ -185,6 +185,18 @@ class TestBeton:
         with pytest.raises(UserError, match=f"class {plain.labels.max()} is not among the 1 known classes"):
             open_stored(tmp_path / "x.beton", classes=["5"])
 
+    def test_labels_that_may_be_names_or_places(
+        self, prepared: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (tmp_path / "x.beton").write_bytes(without_record((prepared / "x.beton").read_bytes()))
+        caplog.set_level("INFO")
+        with pytest.raises(UserError, match="its labels may be names or places of the known classes"):
+            open_stored(tmp_path / "x.beton", classes=["00", "02", "01", "03"])
+        assert open_stored(tmp_path / "x.beton", classes=["00", "01", "02", "03"]).labels.max() < 4
+        assert not caplog.text
+        open_stored(tmp_path / "x.beton", classes=["cat", "dog", "eel", "fox"])
+        assert "has no class names; its labels are places of the known ones: 0 is cat, 1 is dog" in caplog.text
+
     @pytest.mark.parametrize("loader", ["torch", "dali", "ffcv"])
     def test_a_jpeg_larger_than_stated(
         self, prepared: Path, tmp_path: Path, loader: Any, caplog: pytest.LogCaptureFixture
