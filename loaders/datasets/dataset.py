@@ -212,7 +212,7 @@ def number_classes(
         )
     known = list(classes) if classes is not None else sorted(present.union(folders))
     # cocor-prep pads the numbers of a set to the width of its own largest one.
-    same = _unpadded if all(len(set(map(_unpadded, names))) == len(names) for names in (known, present)) else str
+    same = unpadded if all(len(set(map(unpadded, names))) == len(names) for names in (known, present)) else str
     places = {same(name): i for i, name in enumerate(known)}
     strange = sorted(label for label in present if same(label) not in places)
     if strange and listed and all(map(_is_number, present)) and not any(map(_is_number, known)):
@@ -227,5 +227,6 @@ def _is_number(label: str) -> bool:
     return label.isdecimal() and len(label) < 10
 
 
-def _unpadded(label: str) -> str:
+def unpadded(label: str) -> str:
+    """Drop the leading zeros of a class that is called by a number."""
     return str(int(label)) if _is_number(label) else label

@@ -21,6 +21,7 @@ GOOD, CHANGED, DAMAGED = range(3)
 """Verdicts. GOOD: safe to decode. CHANGED: missing, or of another length. DAMAGED: no whole JPEG or PNG of this
 size."""
 
+_XMP_ORIENTATION = tuple(b"tiff:Orientation")
 _TAIL = 1024  # bytes at a JPEG's end in which the end mark must lie
 _PATH_BYTES = 4097  # the longest path that the system takes, with its zero
 _PPM = np.frombuffer(b"P6 00000 00000 255\n", np.uint8)  # what comes before the pixels: width, height, largest value
@@ -244,6 +245,8 @@ def _is_jpeg(data: NDArray[np.uint8], height: int, width: int) -> bool:
         elif marker == 0xE1 and length >= 8 and _is_text(data, inside, (69, 120, 105, 102, 0)):  # Exif
             exif_segments += 1
             orientation = _orientation(data[inside + 6 : at + 2 + length])
+        elif marker == 0xE1 and _xmp_turns(data[inside : at + 2 + length]):
+            return False
         at += 2 + length
     if exif_segments > 1 or orientation == 0:
         return False
@@ -255,6 +258,36 @@ def _is_jpeg(data: NDArray[np.uint8], height: int, width: int) -> bool:
     for end in range(max(at, count - _TAIL), count - 1):
         whole |= data[end] == 0xFF and data[end + 1] == 0xD9
     return whole
+
+
+@jit
+def may_be_turned(data: NDArray[np.uint8]) -> bool:
+    """Whether a JPEG's header states an orientation other than upright, or may hide one from a simple reader."""
+    at = 2
+    while at + 4 <= len(data) and data[at] == 0xFF and data[at + 1] != 0xFF:
+        marker, length, inside = data[at + 1], _big(data, at + 2, 2), at + 4
+        if marker == 0xDA:  # the pixels begin
+            return False
+        if marker <= 0x01 or 0xD0 <= marker <= 0xD9 or length < 2 or at + 2 + length > len(data):
+            return True
+        if marker == 0xE1 and length >= 8 and _is_text(data, inside, (69, 120, 105, 102, 0)):  # Exif
+            if _orientation(data[inside + 6 : at + 2 + length]) != 1:
+                return True
+        elif marker == 0xE1 and _xmp_turns(data[inside : at + 2 + length]):
+            return True
+        at += 2 + length
+    return True
+
+
+@jit
+def _xmp_turns(segment: NDArray[np.uint8]) -> bool:
+    """Whether XMP data states an orientation that Pillow turns by: tiff:Orientation="2" or above, or in a tag."""
+    for at in range(len(segment) - 17):
+        if segment[at] == ord("t") and _is_text(segment, at, _XMP_ORIENTATION):
+            value = at + 17 if segment[at + 16] == ord(">") else at + 18
+            if value >= len(segment) or segment[value] != ord("1"):
+                return True
+    return False
 
 
 @jit

@@ -4,6 +4,7 @@ Files that cocor-prep wrote carry a checksum of every image, which is compared w
 is named instead of shown. Files of other writers have none; there a decoder must notice.
 """
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,11 +17,13 @@ import numpy.typing as npt
 from PIL import Image
 
 from loaders.datasets.beton import JPEG, RAW, Beton, open_beton
-from loaders.datasets.dataset import SHARED, ImageDataset, number_classes
+from loaders.datasets.dataset import SHARED, ImageDataset, number_classes, unpadded
 from loaders.datasets.decode import MAX_PIXELS, ImageFault, decode_file, describe
 from loaders.datasets.labels import read_labels
 from loaders.errors import UnusableImage, UserError
 from loaders.text import printable
+
+_log = logging.getLogger(__name__)
 
 
 class StoredFile:
@@ -142,9 +145,7 @@ def open_stored(
     numbers, known = beton.labels, beton.classes
     if labels is None and classes is not None and beton.record is None:  # labels without names are places
         known = list(classes)
-        if int(numbers.max()) >= len(known):
-            most = f"is not among the {len(known)} known classes"
-            raise UserError(f"{printable(path)}: class {int(numbers.max())} {most}")
+        _check_places(Path(path), np.unique(numbers[numbers >= 0]).tolist(), known)
     elif labels is not None or classes is not None:
         found = _label_names(file, labels)
         known, numbers = number_classes(Path(path), found, [], classes, allow_empty=True, listed=labels is not None)
@@ -161,6 +162,24 @@ def _label_names(file: StoredFile, labels: str | os.PathLike[str] | None) -> lis
     for name, reason in [*unknown, *((name, f"no label in {printable(labels)}") for name in missing)]:
         raise UserError(f"{printable(file.path)}: {printable(name)}: {reason}")
     return [label_of[i] for i in range(len(beton))]
+
+
+def _check_places(path: Path, labels: list[int], known: Sequence[str]) -> None:
+    """Refuse labels without names that are no places among ``known``, or may be names."""
+    if labels and labels[-1] >= len(known):
+        raise UserError(f"{printable(path)}: class {labels[-1]} is not among the {len(known)} known classes")
+    called = {unpadded(name): place for place, name in enumerate(known)}
+    named = [called.get(str(label)) for label in labels]
+    if named == labels:
+        return
+    if None not in named:
+        raise UserError(
+            f"{printable(path)}: has no class names, and its labels may be names or places of the known classes; if "
+            "they are names, run cocor-prep convert on it"
+        )
+    shown = ", ".join(f"{label} is {printable(known[label])}" for label in labels[:3])
+    more = ", ..." if len(labels) > 3 else ""
+    _log.info(f"{printable(path)}: has no class names; its labels are places of the known ones: {shown}{more}")
 
 
 def _refuse_impossible(beton: Beton) -> None:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loaders.datasets.beton import RAW
+from loaders.datasets.file_reader import may_be_turned
 from loaders.datasets.stored import StoredFile
 from loaders.errors import UnusableImage
 from loaders.kernels.resize import resize_crops
@@ -160,7 +161,8 @@ def decode_crops(
     """Decode the images at ``places`` of a batch, and resize their boxes into ``out``.
 
     ``stored`` (B, COLUMNS) says where they are in ``data``; ``pixels`` has room for any of them. ``codes`` becomes 1
-    where libjpeg-turbo reports an error or a warning, or another size than is stored. Not cached: it holds addresses.
+    where libjpeg-turbo reports an error or a warning, or another size than is stored, and where EXIF or XMP may turn
+    the image, as libjpeg-turbo never does. Not cached: it holds addresses.
     """
     found = np.empty(4, np.int32)  # width, height, subsampling, colour space
     for i in range(len(places)):
@@ -171,7 +173,7 @@ def decode_crops(
         if stored[place, MODE] != RAW:
             source, where = image.ctypes.data, found.ctypes.data
             code = _read_header(handle, source, length, where, where + 4, where + 8, where + 12)
-            if code != 0 or found[0] != width or found[1] != height:
+            if code != 0 or found[0] != width or found[1] != height or may_be_turned(image):
                 codes[i] = 1
                 continue
             code = _decompress(handle, source, length, pixels.ctypes.data, width, 0, height, _RGB, 0)

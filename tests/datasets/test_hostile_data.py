@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.hostile import Refused, damaged, one_line_or_none, refusal, run_train
-from helpers.prep_cases import corner_image, jpeg_bytes, write_all
+from helpers.prep_cases import corner_image, jpeg_bytes, without_record, write_all
 from PIL import Image
 
-from loaders.datasets.beton import FIELD, HEADER, SAMPLE, field_descriptors
+from loaders.datasets.beton import FIELD, HEADER, SAMPLE
 from loaders.datasets.decode import MAX_PIXELS, ImageFault
 from loaders.datasets.manifest import FOLDER_RECORD
 from loaders.datasets.stored import StoredDataset, open_stored
@@ -54,15 +54,6 @@ def prepared(corner_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 def convert(source: Path, target: Path, *flags: str) -> Callable[[], int]:
     return lambda: prep(["convert", str(source), str(target), "--workers", "1", *flags])
-
-
-def without_record(data: bytes) -> bytearray:
-    """A .beton as FFCV's own writer makes it: no checksums, no digests."""
-    changed = bytearray(data)
-    fields = field_descriptors((0, 0))
-    fields["arguments"] = 0
-    changed[HEADER.itemsize : TABLE] = fields.tobytes()
-    return changed
 
 
 def with_record(data: bytes, change: Callable[[bytes], bytes]) -> bytes:
@@ -184,6 +175,18 @@ class TestBeton:
             assert known.classes == classes and known.labels.tolist() == plain.labels.tolist()
         with pytest.raises(UserError, match=f"class {plain.labels.max()} is not among the 1 known classes"):
             open_stored(tmp_path / "x.beton", classes=["5"])
+
+    def test_labels_that_may_be_names_or_places(
+        self, prepared: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (tmp_path / "x.beton").write_bytes(without_record((prepared / "x.beton").read_bytes()))
+        caplog.set_level("INFO")
+        with pytest.raises(UserError, match="its labels may be names or places of the known classes"):
+            open_stored(tmp_path / "x.beton", classes=["00", "02", "01", "03"])
+        assert open_stored(tmp_path / "x.beton", classes=["00", "01", "02", "03"]).labels.max() < 4
+        assert not caplog.text
+        open_stored(tmp_path / "x.beton", classes=["cat", "dog", "eel", "fox"])
+        assert "has no class names; its labels are places of the known ones: 0 is cat, 1 is dog" in caplog.text
 
     @pytest.mark.parametrize("loader", ["torch", "dali", "ffcv"])
     def test_a_jpeg_larger_than_stated(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.loading import grey_levels
-from helpers.prep_cases import corner_image, jpeg_bytes, png_bytes, write_all
+from helpers.prep_cases import corner_image, jpeg_bytes, png_bytes, without_record, write_all
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -108,6 +108,30 @@ def test_known_cases_look_the_same_everywhere() -> None:
     ]
     files = [jpeg_with(segment, size=size) for segment in segments for size in SIZES]
     assert_alike([*files, png_with(turned, True), png_with(turned, False)])
+
+
+@pytest.mark.parametrize("loader", ["dali", pytest.param("ffcv", marks=pytest.mark.ffcv)])
+def test_turned_jpegs_of_other_writers(loader: LoaderName, tmp_path: Path) -> None:
+    """A writer that keeps JPEGs as they are keeps their EXIF and XMP."""
+    if loader == "ffcv":
+        pytest.importorskip("ffcv", reason="needs the ffcv extra", exc_type=ImportError)
+    exif = PREFIX + tiff([(0x112, 3, 1, 1)])
+    xmp = [b"http://ns.adobe.com/xap/1.0/\0<x tiff:Orientation%s" % text for text in (b'="1"/>', b">1</x>", b">1")]
+    write_all(tmp_path / "source", {f"{i}.jpg": jpeg_with(part) for i, part in enumerate([exif, exif, *xmp])})
+    path = tmp_path / "x.beton"
+    convert(open_source(tmp_path / "source"), path, "beton", Settings(), workers=1)
+    images = open_stored(path)
+    data, starts = without_record(path.read_bytes()), images.file.beton.table["data_ptr"].tolist()
+    for start in starts[1:]:
+        tag = data.find(b"\x12\x01\3\0", start, start + 100)
+        value = tag + 8 if tag > 0 else data.index(b"1", data.index(b"Orientation", start))
+        data[value] += 5  # 6
+    path.write_bytes(data)
+    images = open_stored(path)
+    expected, picture = shown("torch", images), shown(loader, images)
+    assert [grey_levels(expected[0], expected[i]) > 50 for i in range(5)] == [False, True, True, True, True]
+    for number in range(5):
+        assert grey_levels(expected[number], picture[number]) < 12, number
 
 
 entry = st.tuples(
