@@ -6,8 +6,7 @@
     3. classifier gradient of the same cross-entropy (paper, eq. 4 and algorithm 1)
 
 Similarities and their gradients are computed in ``cocor.step.composites``. Parts that a step does not need are left
-out: without
-consistency loss, with constant targets, or without a labelled batch.
+out: without consistency loss, with constant targets, or without a labelled batch.
 
 A step never waits for the device. The host decides what a step trains on (``share``, see ``cocor.step.subsample``) and
 sets the learning rates (``set_rates``); all the rest, ``compute``, depends on tensors alone, so that it can be captured

@@ -54,11 +54,11 @@ def build_pipeline(
 ) -> Any:
     """Build the pipeline from files to crops uint8 (C, S, S, 3), its one output.
 
-    With ``device_id`` the crops are on that GPU. ``source`` gives the memory that holds a batch's files, once for
-    every sample, where in it each one starts and its
-    length, int64 (B, 1), and then, for each crop, the begin and the end (y, x) of its region, float32 (B, 2) in pixels:
-    see :func:`shared`. Without a ``filter`` the output is the whole images uint8 (H, W, 3), and ``source`` gives no
-    regions. ``gpu_decoder`` holds options of the mixed decoder; ``ahead`` is how many batches DALI works on at once.
+    With ``device_id`` the crops are on that GPU. ``source`` gives the memory that holds a batch's files, once for every
+    sample, where in it each one starts and its length, int64 (B, 1), and then, for each crop, the begin and the end (y,
+    x) of its region, float32 (B, 2) in pixels: see :func:`shared`. Without a ``filter`` the output is the whole images
+    uint8 (H, W, 3), and ``source`` gives no regions. ``gpu_decoder`` holds options of the mixed decoder; ``ahead`` is
+    how many batches DALI works on at once.
     """
     dali = load_dali()
     fn, types = dali.fn, dali.types

@@ -130,8 +130,7 @@ def read_files(
     """Read the files of images ``index`` (N,) to ``starts`` (N,) in ``block``.
 
     Sets their ``verdicts`` (N,). An image's path is ``root`` and its part of ``names``, up to ``ends``. ``lengths``
-    and ``sizes`` say what the data
-    set expects of each of its images.
+    and ``sizes`` say what the data set expects of each of its images.
     """
     path, status = np.empty(_PATH_BYTES, np.uint8), np.empty(_STATUS_BYTES, np.uint8)
     path[: len(root)] = root

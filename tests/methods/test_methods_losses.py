@@ -153,7 +153,8 @@ class TestIntl:
         method.ranks = Ranks(0, 2, gather)
         with torch.autocast("cpu", torch.bfloat16):
             loss = method.contrastive(images(2, 6))
-        assert seen[:2] == [torch.float32] * 2 and loss.dtype == torch.float32
+        embeddings, logged = seen[:2], seen[2:]  # the last for feature_std
+        assert embeddings == [torch.float32] * 2 and logged == [torch.bfloat16] and loss.dtype == torch.float32
 
     def test_trace_weight_follows_the_batch(self) -> None:
         views, losses = images(2, 6), []

@@ -45,8 +45,8 @@ class Operations(TorchDispatchMode):
 )
 def test_a_step_reads_nothing_from_the_device(method: str, options: dict) -> None:
     # On the CPU Adam reads its count of steps, which lies on the host.
-    options |= {"mmnn_optimiser": "normalised"}
-    step = noise_step(noise_config(method=method, optimiser="sgd", embedding_dim=24, **options))
+    still = {"optimiser": "sgd", "mmnn_optimiser": "normalised", "embedding_dim": 24}
+    step = noise_step(noise_config(method=method, **still, **options))
     counted: Counter[str] = Counter()
     with Operations(lambda name, args, results: counted.update([name])):
         for number, pair in enumerate(noise(step.config, 2)):
