@@ -82,6 +82,7 @@ def test_imports_of_a_folder_are_limited(source: str, allowed: tuple[str, ...]) 
             "loaders.prep",
             {
                 "cocor.data",
+                "cocor.run_dir",
                 "cocor.cli",
                 "cocor.eval.commands",
                 "cocor.eval.datasets.archives",

@@ -27,7 +27,7 @@ from helpers.prep_cases import corner_image, jpeg_bytes, write_all
 from helpers.runs import environment
 
 import loaders.jit
-from cocor.eval.weights.export import main as export
+from cocor.eval.export_cli import main as export
 from cocor.eval.weights.load import load_encoder
 from cocor.models import build_backbone
 from cocor.train import main as train

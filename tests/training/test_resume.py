@@ -86,7 +86,7 @@ class TestOtherRanks:
         interrupted(without_norm, folder, step=2)
         two = runs.run(*flags(data=photo_folder, **NFNET, output=folder, cpu_ranks=2), "--resume")
         assert two.returncode == 0, two.stderr
-        assert "other ranks, the same batches and steps: 1 ranks, 8 images a rank" in two.stderr
+        assert "other ranks, the same batches and steps: 1 rank, 8 images a rank" in two.stderr
         left, right = runs.flat(final_state(without_norm)), runs.flat(final_state(folder))
         for name, value in left.items():
             if isinstance(value, Tensor):
@@ -108,7 +108,7 @@ class TestOtherRanks:
         assert main(again(copied, photo_folder)) == 2
         line = error(capsys)
         assert "2 ranks, 4 images a rank, 4 images to a BatchNorm, 2 BatchNorm groups of keys in the checkpoint" in line
-        assert "1 ranks, 8 images a rank, 8 images to a BatchNorm" in line and "--force-ranks" in line
+        assert "1 rank, 8 images a rank, 8 images to a BatchNorm" in line and "--force-ranks" in line
         assert main(again(copied, photo_folder, "--force-ranks")) == 0
         assert "as asked (--force-ranks)" in (copied / "log.txt").read_text() + capsys.readouterr().err
         assert "force_ranks" not in (copied / "config.yaml").read_text()
@@ -232,7 +232,7 @@ class TestOtherMachines:
     ) -> None:
         asked = load(["--config", str(plain / "config.yaml")])
         assert (asked.gpus, asked.workers, asked.precision) == (0, 1, "fp32")  # as the flags said
-        assert "# no GPUs here, 1 threads a loader" in (plain / "config.yaml").read_text()
+        assert "# 0 GPUs here, 1 thread a loader" in (plain / "config.yaml").read_text()
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         folder = tmp_path / "run"
         assert main(flags(data=photo_folder, output=folder, epochs=1, **PLAIN, workers=0, gpus=None)) == 0
@@ -344,7 +344,7 @@ class TestFolderInUse:
         assert lock.is_locked
         lock.release()
         assert main(flags(data=tmp_path / "gone", output=plain)) == 2  # before data is read
-        assert f"--output {plain} is in use" in error(capsys)
+        assert f"--output {plain} holds an earlier run" in error(capsys)
 
     @pytest.mark.parametrize("how", ["--resume", "--overwrite"])
     def test_two_starts_at_once_make_one_run(self, tmp_path: Path, how: str) -> None:
