@@ -60,10 +60,10 @@ def by_the_book(truth: Path, found: Path) -> list[float]:
 
 
 def test_fpn_on_coco_equals_pycocotools(coco: Path, tmp_path: Path, capsys: Capsys) -> None:
-    assert call(coco, tmp_path, "--detector", "fpn", "--iterations", "30", "--lr", "0.01", dataset="coco") == 0
+    assert call(coco, tmp_path, "--detector", "fpn", "--iterations", "12", "--lr", "0.01", dataset="coco") == 0
     report = json.loads((tmp_path / "detect_fpn.json").read_text())["result"]
     losses, precision = report["losses"], report["precision"]
-    assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
+    assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
     found = tmp_path / "detect_fpn" / "detections.json"
     expected = by_the_book(coco / "annotations" / "instances_val2017.json", found)
     ours = [precision[name] for name in ("AP", "AP50", "AP75", "APs", "APm", "APl")]
@@ -192,7 +192,7 @@ def test_detectron2_is_configured_alike(file: Path) -> None:
     ("", "--batch-size 9", "--batch-size 9: only 8 images are of one orientation"),
     ("", "--min-size 96 64", "--min-size 96 64: name the smaller side first"),
     ("", "WEIGHTS=random:test_vit", "built on ResNets with the usual stem, such as resnet50; this is test_vit"),
-    ("", "--stem small", "this is test_resnet with the small stem"),
+    ("", "--stem small WEIGHTS=random:resnet18", "this is resnet18 with the small stem"),
     ("strange", "", "000003.xml: dragon is none of VOC's 20 classes"),
     ("empty", "", "000003.xml: no object in it; --on-error skip leaves such images out"),
     ("flat", "", "000003.xml: a box without area in it"),
@@ -205,7 +205,7 @@ def test_a_mistake_is_one_line(change: str, flags: str, message: str, tmp_path: 
     root = write_voc(tmp_path).parent
     damage(root / "VOCdevkit" / "VOC2007", change)
     words = flags.split()
-    weights = words.pop().removeprefix("WEIGHTS=") if flags.startswith("WEIGHTS") else "random:test_resnet"
+    weights = words.pop().removeprefix("WEIGHTS=") if "WEIGHTS" in flags else "random:test_resnet"
     assert call(root, tmp_path / "out", "--iterations", "6", *words, weights=weights) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert message in error and error.startswith("cocor-eval: ")
