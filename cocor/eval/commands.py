@@ -12,12 +12,14 @@ import torch
 from cocor.distributed import collectives
 from cocor.distributed.env import RankEnv
 from cocor.eval import figures, options
-from cocor.eval.datasets.protocols import KNN_K, RECIPES, WAY_SHOTS
+from cocor.eval.datasets.protocols import FINETUNE, KNN_K, RECIPES, WAY_SHOTS
 from cocor.eval.datasets.splits import Splits
 from cocor.eval.detect.command import detection, draw_detections
 from cocor.eval.features import Features, features_of, joined, summary
 from cocor.eval.probes import consistency as consistency_probe
 from cocor.eval.probes import fewshot as few
+from cocor.eval.probes import finetune as tuning
+from cocor.eval.probes import invariance as invariance_probe
 from cocor.eval.probes import spectrum as spectra
 from cocor.eval.probes.knn import knn_curve
 from cocor.eval.probes.linear import LinearResult, linear_probe
@@ -151,6 +153,24 @@ def fewshot(args: argparse.Namespace) -> None:
     _finish(args, encoder, "fewshot", lines, report, figures.draw_shots, _title(encoder, splits), shots)
 
 
+def finetune(args: argparse.Namespace) -> None:
+    """Train a copy of the whole network, once for each share of the labels."""
+    options.check_one_process(args)
+    options.refuse_ten_crops(args)
+    splits = options.chosen_splits(args)
+    options.check_probe(splits, validates=False)
+    args.precision = args.precision or ("bf16" if args.world.device.type == "cuda" else "fp32")
+    encoder, found = options.chosen_encoder(args, args.weights[0]), []
+    for share in args.label_fraction:
+        epochs = args.epochs or FINETUNE.epochs(share)
+        settings = tuning.FinetuneSettings(share, epochs, args.lr, args.head_lr or args.lr, args.seed)
+        folder, how = _folder(args, encoder) / f"finetune_{share:g}", options.extraction(args, encoder)
+        found.append(tuning.finetune(encoder, splits, settings, how, folder, args.resume))
+    report = _about(encoder, splits) | {"settings": {"lr": args.lr, "head_lr": args.head_lr or args.lr}}
+    report["result"] = [asdict(one) for one in found]
+    _finish(args, encoder, "finetune", [line for one in found for line in one.lines()], report)
+
+
 def retrieval(args: argparse.Namespace) -> None:
     """Draw a contact sheet of the nearest training images of a few test images."""
     options.refuse_ten_crops(args)
@@ -172,8 +192,7 @@ def retrieval(args: argparse.Namespace) -> None:
 
 def consistency(args: argparse.Namespace) -> None:
     """Measure latent similarities and their targets for several checkpoints."""
-    if args.world.size > 1:
-        raise UserError("consistency runs in one process; start it without torchrun")
+    options.check_one_process(args)
     if args.crop or args.filter:
         raise UserError("--crop and --filter: consistency draws its views as training does; leave them out")
     dataset = evenly_spread(options.chosen_images(args), args.images)
@@ -182,6 +201,15 @@ def consistency(args: argparse.Namespace) -> None:
     encoder = options.chosen_encoder(args, args.weights[0])
     found = consistency_probe.measure(subjects, dataset, options.extraction(args, encoder), args.seed)
     _finish_several(args, encoder, "consistency", found, figures.draw_consistency)
+
+
+def invariance(args: argparse.Namespace) -> None:
+    """Measure which changes of an image several encoders keep in their features."""
+    options.check_one_process(args)
+    dataset = evenly_spread(options.chosen_images(args), args.images)
+    encoders = options.chosen_encoders(args)
+    found = [invariance_probe.invariance(one, dataset, options.extraction(args, one), args.seed) for one in encoders]
+    _finish_several(args, encoders[0], "invariance", found, figures.draw_invariance)
 
 
 def spectrum(args: argparse.Namespace) -> None:
@@ -198,8 +226,7 @@ def spectrum(args: argparse.Namespace) -> None:
 
 def detect(args: argparse.Namespace) -> None:
     """Fine-tune a detector on an encoder, and measure its average precision."""
-    if args.world.size > 1:
-        raise UserError("detect runs in one process; start it without torchrun")
+    options.check_one_process(args)
     encoder, name = options.chosen_encoder(args, args.weights[0]), f"detect_{args.detector}"
     found = detection(args, encoder, _folder(args, encoder) / name)
     report = {"encoder": encoder.describe(), "weights_digest": encoder.digest, "notes": found.notes}
