@@ -16,6 +16,7 @@ from pathlib import Path
 
 from cocor import cli
 from cocor.eval.datasets.protocols import FINETUNE, KNN_K, KNN_TEMPERATURE, PROTOCOLS, SHOT_SEEDS, SHOTS, TASKS, WAYS
+from cocor.eval.detect.recipe import add_flags as detect_flags
 from cocor.run_dir import check_pair
 from loaders.arguments import (
     Parser,
@@ -31,6 +32,7 @@ from loaders.arguments import (
 from loaders.files import user_cache
 
 _NAMES = ", ".join(PROTOCOLS)
+_DETECT = "object detection: Faster R-CNN, fine-tuned as in the paper"
 _WEIGHTS = "a run's folder, a file of weights of any origin, timm:NAME or random:NAME"
 
 
@@ -121,6 +123,11 @@ def _parser() -> Parser:
     spectrum = _command(add, "spectrum", f"singular values and effective rank of the features, {several}", True)
     _data(spectrum)
     spectrum.add_argument("--raw", action="store_true", help="features as they are (default: of unit length)")
+
+    detect = add.add_parser("detect", help=_DETECT, description=_DETECT, allow_abbrev=False)
+    detect.add_argument("weights", nargs=1, metavar="WEIGHTS", help=_WEIGHTS)
+    add_encoder_flags(detect)
+    detect_flags(detect)
 
     transfer = _command(add, "transfer", f"the paper's table of linear probes, {several}", True)
     transfer.add_argument("--datasets", nargs="+", default=["all"], metavar="NAME", help=f"all, or of {_NAMES}")

@@ -14,6 +14,7 @@ from cocor.distributed.env import RankEnv
 from cocor.eval import figures, options
 from cocor.eval.datasets.protocols import FINETUNE, KNN_K, RECIPES, WAY_SHOTS
 from cocor.eval.datasets.splits import Splits
+from cocor.eval.detect.command import detection, draw_detections
 from cocor.eval.features import Features, features_of, joined, summary
 from cocor.eval.probes import consistency as consistency_probe
 from cocor.eval.probes import fewshot as few
@@ -221,6 +222,15 @@ def spectrum(args: argparse.Namespace) -> None:
         found.append(spectra.spectrum(encoder.name, features, normalise=not args.raw))
     if args.world.main:
         _finish_several(args, encoders[0], "spectrum", found, figures.draw_spectra)
+
+
+def detect(args: argparse.Namespace) -> None:
+    """Fine-tune a detector on an encoder, and measure its average precision."""
+    options.check_one_process(args)
+    encoder, name = options.chosen_encoder(args, args.weights[0]), f"detect_{args.detector}"
+    found = detection(args, encoder, _folder(args, encoder) / name)
+    report = {"encoder": encoder.describe(), "weights_digest": encoder.digest, "notes": found.notes}
+    _finish(args, encoder, name, found.lines(), report | {"result": found.plain()}, draw_detections, found)
 
 
 def transfer(args: argparse.Namespace) -> None:
