@@ -2,18 +2,15 @@
 
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from soak.runs import living
 
 from benchmarks.evidence import __main__ as evidence
 from benchmarks.evidence.report import spread, table
@@ -200,7 +197,7 @@ def test_mistakes_are_one_line(more: str, flags: str, words: str, fresh: Study) 
     assert words in error and error.count("\n") == 1
 
 
-def test_shared_flags_are_read_as_cocor_train_does() -> None:
+def test_shared_flags_are_those_of_cocor_train() -> None:
     words = ["--lr", "0.1", "--stem=small", "--no-sync-bn", "--log-samples", "--lengths", "1,2"]
     assert evidence.shared_flags(words, []) == {
         "lr": "0.1", "stem": "small", "sync_bn": "false", "log_samples": "true", "lengths": "1,2"
@@ -266,23 +263,6 @@ def test_equal_time_is_more_epochs() -> None:
     runs += [measured("plain", 1, 0.7, 700), measured("cocor", 1, 0.7, 100)]
     assert [epochs(runs, seed=seed) for seed in (0, 1)] == [70, 140]
     assert epochs([runs[0], measured("cocor", 0, 0.7, math.nan)]) is None
-
-
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
-def test_no_training_outlives_its_study(tmp_path: Path, number: signal.Signals) -> None:
-    """As when its terminal is closed, or when its time on a cluster is nearly up."""
-    started, before = threading.Event(), signal.getsignal(number)
-    threading.Thread(target=lambda: started.wait(30) and os.kill(os.getpid(), number), daemon=True).start()
-    begin = time.monotonic()
-
-    def say(text: str) -> None:
-        if text.startswith("started"):
-            started.set()
-
-    with pytest.raises(KeyboardInterrupt):
-        run_all([fake(tmp_path / "run", method="sleeps")], 1, 0, math.inf, say)
-    assert time.monotonic() - begin < 50 and signal.getsignal(number) is before
-    assert not any(str(tmp_path / "run").encode() in command for *_, command in living())
 
 
 def test_runs_stop_at_the_deadline(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_the_first_host_of_a_slurm_node_list(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 
 
-def test_machine_dependent_values_are_settled_once(alone: pytest.MonkeyPatch) -> None:
+def test_machine_values_are_settled_once(alone: pytest.MonkeyPatch) -> None:
     config = settle(load(["--gpus", "0", "--cpu-ranks", "2"]))
     assert (config.gpus, config.precision) == (0, "fp32")
     assert config.workers == max(1, min(16, available_cores() // 2))

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import shutil
 import socket
 import subprocess
@@ -253,32 +252,6 @@ def test_prepared_files_equal_their_folders(data: Path, tmp_path: Path) -> None:
     assert call("linear", cache, tmp_path / "b", *one) == 2  # one file is one split
 
 
-def test_classes_called_by_numbers_match_by_name(data: Path, cache: Path, tmp_path: Path, capsys: Capsys) -> None:
-    classes = sorted(path for path in (data / "pets" / "train").iterdir() if path.is_dir())
-    for number, folder in enumerate(classes[:3], start=1):
-        shutil.copytree(folder, tmp_path / "set" / "train" / str(number))
-        if number < 3:
-            shutil.copytree(folder, tmp_path / "set" / "test" / str(number))
-    here = ("--data", str(tmp_path / "set"), "--k", "1")
-    assert call("knn", cache, tmp_path, *here) == 0
-    assert "k = 1: top-1 100.00%" in capsys.readouterr().out
-    shutil.copytree(classes[3], tmp_path / "set" / "test" / "0")
-    assert call("knn", cache, tmp_path, *here) == 2
-    assert "class 0 is not among the 3 known classes" in capsys.readouterr().err
-
-
-def test_too_little_memory_is_one_line(data: Path, tmp_path: Path) -> None:
-    """A batch of 16 images of 4,096 x 4,096 pixels needs more; the limit is set for a process of its own."""
-    code = "import resource; resource.setrlimit(resource.RLIMIT_AS, (6 * 10**9, 6 * 10**9))\n"
-    code += f"import sys; from cocor.eval.cli import main; sys.exit(main({['knn', WEIGHTS]} + sys.argv[1:]))"
-    flags = ["--data", str(data / "pets"), "--gpu", "no", "--workers", "0", "--image-size", "4096"]
-    flags += ["--cache", str(tmp_path / "c"), "--output", str(tmp_path)]
-    command = [sys.executable, "-c", code, *flags]
-    found = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
-    assert found.returncode == 2
-    assert found.stderr.splitlines()[-1].startswith("cocor-eval: error: too little memory: lower --batch-size (256)")
-
-
 @pytest.mark.gpu
 def test_a_full_gpu_is_one_line(data: Path, tmp_path: Path, capsys: Capsys) -> None:
     flags = ["--loader", "torch", "--workers", "0", "--cache", str(tmp_path / "c"), "--output", str(tmp_path)]
@@ -311,22 +284,6 @@ def ranks(arguments: list[str], output: Path, *caches: Path) -> list[tuple[int, 
     return [(process.returncode, error) for process, error in zip(started, errors, strict=True)]
 
 
-def test_one_ranks_bad_image_ends_all_ranks(data: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(data / "pets", tmp_path / "pets"))
-    here = ["knn", WEIGHTS, "--data", str(folder), *USUAL, "--loader", "torch", "--batch-size", "5"]
-    one_rank(here, tmp_path / "c", tmp_path)  # sizes are known by now
-    file = sorted((folder / "train").glob("*/*.jpg"))[7]  # of the second batch
-    status = file.stat()
-    file.write_bytes(file.read_bytes()[:300].ljust(status.st_size, b"0"))
-    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-    found = ranks(here, tmp_path, tmp_path / "c2")
-    assert [code for code, _ in found] == [2, 2], found
-    assert all(error.count("error: ") == 1 and "Traceback" not in error for _, error in found)
-    found = ranks([*here, "--k", "99"], tmp_path, tmp_path / "c2")  # a mistake is one line of each
-    assert [code for code, _ in found] == [2, 2], found
-    assert all(error.splitlines()[-1].count("--k 99: the bank holds 16") == 1 for _, error in found)
-
-
 def test_two_ranks_give_the_result_of_one(data: Path, tmp_path: Path) -> None:
     here = ["knn", WEIGHTS, "--data", str(data / "pets"), *USUAL, "--batch-size", "5", "--k", "1", "3"]
     first, second = tmp_path / "c1", tmp_path / "c2"
@@ -344,11 +301,3 @@ def test_two_ranks_encode_the_crops_of_one(data: Path, tmp_path: Path) -> None:
     assert [code for code, _ in ranks([*here, "--batch-size", "8"], tmp_path / "two", tmp_path / "c")] == [0, 0]
     one, two = (json.loads((tmp_path / n / "linear_simsiam.json").read_text())["result"] for n in ("one", "two"))
     assert two["train_loss"] == pytest.approx(one["train_loss"], rel=1e-5) and two["top1"] == one["top1"]
-
-
-def test_a_wrong_flag_is_named_under_torchrun() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "cocor.eval.cli", "knn", WEIGHTS, "--kk", "3"]
-    found = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
-    assert found.returncode != 0
-    assert "cocor-eval: error: unknown flag --kk; did you mean --k?" in found.stderr

@@ -134,18 +134,6 @@ def test_own_weights_load_with_their_stem(tmp_path: Path) -> None:
     assert load_encoder(tmp_path).digest == digest(backbone)
 
 
-def test_a_failed_download_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def create(name: str, pretrained: bool = False, **options: Any) -> nn.Module:
-        if pretrained:
-            raise TimeoutError
-        return made(name, **options)
-
-    made = timm.create_model
-    monkeypatch.setattr(timm, "create_model", create)
-    with pytest.raises(UserError, match=r"^timm:resnet18: its weights could not be had: TimeoutError$"):
-        load_encoder("timm:resnet18")
-
-
 @pytest.mark.parametrize("name", ["resnet18", "resnet34", "resnet50", "wide_resnet50_2"])
 def test_architectures_are_seen_from_shapes(name: str, tmp_path: Path) -> None:
     safetensors.torch.save_file(getattr(torchvision.models, name)().state_dict(), tmp_path / "w.safetensors")

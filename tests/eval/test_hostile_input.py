@@ -10,8 +10,6 @@ import random
 import re
 import shutil
 import struct
-import subprocess
-import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
@@ -24,7 +22,6 @@ import safetensors.torch
 import torch
 from helpers.hostile import Harm, Refused, damaged, one_line_or_none, refusal, run_train
 from helpers.prep_cases import corner_image, jpeg_bytes, write_all
-from helpers.runs import environment
 
 import loaders.jit
 from cocor.eval.weights.export import main as export
@@ -34,7 +31,6 @@ from cocor.train import main as train
 from loaders.datasets.dataset import open_folder
 from loaders.datasets.size_index import CACHE_NAME
 from loaders.prep.cli import main as prep
-from loaders.views import philox
 
 
 @pytest.fixture
@@ -181,31 +177,6 @@ class TestCompiledCode:
             shared.mkdir()
             shared.chmod(0o777) if trap == "open to all" else os.chown(shared, 12345, 12345)
         assert loaders.jit._cache_folder.__wrapped__() == ""
-
-    PROGRAM = """import resource, signal, sys
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-if len(sys.argv) > 1: resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)
-from loaders.views import philox
-print(philox.sort_keys(0, 0, 3, 7).tolist())"""
-
-    def run(self, folder: Path, limit: int | None = None) -> "subprocess.CompletedProcess[str]":
-        """Compiles something, with files of at most ``limit`` bytes."""
-        call = [sys.executable, "-c", self.PROGRAM, *([] if limit is None else [str(limit)])]
-        env = environment() | {"NUMBA_CACHE_DIR": str(folder)}
-        return subprocess.run(call, env=env, capture_output=True, text=True, check=False, timeout=300)
-
-    def test_full_disk_and_damage_cost_time_only(self, tmp_path: Path) -> None:
-        expected = f"{philox.sort_keys(0, 0, 3, 7).tolist()}\n"
-        for limit in (100, None):
-            done = self.run(tmp_path, limit)
-            assert (done.stdout, done.stderr) == (expected, "")
-        files = list(tmp_path.rglob("*.nb*"))
-        assert {path.suffix for path in files} == {".nbi", ".nbc"}
-        for path in files:
-            os.truncate(path, path.stat().st_size // 2)
-        assert self.run(tmp_path).stdout == expected
-        assert all(path.stat().st_size for path in files)
-        assert self.run(Path("/dev/null/nowhere")).stdout == expected
 
     def test_it_depends_on_all_that_it_is_made_of(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         package = Path(loaders.jit.__file__).parent

@@ -226,16 +226,6 @@ class TestSkip:
         assert last == [[1], [1], [2]]
 
     @pytest.mark.parametrize("name", NAMES)
-    def test_an_image_that_comes_back_is_used_again(
-        self, make: OpenLoader, images: ImageDataset, photo_copy: Path, name: str
-    ) -> None:
-        (photo_copy / "coffee").rename(photo_copy / "away")
-        loader = make(name, images)
-        assert not {12, 13, 14, 15, 16, 17} & set(seen(list(loader.epoch(0))))
-        (photo_copy / "away").rename(photo_copy / "coffee")
-        assert sorted(seen(list(loader.epoch(1)))) == list(range(24))
-
-    @pytest.mark.parametrize("name", NAMES)
     def test_a_disk_that_is_gone_ends_it(
         self, make: OpenLoader, images: ImageDataset, photo_copy: Path, name: str
     ) -> None:
@@ -248,15 +238,6 @@ class TestSkip:
         expected = list(make("torch", images).epoch(0))
         for left, right in zip(expected, make("torch", images.subset(range(24)), workers=2).epoch(0), strict=True):
             assert torch.equal(left.index, right.index) and torch.equal(left.views, right.views)
-
-    def test_subsets_share_what_is_known(
-        self, make: OpenLoader, images: ImageDataset, photo_copy: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        spoil(photo_copy / "coffee" / "2.jpg", "half")
-        list(make("torch", images).epoch(0))
-        part = images.subset(range(12, 18))
-        assert 2 not in seen(list(make("torch", part, batch_size=2).epoch(0)))
-        assert len([record for record in caplog.records if "skipped" in record.getMessage()]) == 1
 
 
 @pytest.mark.parametrize("name", NAMES)

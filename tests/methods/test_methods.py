@@ -64,7 +64,7 @@ def test_only_the_contrastive_forward_moves_state(method: Method) -> None:
     assert all(value.dtype == torch.float32 and not value.requires_grad for value in method.metrics.values())
 
 
-def test_embeddings_use_their_own_batch_statistics(method: Method) -> None:
+def test_embeddings_use_own_batch_statistics(method: Method) -> None:
     first = method.embed_original(images(6))
     with torch.no_grad():
         for name, buffer in method.named_buffers():

@@ -1,18 +1,13 @@
 """What a user may get wrong in a call of ``cocor-prep``: one line naming flag or file, code 2, and nothing changed."""
 
-import io
 import os
 import shutil
-import socket
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from helpers.hostile import refusal, run_train
-from helpers.prep_command import Prep
-
-from loaders.prep.cli import main
+from helpers.prep_cases import Prep
 
 Make = Callable[[str], Path]
 
@@ -50,26 +45,16 @@ def test_mistakes_are_one_line(arguments: str, line: str, prep: Prep) -> None:
     assert line in prep.refused(*arguments.split())
 
 
-def test_the_largest_seed_works(prep: Prep, images: Path, tmp_path: Path) -> None:
-    prep("labels", images, "--seed", (1 << 63) - 1, "--output", tmp_path / "list")
-
-
 class TestSpecialFiles:
-    @pytest.fixture(params=["pipe", "socket", "device", "folder"])
-    def make(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
-        """Puts something that is no regular file under a name; yields the maker."""
-        with socket.socket(socket.AF_UNIX) as opened:
+    @pytest.fixture(params=[os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+    def make(self, request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+        """Puts a pipe, a folder or a device under a name."""
 
-            def put(name: str) -> Path:
-                path = tmp_path / name
-                kinds: dict[str, Callable[[Path], object]] = {
-                    "pipe": os.mkfifo, "socket": lambda path: opened.bind(str(path)), "folder": Path.mkdir,
-                    "device": lambda path: path.symlink_to("/dev/zero"),
-                }  # fmt: skip
-                kinds[request.param](path)
-                return path
+        def put(name: str) -> Path:
+            request.param(tmp_path / name)
+            return tmp_path / name
 
-            yield put
+        return put
 
     @pytest.mark.parametrize("name", ["x.tar", "x.beton", "x.parquet", "x.txt"])
     @pytest.mark.parametrize("command", ["scan", "info", "convert"])
@@ -150,13 +135,3 @@ class TestOutputs:
         assert (mine / "thesis.txt").read_text() == "precious"
         for _ in range(2):
             prep("convert", images, tmp_path / "out", "--force")
-
-
-def test_terminals_may_lack_characters(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    output = tmp_path / "日\udcff.beton"
-    for command in (["convert", str(images), str(output), "--workers", "1"], ["info", str(output)]):
-        terminal = io.TextIOWrapper(io.BytesIO(), "ascii")
-        monkeypatch.setattr(sys, "stdout", terminal)
-        assert main(command) == 0
-        terminal.flush()
-        assert rb"\u65e5" in terminal.buffer.getvalue()
