@@ -2,8 +2,6 @@
 
 import json
 import math
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -116,15 +114,6 @@ def test_a_finished_study_is_evaluated(study: Study, tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(study.images)
     probe, runs = ("--linear", str(tmp_path)), study.output / "runs"
     printed = {path: path.stat().st_mtime_ns for path in runs.glob("moco-*-seed0.txt")}
-    script = [sys.executable, "-u", "-m", "benchmarks.evidence", *study.command(*probe)]
-    with subprocess.Popen(script, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if "started moco-cocor-seed0: linear probe" in line:
-                time.sleep(1)
-                process.send_signal(signal.SIGTERM)
-    assert process.returncode == 130 and not list(runs.glob("*/linear/linear.json"))
-
     said = study(*probe)
     assert "2 runs, 0 of them done" in said and "finished moco-plain-seed0" in said and "| linear accuracy, % |" in said
     assert {path: path.stat().st_mtime_ns for path in printed} == printed  # nothing was trained
@@ -140,11 +129,7 @@ class Fake(Training):
 
     def command(self) -> list[str]:
         slow = f"import os, time; time.sleep({self.seed} / 4); print(os.environ['CUDA_VISIBLE_DEVICES'])"
-        return [
-            sys.executable,
-            "-c",
-            f"import time; time.sleep(60)  # {self.folder}" if self.method == "sleeps" else slow,
-        ]
+        return [sys.executable, "-c", "import time; time.sleep(60)" if self.method == "sleeps" else slow]
 
 
 def fake(folder: Path, seed: int = 0, method: str = "moco", linear: Path | None = None) -> Training:

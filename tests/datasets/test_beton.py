@@ -134,19 +134,6 @@ def test_a_damaged_image_is_named_and_left_out(photo_beton: Path, tmp_path: Path
     assert len(list(make(name, stored.subset([*range(8), *range(9, 24)]), drop_last=False).epoch(0))) == 3
 
 
-@pytest.mark.parametrize("content", [b"", b"rubbish", bytes(10_000)])
-def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "x.beton").write_bytes(content)
-    with pytest.raises(UserError, match=r"x.beton: ") as error:
-        open_images(tmp_path / "x.beton")
-    assert "\n" not in str(error.value)
-    with pytest.raises(UserError, match=r"gone.beton: No such file"):
-        open_images(tmp_path / "gone.beton")
-    (tmp_path / "folder.beton").mkdir()
-    with pytest.raises(UserError, match=r"folder.beton: "):
-        open_images(tmp_path / "folder.beton")
-
-
 def test_a_file_that_was_replaced_is_opened_anew(photo_folder: Path, photo_beton: Path, tmp_path: Path) -> None:
     shutil.copyfile(photo_beton, tmp_path / "x.beton")
     first = open_stored(tmp_path / "x.beton")

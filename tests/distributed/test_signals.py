@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from helpers.runs import Done, assert_same_bits, command, environment, flags, metrics, run, start
+from soak.runs import living
 
 from cocor import checkpoint
 from cocor.distributed import signals
@@ -154,15 +155,8 @@ def test_a_signal_before_a_step_ends_at_once() -> None:
 
 def ranks_of(launcher: int, folder: Path) -> list[int]:
     """The ranks that the process ``launcher`` has started."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == launcher and f"--output={folder}\0".encode() in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return sorted(found)
+    named = f"--output={folder}\0".encode()
+    return sorted(process for process, parent, *_, line in living() if parent == launcher and named in line)
 
 
 def wait_for(condition: Callable[[], object], process: Any = None, seconds: int = 300) -> None:

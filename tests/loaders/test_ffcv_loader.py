@@ -15,8 +15,6 @@ from helpers.ffcv_writer import write_by_ffcv
 from helpers.loading import OpenLoader, grey_levels, opening, threads
 from PIL import Image
 
-from loaders.dali.decoder import DaliDecoder
-from loaders.dali.loader import DaliLoader
 from loaders.datasets.bad_samples import BadSamples
 from loaders.datasets.dataset import open_folder
 from loaders.datasets.stored import StoredDataset, open_stored
@@ -143,17 +141,6 @@ class TestOneDecode:
             assert batches[0].views.shape[:2] == (2, 8) and len(batches[0].composites) == 3
         assert plan.layout.crops == (3 if recipe == "paper" else 2 + 5 + 3)
         loader.close()
-
-    def test_dali_decodes_once_for_all_crops(self, make: OpenLoader, monkeypatch: pytest.MonkeyPatch) -> None:
-        loader, fed, feed = make("dali"), [], DaliDecoder._next_inputs
-        monkeypatch.setattr(
-            DaliDecoder, "_next_inputs", lambda decoder: fed.append(len((given := feed(decoder))[0])) or given
-        )
-        assert isinstance(loader, DaliLoader)
-        assert len(list(loader.epoch(0))) == 3 and fed == [8, 8, 8]
-        assert loader._decoder is not None
-        kinds = [op.name.strip("_").rpartition("_")[0] for op in loader._decoder._pipeline._ops]
-        assert kinds.count("Image") == 1 and "Resize" not in kinds  # on the CPU, crops are cut by our own resize
 
 
 class TestPixels:

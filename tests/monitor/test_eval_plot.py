@@ -8,7 +8,7 @@ from PIL import Image
 
 from cocor.monitor.metrics_file import epochs_of, read_run
 from cocor.monitor.plot import main
-from cocor.panels import WIDTH, panels, wrapped
+from cocor.panels import WIDTH, panels
 
 Capsys = pytest.CaptureFixture[str]
 
@@ -99,16 +99,6 @@ def test_numbers_that_are_not_finite_leave_gaps(tmp_path: Path) -> None:
     assert epochs_of(records)[-1] == 2.0
     assert main([str(run), "--output", str(tmp_path / "p.png"), "--json", str(numbers)]) == 0
     assert json.loads(numbers.read_text())["run"]["images_per_s"] == 165.0
-
-
-def test_long_names_take_several_lines(tmp_path: Path) -> None:
-    assert wrapped("a run of many words", 8) == "a run\nof many\nwords"
-    assert wrapped(r"x" * 7 + r"\$y", 8) == "xxxxxxx\n\\$y"
-    name = "resnet50 with a name that is as long as the panel is wide, and longer"
-    run = write_run(tmp_path / "run")
-    assert main([str(run), "--names", name, "--output", str(tmp_path / "p.svg")]) == 0
-    for line in ("resnet50 with a name that is as", "resnet50 with a name that is as long as"):
-        assert f"<!-- {line} -->" in (tmp_path / "p.svg").read_text()
 
 
 def test_lengths_that_take_turns_are_all_drawn(tmp_path: Path) -> None:

@@ -89,11 +89,3 @@ def test_the_current_folders_trace_is_beside_it(tmp_path: Path, monkeypatch: Pat
     monkeypatch.chdir(tmp_path / "here")
     assert trace(Config(output=Path())) == tmp_path / "here-trace.json.gz"
     assert trace(Config(output=Path("run"))) == Path("run-trace.json.gz")
-
-
-def test_an_unwritable_trace_is_refused_first(photo_folder: Path, tmp_path: Path, capsys: Capsys) -> None:
-    (tmp_path / "file").write_text("")
-    assert main([*flags(data=photo_folder, output=tmp_path / "file" / "run"), "--profile"]) == 2
-    told = f"--output {tmp_path / 'file' / 'run-trace.json.gz'}: {tmp_path / 'file'} is no folder"
-    shown = capsys.readouterr()
-    assert shown.err == f"cocor-train: error: {told}; choose another --output\n" and not shown.out

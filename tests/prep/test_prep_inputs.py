@@ -27,18 +27,10 @@ def images(corner_folder: Path, tmp_path: Path) -> Path:
         ("convert x y z", "unexpected argument z"), ("convert x y --quality 101", "--quality: 101 must be 1 to 100"),
         ("convert x y --quality 9.5", "--quality: 9.5 is not a whole number"),
         ("convert x y --shorter-side", "--shorter-side: expected one argument"),
-        ("convert x y --shorter-side 0", "--shorter-side: 0 must be 1 to 65,535"),
-        ("convert x y --workers 100000", "--workers: 100000 must be 1 to 1,024"),
-        ("scan x --max-pixels 1000000000", "--max-pixels: 1000000000 must be 1 to 178,000,000"),
         ("scan x --on-error ignore", "--on-error: ignore is not one of stop, skip"),
         ("labels x --seed -1", "--seed: -1 must be 0 to 9,223,372,036,854,775,807"),
-        ("labels x --seed 9223372036854775808", "--seed: 9223372036854775808 must be 0 to"),
-        ("labels x --seed " + "9" * 5000, "9 must be 0 to"),
         ("labels x --fraction 0", "--fraction: 0 must be a number above 0 and at most 1"),
-        ("labels x --fraction 1.5", "--fraction: 1.5 must be a number above 0"),
-        ("labels x --fraction -1", "--fraction: -1 must be a number above 0"),
         ("labels x --fraction nan", "--fraction: nan must be a number above 0"),
-        ("labels x --fraction 1e-400", "--fraction: 1e-400 must be a number above 0"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(arguments: str, line: str, prep: Prep) -> None:
@@ -102,15 +94,6 @@ class TestOutputs:
             line = prep.refused(name, source, *flag, output, "--force")
             assert "lies inside its source" in line or "would replace its own source" in line
         assert (beton.read_bytes(), sorted(images.rglob("[!.]*"))) == before
-
-    def test_the_current_folder(self, images: Path, prep: Prep, monkeypatch: pytest.MonkeyPatch) -> None:
-        (images.parent / "elsewhere").mkdir()
-        monkeypatch.chdir(images.parent / "elsewhere")
-        exists = "cocor-prep: . exists; name another output or pass --force to replace it\n"
-        assert prep.refused("convert", images, ".") == exists
-        assert "would replace its own source" in prep.refused("convert", images, "..")
-        monkeypatch.chdir(images)
-        assert "would replace its own source" in prep.refused("convert", images, ".")
 
     def test_a_suffix_may_be_in_capitals(self, images: Path, tmp_path: Path, prep: Prep) -> None:
         prep("convert", images, tmp_path / "X.BETON")

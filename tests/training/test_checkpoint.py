@@ -174,29 +174,6 @@ def test_a_checkpoint_from_before_an_option() -> None:
     assert difference == "mmnn_shape: concave in the checkpoint, monotone now"
 
 
-BEFORE = {"kind": "folder", "lengths": "l", "times": "t"}
-KNOWN = BEFORE | {"contents": "c"}
-COPY = {"times": "u"}
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "said"),
-    [
-        ({}, BEFORE, ""), (BEFORE, BEFORE, ""), (BEFORE, KNOWN, ""), (KNOWN, BEFORE, ""), (KNOWN, KNOWN | COPY, ""),
-        (BEFORE, {"kind": "beton", "lengths": "x", "times": "y"}, ""),
-        (BEFORE, BEFORE | {"lengths": "x"}, "other images: other lengths of files under the same names"),
-        (KNOWN, KNOWN | {"contents": "x"}, "other images: other contents of files under the same names"),
-        (BEFORE, KNOWN | COPY, "files with other modification times, all of the same lengths; "
-         "their contents are not known"),
-        (KNOWN, BEFORE | COPY, "files with other modification times, all of the same lengths; "
-         "--verify-data compares their contents"),
-    ],
-)  # fmt: skip
-def test_changed_files_are_told(before: dict[str, str], now: dict[str, str], said: str) -> None:
-    state = {"dataset": "d", "files": before} if before else {"dataset": "d"}
-    assert checkpoint.changed_images(state, "d", now) == said
-
-
 def small_stem() -> nn.Module:
     model: Any = timm.create_model("resnet18", num_classes=0)
     model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
