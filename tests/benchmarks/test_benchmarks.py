@@ -29,7 +29,7 @@ from loaders.cpus import available_cores
 from loaders.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-LOADERS: tuple[Contender, ...] = ("dali", "torch", "torchvision")
+LOADERS: tuple[Contender, ...] = ("dali", "torchvision")
 STAGES: tuple[Stage, ...] = ("decode", "composites", "step")
 Refusal = Callable[..., str]
 
@@ -179,16 +179,6 @@ def test_wishes_that_depend_on_the_machine(tmp_path: Path, refused: Refusal) -> 
     line = refused("throughput", "--quick", "--data", tmp_path / "stored.beton")
     assert f"{tmp_path}/stored.beton: " in line and "give their folder" in line
     assert torch.cuda.is_available() or refused("scaling").startswith("there is no GPU here")
-
-
-def test_prep_agrees_where_ranks_get_no_image(photo_folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("ffcv")
-    (tmp_path / "one").mkdir()
-    for number, path in enumerate(sorted(photo_folder.glob("*/*.jpg"))[:5]):
-        (tmp_path / "one" / f"{number}.jpg").write_bytes(path.read_bytes())
-    printed = run("benchmarks/prep.py", "agreement", "--data", tmp_path, "--batch-size", 4, "--image-size", 16)
-    expected = [[str(n), "ranks"[: 4 + (n > 1)], name, "5"] for n in (1, 2, 4) for name in ("torch", "dali", "ffcv")]
-    assert [line.split()[:4] for line in printed.splitlines()] == expected
 
 
 def test_prep_rates_and_kernel_run(photo_folder: Path, tmp_path: Path) -> None:

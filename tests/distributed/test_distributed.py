@@ -29,7 +29,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 @pytest.mark.parametrize(
     ("work", "ranks", "code", "said"),
     [
-        ("collectives", 2, 0, ""), ("collectives", 4, 0, ""), ("mistakes_of_one", 2, 0, ""),
+        ("collectives", 4, 0, ""), ("mistakes_of_one", 2, 0, ""),
         ("mistake", 2, 2, "test: error: no images in nowhere\n"),
     ],
 )  # fmt: skip
@@ -52,12 +52,10 @@ def test_only_the_first_failure_is_shown() -> None:
     assert "ZeroDivisionError: division by zero" in done.stderr
 
 
-@pytest.mark.parametrize(("how", "code"), [("killed", 9), ("aborted", 6)])
-def test_a_killed_rank_is_named(how: str, code: int) -> None:
+def test_a_killed_rank_is_named() -> None:
     """Rather than another one that complains of it."""
-    done = ranks_do(how)
-    assert done.returncode == 128 + code
-    assert done.stderr.startswith(f"rank 1 was ended by {'SIGKILL: killed' if code == 9 else 'signal 6 (Aborted)'}")
+    done = ranks_do("killed")
+    assert done.returncode == 137 and done.stderr.startswith("rank 1 was ended by SIGKILL: killed")
 
 
 def test_one_rank_needs_no_process_group(alone: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,8 @@
-"""Test the command on two nodes, here of one machine, under torchrun and as Slurm's srun starts tasks."""
+"""Test the command on two nodes, here of one machine, as Slurm's srun starts tasks."""
 
 import os
 import socket
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,15 +33,11 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def torchrun(node: int, port: int, arguments: list[str]) -> tuple[list[str], dict[str, str]]:
-    launcher = f"-m torch.distributed.run --nnodes=2 --node-rank={node} --nproc-per-node=1 --master-addr=127.0.0.1"
-    return [sys.executable, *launcher.split(), f"--master-port={port}", "-m", "cocor.train", *arguments], environment()
-
-
-def srun(node: int, port: int, arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+def variables(node: int, port: int) -> dict[str, str]:
+    """The environment of a task of srun."""
     job = {"STEP_NUM_TASKS": 2, "PROCID": node, "LOCALID": 0, "NODEID": node, "STEP_TASKS_PER_NODE": "1(x2)",
            "STEP_NODELIST": "localhost,other", "JOB_ID": port}  # fmt: skip
-    return command(*arguments), environment() | {f"SLURM_{key}": str(value) for key, value in job.items()}
+    return environment() | {f"SLURM_{key}": str(value) for key, value in job.items()}
 
 
 def test_a_mistake_is_one_line_of_each_srun_task(tmp_path: Path) -> None:
@@ -51,12 +46,10 @@ def test_a_mistake_is_one_line_of_each_srun_task(tmp_path: Path) -> None:
     assert all(error.startswith("cocor-train: error: ") and error.count("\n") == 1 for *_, error in nodes)
 
 
-def ends(arguments: list[str], launcher: Any = srun) -> list[Any]:
+def ends(arguments: list[str]) -> list[Any]:
     """Exit codes, moments of the end, and errors of two nodes."""
-    port, nodes = free_port(), []
-    for node in range(2):
-        command, variables = launcher(node, port, arguments)
-        nodes.append(subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True))
+    port, options = free_port(), {"stderr": subprocess.PIPE, "text": True}
+    nodes = [subprocess.Popen(command(*arguments), env=variables(node, port), **options) for node in range(2)]
 
     def end(process: subprocess.Popen[str]) -> tuple[int, float, str]:
         errors = process.communicate(timeout=300)[1]
@@ -81,11 +74,10 @@ def test_an_unreadable_image_on_one_rank_ends_all(photo_copy: Path, tmp_path: Pa
     assert len(said) == 1 and file.name in said[0] and "Traceback" not in errors + other_errors
 
 
-@pytest.mark.parametrize("start", [torchrun, srun])
-def test_two_nodes_make_one_run(photo_folder: Path, tmp_path: Path, start: Any) -> None:
+def test_two_nodes_make_one_run(photo_folder: Path, tmp_path: Path) -> None:
     options = {"data": photo_folder, "loader": "torch", "backbone": "test_nfnet", "knn_every": 0, "log_samples": True}
-    options["max_restarts"] = 1  # which these launchers do not know of
-    nodes = ends(flags(**options, output=tmp_path / "run"), start)
+    options["max_restarts"] = 1  # which srun does not know of
+    nodes = ends(flags(**options, output=tmp_path / "run"))
     assert [code for code, *_ in nodes] == [0, 0], nodes
     said = "".join(errors for *_, errors in nodes)
     assert said.count("warning: --max-restarts has no effect") == 1

@@ -250,5 +250,5 @@ def test_a_small_shared_memory_is_done_without(photo_folder: Path, tmp_path: Pat
     if subprocess.run([*small, "bash", "true"], capture_output=True, check=False).returncode:
         pytest.skip("needs the right to mount")
     arguments = flags(data=photo_folder, output=tmp_path / "run", **options)
-    done = run(*small[1:], "bash", *command(*arguments), program=["bash"])
+    done = run("-c", 'exec "$@"', "bash", *small, "bash", *command(*arguments), program=["bash"])
     assert done.returncode == 0, done.stderr

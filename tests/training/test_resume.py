@@ -326,18 +326,6 @@ class TestFolderInUse:
         assert main(flags(data=tmp_path / "gone", output=plain)) == 2  # before data is read
         assert f"--output {plain} is in use" in error(capsys)
 
-    def test_two_starts_at_once_make_one_run(self, tmp_path: Path) -> None:
-        folder = tmp_path / "run"
-        arguments = [*flags(output=folder, **PLAIN | EVERY_STEP | SYNTHETIC, log_samples=True), "--resume"]
-        starts = [runs.start(*arguments) for _ in range(2)]
-        ends = [(process.communicate(timeout=300)[1].splitlines(), process.returncode) for process in starts]
-        assert 0 in [code for _, code in ends], ends
-        refused = f"cocor-train: error: --output {folder}"
-        assert all(code == 0 or (code == 2 and lines[-1].startswith(refused)) for lines, code in ends), ends
-        steps = [line["step"] for line in metrics(folder, "samples")]
-        assert steps == list(range(1, 2 * STEPS + 1))
-        assert sorted(checkpoint.load(path)["step"] for path in (folder / "checkpoints").iterdir()) == steps
-
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("loader", ["dali", "torch"])
