@@ -17,7 +17,7 @@ from helpers.manual_clock import HandClock, wound_by_hand
 from PIL import Image
 
 from benchmarks import common, scaling, throughput
-from benchmarks.images import make_photographs, open_images
+from benchmarks.images import open_images
 from benchmarks.loading import baselines, timing
 from benchmarks.loading.cases import Absent, Measured, Settings, measure
 from benchmarks.loading.contenders import STAGES_OF, Contender
@@ -69,17 +69,6 @@ def test_throughput_figures_agree(photo_folder: Path, tmp_path: Path) -> None:
     ratios = {ratio["name"]: ratio["samples_per_s"] for ratio in result["ratios"]}
     rates = {loader: cases[loader, "composites"]["samples_per_s"] for loader in LOADERS}
     assert ratios["dali / torchvision"] == pytest.approx(rates["dali"] / rates["torchvision"])
-
-
-def test_figures_are_written(photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(throughput, "measure", lambda loader, stage, *_: Absent(loader, stage, "not measured"))
-    words = ["--quick", "--gpus", "0", "--loader", "synthetic", "--data", str(photo_folder)]
-    monkeypatch.setattr(sys, "argv", ["throughput.py", *words, "--save", "--json", str(tmp_path / "own.json")])
-    throughput.main()
-    (saved,) = (tmp_path / "results").iterdir()
-    assert json.loads(saved.read_text()) == json.loads((tmp_path / "own.json").read_text())
-    assert [cell["reason"] for cell in json.loads(saved.read_text())["cells"]] == ["not measured"] * 4
 
 
 @pytest.fixture
@@ -232,15 +221,6 @@ class TestWindows:
             assert window.samples == 120 and window.rate == pytest.approx(1000)
         assert (milliseconds(windows, 99), milliseconds(windows, 50)) == (pytest.approx(30), 0)
         assert len(time_windows(bursts(), 0.01)) == 1  # a slow stream gets one window
-
-
-def test_photographs_are_like_imagenet(tmp_path: Path) -> None:
-    pytest.importorskip("skimage")
-    folder, again = (make_photographs(24, tmp_path / name) for name in "ab")
-    files = list(folder.glob("*/*.jpg"))
-    assert len(files) == 24 and all(Image.open(path).size == (500, 375) for path in files)
-    assert 70_000 < np.mean([path.stat().st_size for path in files]) < 150_000
-    assert all((again / path.relative_to(folder)).read_bytes() == path.read_bytes() for path in files)
 
 
 def test_reference_decoders_decode_the_pixels(photo_folder: Path, tmp_path: Path) -> None:

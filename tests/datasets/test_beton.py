@@ -13,7 +13,7 @@ from helpers.prep_cases import CORNERS, corner_colours, good_cases, write_all
 from PIL import Image
 
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Loader
-from loaders.datasets.dataset import open_folder, read_label_split
+from loaders.datasets.dataset import open_folder
 from loaders.datasets.stored import StoredDataset, open_stored
 from loaders.errors import UserError
 from loaders.open import open_images
@@ -98,16 +98,6 @@ def test_worker_processes_open_it_themselves(make: OpenLoader, photo_beton: Path
     assert len(pickle.dumps(open_stored(photo_beton).image(3))) < 500
     for left, right in zip(*(make("torch", workers=workers).epoch(0) for workers in (0, 2)), strict=True):
         assert torch.equal(left.views, right.views)
-
-
-def test_subsets_and_splits_keep_their_images(photo_beton: Path, tmp_path: Path) -> None:
-    stored = open_stored(photo_beton)
-    (tmp_path / "split.txt").write_text("\n".join(stored.names[i] for i in (20, 3, 7)))
-    chosen = stored.subset(read_label_split(tmp_path / "split.txt", stored))
-    assert chosen.rows.tolist() == [20, 3, 7] and chosen.subset([2]).rows.tolist() == [7]
-    for i, row in enumerate(chosen.rows):
-        assert chosen.image(i) == stored.image(row) and chosen.names[i] == stored.names[row]
-        assert np.array_equal(chosen.encoded(i), stored.encoded(row))
 
 
 def test_classes_and_labels_from_elsewhere(photo_beton: Path, tmp_path: Path) -> None:

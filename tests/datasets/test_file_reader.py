@@ -128,13 +128,6 @@ class TestStored:
             with Image.open(BytesIO(part)) as image:
                 assert image.tobytes() == raw.file.decode(row).tobytes()
 
-    def test_damage_is_found_at_the_first_read(self, stored: StoredDataset) -> None:
-        with stored.root.open("r+b") as file:
-            file.seek(int(stored.file.beton.table["data_ptr"][VICTIM]) + 700)
-            file.write(bytes(100))
-        again = open_stored(stored.root)
-        assert read(again, [3, VICTIM, VICTIM, 4])[1] == [GOOD, DAMAGED, DAMAGED, GOOD]
-
 
 class TestVerdicts:
     """What is taken for good is whole, and of the size that Pillow sees."""

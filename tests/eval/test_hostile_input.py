@@ -21,7 +21,6 @@ import pytest
 import safetensors.torch
 import torch
 from helpers.hostile import Harm, Refused, damaged, one_line_or_none, refusal, run_train
-from helpers.prep_cases import corner_image, jpeg_bytes, write_all
 
 import loaders.jit
 from cocor.eval.weights.export import main as export
@@ -30,7 +29,6 @@ from cocor.models import build_backbone
 from cocor.train import main as train
 from loaders.datasets.dataset import open_folder
 from loaders.datasets.size_index import CACHE_NAME
-from loaders.prep.cli import main as prep
 
 
 @pytest.fixture
@@ -123,16 +121,6 @@ class TestYaml:
 
 
 class TestLists:
-    @pytest.mark.parametrize(
-        "content", [bytes(1000), bytes(range(256)) * 40, b"0.jpg,../../evil\n", b"0.jpg,/etc\n", b"0.jpg\n"]
-    )
-    def test_label_files(self, content: bytes, tmp_path: Path, refused: Refused) -> None:
-        write_all(tmp_path / "images", {"0.jpg": jpeg_bytes(corner_image())})
-        (tmp_path / "labels.txt").write_bytes(content)
-        arguments = [str(tmp_path / "images"), str(tmp_path / "out"), "--labels", str(tmp_path / "labels.txt")]
-        refused(lambda: prep(["convert", *arguments, "--workers", "1"]))
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "labels.txt"]
-
     def test_a_foreign_size_index_runs_no_code(self, corner_folder: Path, tmp_path: Path, marker: Path) -> None:
         root = tmp_path / "images"
         shutil.copytree(corner_folder, root, ignore=shutil.ignore_patterns(".*"))
