@@ -16,7 +16,6 @@ from benchmarks.evidence.runner import Training, run_all
 from benchmarks.evidence.studies import STUDIES, Variant
 from cocor.config.resolve import load
 from cocor.methods import METHODS
-from loaders.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--backbone", "test_resnet", "--stem", "imagenet", "--image-size=32", "--loader", "torch", "--workers", "1"]
@@ -254,13 +253,3 @@ def test_runs_stop_at_the_deadline(tmp_path: Path) -> None:
     begin, fakes = time.monotonic(), [fake(tmp_path / f"{seed}", seed, "sleeps") for seed in range(3)]
     assert run_all(fakes, 2, 0, time.monotonic() + 1, lambda text: None) == dict.fromkeys("012", "stopped")
     assert time.monotonic() - begin < 20
-
-
-def test_a_study_refuses_unmarked_evaluations(tmp_path: Path) -> None:
-    one = fake(tmp_path / "run", linear=tmp_path)
-    one.mark()
-    assert not one.is_done() and one.record()["linear"] is None
-    one.mark()
-    assert one.is_done() and not fake(tmp_path / "run", linear=tmp_path / "other").is_done()
-    with pytest.raises(UserError, match="other lr"):
-        Training("moco", Variant("plain", ""), 0, tmp_path / "run", {}, {"lr": 1.0}).is_done()

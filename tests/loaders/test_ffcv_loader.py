@@ -263,8 +263,3 @@ multiprocessing.set_start_method("spawn")
 """
         result = run_python(code)
         assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-
-    def test_only_asking_for_it_imports_it(self) -> None:
-        code = "import sys, loaders.ffcv.loader, loaders.open\n"
-        code += "print([m for m in sys.modules if m.split('.')[0] == 'ffcv'])"
-        assert run_python(code).stdout == "[]\n"
