@@ -64,7 +64,7 @@ def test_shuffled_labels_are_of_the_same_images(photo_folder: Path) -> None:
     assert sorted(told.labels) == sorted(shuffled.labels) and (told.labels != shuffled.labels).any()
 
 
-def test_composites_of_identity_are_their_originals(photo_folder: Path) -> None:
+def test_identity_composites_are_their_originals(photo_folder: Path) -> None:
     _, pairs = build(config_for(photo_folder, pool="identity"))
     batch, _ = pairs[0]
     assert all(torch.equal(images, batch.original) for images in batch.composites)
