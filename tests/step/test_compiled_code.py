@@ -26,17 +26,3 @@ def test_compiled_code_has_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "other" / "cocor").mkdir(parents=True)
     (tmp_path / "other" / "cocor" / "compiled").touch()  # which cannot be written to
     assert kept_in() == usual
-
-
-def test_a_user_without_a_name_can_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container that runs under any number; older versions of PyTorch then have no default."""
-
-    def fails() -> str:
-        raise KeyError("getpwuid(): uid not found: 1234")
-
-    monkeypatch.setattr(cache_dir_utils, "default_cache_dir", fails)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
-    assert kept_in() == str(tmp_path / "mine")
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    assert kept_in() == str(tmp_path / "cocor" / "compiled")
