@@ -31,7 +31,8 @@ Named = TypeVar("Named", Encoder, Subject)
 def check_writable(args: argparse.Namespace) -> None:
     """Raise UserError, before any work, if results or features cannot be written."""
     check_folder("--output", args.output or Path("eval"))
-    check_folder("--cache", args.cache)
+    if "cache" in args:
+        check_folder("--cache", args.cache)
 
 
 def check_one_process(args: argparse.Namespace) -> None:
