@@ -10,7 +10,6 @@ Under torchrun every rank computes whole batches of a single process, so feature
 import hashlib
 import json
 import logging
-import os
 import time
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -22,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cocor.data import file_states
 from cocor.distributed.collectives import World, barrier, together
 from cocor.eval.crops import Crop, CropPlan
 from cocor.eval.probes.online_knn import evaluating
 from cocor.eval.weights.load import Encoder
 from loaders.datasets.dataset import ImageDataset, OnError
-from loaders.datasets.stored import StoredDataset
 from loaders.errors import UserError
 from loaders.files import replacing
 from loaders.open import LoaderName, open_loader
@@ -103,25 +102,12 @@ class Extraction:
     def key(self, encoder: Encoder, dataset: ImageDataset) -> str:
         """Return the name of a cache entry: equal for equal features."""
         parts: list[str | int] = [encoder.digest, encoder.architecture, encoder.stem, dataset.digest]
-        parts += [self.crop, self.filter, self.size, self.loader, str(self.precision), _files(dataset)]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+        parts += [self.crop, self.filter, self.size, self.loader, str(self.precision)]
+        return hashlib.sha256(json.dumps([*parts, file_states(dataset)]).encode()).hexdigest()[:32]
 
     def path(self, encoder: Encoder, dataset: ImageDataset) -> Path | None:
         """Return the file of the cache for these features."""
         return None if self.cache is None else self.cache / f"{self.key(encoder, dataset)}.safetensors"
-
-
-def _files(dataset: ImageDataset) -> str:
-    """Digest the files' sizes and modification times."""
-    paths = [str(dataset.file.path)] if isinstance(dataset, StoredDataset) else dataset.paths
-    found = np.zeros((len(paths), 2), np.int64)
-    for place, path in enumerate(paths):
-        try:
-            status = os.stat(path)  # noqa: PTH116 (a million Paths take seconds)
-        except OSError:
-            continue  # the loader will name it
-        found[place] = status.st_size, status.st_mtime_ns
-    return hashlib.sha256(found.tobytes()).hexdigest()
 
 
 def features_of(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: str = "features") -> Features:
@@ -131,30 +117,10 @@ def features_of(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: 
         UserError: images that cannot be read, or features that are not finite.
     """
     path = how.path(encoder, dataset)
-    found = _from_cache(path, len(dataset), how)
-    return _finished(_compute(encoder, dataset, how, name, path) if found is None else found, dataset, how, name)
-
-
-def features_of_two(
-    encoder: Encoder, train: ImageDataset, val: ImageDataset, both: ImageDataset, how: Extraction
-) -> list[Features]:
-    """Compute features of two sets, by one loader if ``both`` holds all their images."""
-    parts = {"training images": train, "validation images": val}
-    paths = [how.path(encoder, part) for part in parts.values()]
-    cached = [_from_cache(path, len(part), how) for path, part in zip(paths, parts.values(), strict=True)]
-    if all(found is None for found in cached) and len(both) == len(train) + len(val):  # loaders take seconds to start
-        whole = _compute(encoder, both, how, "training and validation images", None)
-        cached = list(whole.split([len(train), len(val)]))
-        for values, path in zip(whole.split([len(train), len(val)]), paths, strict=True):
-            _write_cache(values, path, how)
-    return [
-        _finished(_compute(encoder, part, how, name, path) if found is None else found, part, how, name)
-        for (name, part), path, found in zip(parts.items(), paths, cached, strict=True)
-    ]
-
-
-def _finished(values: Tensor, dataset: ImageDataset, how: Extraction, name: str) -> Features:
-    """Add the labels, -1 for images that could not be read; warn of these and of collapse."""
+    values = _from_cache(path, len(dataset), how)
+    if values is None:
+        values = _compute(encoder, dataset, how, name)
+        _write_cache(values, path, how)
     features = Features(values, torch.from_numpy(dataset.labels.copy()))
     usable = features.usable()
     features.labels[torch.isin(torch.arange(len(dataset)), usable, invert=True)] = -1
@@ -165,7 +131,7 @@ def _finished(values: Tensor, dataset: ImageDataset, how: Extraction, name: str)
     return features
 
 
-def _compute(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: str, path: Path | None) -> Tensor:
+def _compute(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: str) -> Tensor:
     began = time.perf_counter()
     values, left_out = _extract(encoder.backbone, dataset, how, name)
     seconds = time.perf_counter() - began
@@ -176,7 +142,6 @@ def _compute(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: str
         which = f"of {len(bad):,} of {len(values):,} images (first: number {int(bad[0])}) "
         raise UserError(f"{name}: features {which}are not finite; the weights are broken, or try --precision fp32")
     values[left_out] = torch.nan
-    _write_cache(values, path, how)
     return values
 
 

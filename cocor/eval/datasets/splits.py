@@ -163,8 +163,9 @@ def _split(protocol: Protocol, listed: Listed, workers: int | None) -> Splits:
         place = min(index.faults)
         raise UserError(f"{root / listing.names[place]}: {index.faults[place]}; unpack the archive again")
     places = {name: place for place, name in enumerate(classes)}
-    labels, sizes = np.array([places[label] for _, label in rows], np.int64), np.array(listing.sizes, np.int64)
-    whole = ImageDataset(root, listing.names, labels, classes, index.sizes, index.plain, file_sizes=sizes)
+    labels = np.array([places[label] for _, label in rows], np.int64)
+    states = np.array(listing.sizes, np.int64), np.array(listing.mtimes, np.int64)
+    whole = ImageDataset(root, listing.names, labels, classes, index.sizes, index.plain, (), *states)
     ends = np.cumsum([len(split) for split in splits.values()])
     parts = dict(zip(splits, np.split(np.arange(len(rows)), ends[:-1]), strict=True))
     if "all" in parts:
