@@ -94,8 +94,6 @@ def load(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint")
     try:
-        if is_compressed(path):
-            raise UserError(f"{path} is no checkpoint of cocor: it is compressed")
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()  # torch itself does not look at the checksums
         if broken is not None:
@@ -110,15 +108,6 @@ def load(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict) or type(state.get("step")) is not int or state["step"] < 0:
         raise UserError(f"{path} is no checkpoint of cocor: it has no step")
     return state
-
-
-def is_compressed(path: Path) -> bool:
-    """Tell whether this is a zip file with compressed parts, which torch never writes."""
-    # A small one could fill all memory.
-    if not zipfile.is_zipfile(path):
-        return False
-    with zipfile.ZipFile(path) as archive:
-        return any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist())
 
 
 def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:

@@ -276,7 +276,7 @@ def test_too_little_memory_is_one_line(data: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, *flags]
     found = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert found.returncode == 2
-    assert found.stderr.splitlines()[-1].startswith("cocor-eval: error: too little memory: lower --batch-size (256)")
+    assert found.stderr.splitlines()[-1].startswith("cocor-eval: error: out of memory: lower the batch size")
 
 
 @pytest.mark.gpu
@@ -288,7 +288,7 @@ def test_a_full_gpu_is_one_line(data: Path, tmp_path: Path, capsys: Capsys) -> N
         assert main(["knn", WEIGHTS, "--data", str(data / "pets"), "--gpu", "yes", *flags]) == 2
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert "the GPU's memory is full: lower --batch-size (256)" in capsys.readouterr().err.splitlines()[-1]
+    assert "out of memory: lower the batch size" in capsys.readouterr().err.splitlines()[-1]
 
 
 def one_rank(arguments: list[str], cache: Path, output: Path) -> None:
