@@ -102,7 +102,7 @@ def test_long_names_take_several_lines(tmp_path: Path) -> None:
     name = "resnet50 with a name that is as long as the panel is wide, and longer"
     run = write_run(tmp_path / "run")
     assert main([str(run), "--names", name, "--output", str(tmp_path / "p.svg")]) == 0
-    for line in ("resnet50 with a name that is as", "resnet50 with a name that is as long as"):
+    for line in ("resnet50 with a name that is as long", "resnet50 with a name that is as long as the"):
         assert f"<!-- {line} -->" in (tmp_path / "p.svg").read_text()
 
 

@@ -70,9 +70,11 @@ def open_named(name: str, root: Path, cache: Path, workers: int | None = None) -
         try:
             listed = archive.read(base, cache) if name.startswith("cifar") else archive.read(base)
             return _checked(_split(protocol, listed, workers))
-        except (ValueError, LookupError, TypeError, AttributeError) as error:  # whatever a damaged list holds
-            reason = f"{type(error).__name__}: {error}"
-            raise UserError(f"{base}: damaged lists ({reason}); unpack the archive of {protocol.title} again") from None
+        except UserError:
+            raise
+        except Exception as error:  # pickle, scipy and JSON raise many kinds on damaged lists
+            reason = f"damaged lists ({type(error).__name__}: {error})"
+            raise UserError(f"{base}: {reason}; unpack the archive of {protocol.title} again") from error
     if find_split(root / name, TRAIN) is not None:
         return _checked(replace(open_splits(root / name, workers), protocol=protocol))
     where = ", ".join(f"{root / folder}" for folder in (*archive.folders, f"{name}/train"))
