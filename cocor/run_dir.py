@@ -214,13 +214,12 @@ def check_pair() -> None:
     except (ImportError, RuntimeError, OSError) as error:
         if explain(error):  # a full disk, say, not a library that does not fit
             raise
-        torch = _version("torch")
+        torch, why = _version("torch"), " ".join(str(error).split())[:200]
         major, minor, *_ = [*torch.split("."), ""]
         fitting = f"==0.{15 + int(minor)}.*" if major == "2" and minor.isdecimal() else ""
-        raise UserError(
-            f"torchvision {_version('torchvision')} does not work with torch {torch} "
-            f"({' '.join(str(error).split())[:200]}); install the pair: pip install torch=={torch} torchvision{fitting}"
-        ) from None
+        remedy = f"install the pair: pip install torch=={torch} torchvision{fitting}"
+        mistake = f"torchvision {_version('torchvision')} does not work with torch {torch} ({why})"
+        raise UserError(f"{mistake}; {remedy}") from None
 
 
 def _version(package: str) -> str:

@@ -134,15 +134,8 @@ def _nearest(similarity: Tensor, k: int) -> tuple[Tensor, Tensor]:
     columns, order = columns.sort(dim=1)
     values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
     columns = columns.gather(1, order)
-    least = values[:, -1:]
-    tied = ((similarity >= least).sum(dim=1) > k).nonzero().flatten()
+    tied = ((similarity >= values[:, -1:]).sum(dim=1) > k).nonzero().flatten()
     if len(tied):  # topk may have chosen any of the equals
-        rows, least = similarity[tied], least[tied]
-        above, equal = rows > least, rows == least
-        missing = k - above.sum(dim=1, keepdim=True)
-        chosen = above | (equal & (equal.cumsum(dim=1) <= missing))
-        picked = chosen.nonzero()[:, 1].reshape(-1, k)
-        order = rows.gather(1, picked).argsort(dim=1, descending=True, stable=True)
-        columns[tied] = picked.gather(1, order)
-        values[tied] = rows.gather(1, columns[tied])
+        rows = similarity[tied].sort(dim=1, descending=True, stable=True)
+        values[tied], columns[tied] = rows.values[:, :k], rows.indices[:, :k]
     return values, columns
