@@ -184,25 +184,27 @@ def _extract(backbone: nn.Module, dataset: ImageDataset, how: Extraction, name: 
         backbone.to(memory_format=torch.channels_last)
     left_out = torch.zeros(count, dtype=torch.bool)
     left_out[rows] = True
+    found = torch.zeros(count, *_shape(backbone, how))
 
-    def own() -> Tensor | None:
-        found: Tensor | None = None
+    def fill_own() -> None:
         with evaluating(backbone):
             for index, batch_features in _batches(backbone, dataset.subset(rows.numpy()), how, name):
-                if found is None:
-                    found = torch.zeros(count, *batch_features.shape[1:])
                 found[rows[index]], left_out[rows[index]] = batch_features, False
-        return found
 
-    found = together(own)
-    if world.size > 1:
-        found = _exchange(found, count, backbone, how)
-        shared = left_out.to(world.device, torch.int32)
-        dist.all_reduce(shared)
-        left_out = shared.bool().cpu()
-    if found is None:
-        raise UserError("a data set without images")
+    together(fill_own)
+    if world.size > 1:  # rows of other ranks are zero here, so the sums are exact
+        for part in (*found.split(_SHARED_ROWS), left_out):
+            shared = part.to(world.device, torch.float32)
+            dist.all_reduce(shared)
+            part.copy_(shared)
     return found, left_out
+
+
+def _shape(backbone: nn.Module, how: Extraction) -> tuple[int, ...]:
+    """Return the shape of an image's features: (D,), or (10, D) of ten crops."""
+    with torch.no_grad(), evaluating(backbone):
+        width = encode(backbone, torch.zeros(1, 3, how.size, how.size, device=how.world.device), how).shape[1]
+    return (10, width) if how.crop == "ten" else (width,)
 
 
 def _batches(backbone, dataset, how, name):  # type: ignore[no-untyped-def]
@@ -237,20 +239,6 @@ def _rows_of_rank(count: int, batch_size: int, world: World) -> np.ndarray:
     """Choose the images of every ``size``-th batch: the batches are those of a single process."""
     rows = np.arange(count, dtype=np.int64)
     return rows[rows // batch_size % world.size == world.rank]
-
-
-def _exchange(found: Tensor | None, count: int, backbone: nn.Module, how: Extraction) -> Tensor:
-    """Add the rows of all ranks. Rows of other ranks are zero here, so the sum is exact."""
-    if found is None:  # fewer batches than ranks
-        with torch.no_grad(), evaluating(backbone):
-            views = CropPlan(crop=how.crop).views
-            width = backbone(torch.zeros(1, 3, how.size, how.size, device=how.world.device)).shape[1]
-        found = torch.zeros(count, width) if views == 1 else torch.zeros(count, views, width)
-    for part in found.split(_SHARED_ROWS):
-        shared = part.to(how.world.device)
-        dist.all_reduce(shared)
-        part.copy_(shared)
-    return found
 
 
 def _warn_of_collapse(values: Tensor, name: str) -> None:

@@ -102,7 +102,7 @@ class Poisoned(torch.nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        if self.calls == 3:
+        if self.calls == 4:  # the first asks for the width
             images = images.clone()
             images[-1] = torch.nan
         return images
