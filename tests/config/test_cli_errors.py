@@ -2,16 +2,14 @@
 
 import errno
 import io
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.runs import ROOT, Capture, flags, run
 
-from cocor import cli
 from cocor.eval.weights.export import main as export
 from cocor.train import main
 from loaders.errors import explain
@@ -34,14 +32,6 @@ def refused(tmp_path: Path, capsys: Capture) -> Refused:
         return line.removeprefix("cocor-train: error: ")
 
     return start
-
-
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """Restores what Ctrl-C does: a console command leaves it to the system, which would end the tests at once."""
-    before = signal.getsignal(signal.SIGINT)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def spoil(path: Path, how: str) -> None:
@@ -200,14 +190,6 @@ class TestMachine:
         assert f"does not work with torch {torch.__version__.partition('+')[0]}" in line
         assert "(operator nms does not exist); install the pair: pip install torch==" in line
         assert f" torchvision==0.{15 + int(torch.__version__.split('.')[1])}." in line
-
-    @pytest.mark.usefixtures("ctrl_c")
-    def test_no_current_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-        monkeypatch.chdir(tmp_path)
-        tmp_path.rmdir()
-        assert cli.prepare() == 2
-        told = "the current folder cannot be used: No such file or directory; cd to another one"
-        assert capsys.readouterr().err == f"cocor-prep: error: {told}\n"
 
     def test_a_terminal_that_lacks_a_character(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         terminal, errors = (io.TextIOWrapper(io.BytesIO(), "ascii") for _ in range(2))
