@@ -17,7 +17,9 @@ from loaders.datasets.dataset import ImageDataset
 from loaders.datasets.stored import StoredDataset
 from loaders.jit import jit
 
-Integers, Bytes, Sizes = NDArray[np.int64], NDArray[np.uint8], NDArray[np.int32]
+Integers = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
+Sizes = NDArray[np.int32]
 
 GOOD, CHANGED, DAMAGED = range(3)
 """Verdicts. GOOD: safe to decode. CHANGED: missing, or of another length. DAMAGED: no whole JPEG or PNG of this

@@ -11,7 +11,7 @@ Import this module only after :func:`loaders.ffcv.patches.load_ffcv`.
 import ctypes
 import queue
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,6 @@ from loaders.datasets.stored import StoredFile
 from loaders.errors import UnusableImage
 from loaders.kernels.resize import resize_crops
 from loaders.pipeline.jobs import Job
-from loaders.pipeline.threads import DaemonPool
 
 OFFSET, LENGTH, MODE, HEIGHT, WIDTH, ROW, COLUMNS = range(7)  # of the table that says where images are stored
 
@@ -100,7 +99,7 @@ class DecodePool:
         self._free: queue.SimpleQueue[_Decoder] = queue.SimpleQueue()
         for decoder in self._decoders:
             self._free.put(decoder)
-        self._pool = DaemonPool(threads, "cocor-decode")
+        self._pool = ThreadPoolExecutor(threads, "cocor-decode")
 
     def submit(
         self, job: Job, stored: NDArray[np.uint64], crops: Tensor, places: Sequence[int] | slice = slice(None)
@@ -169,7 +168,7 @@ def decode_crops(
         height, width = np.int64(stored[place, HEIGHT]), np.int64(stored[place, WIDTH])
         image = data[offset : offset + length]
         if stored[place, MODE] != RAW:
-            codes[i] = jpeg_orientation(image, height, width) != 1 or _decompress(
+            codes[i] = jpeg_orientation(image, int(height), int(width)) != 1 or _decompress(
                 handle, image.ctypes.data, length, pixels.ctypes.data, width, 0, height, _RGB, 0
             )
             if codes[i]:
