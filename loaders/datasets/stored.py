@@ -139,9 +139,8 @@ def _label_names(file: StoredFile, labels: str | os.PathLike[str] | None) -> lis
     beton = file.beton
     if labels is None:
         return [beton.classes[label] if label >= 0 else None for label in beton.labels]
-    label_of, unknown = read_labels(Path(labels), beton.names)
-    missing = [name for i, name in enumerate(beton.names) if i not in label_of]
-    for name, reason in [*unknown, *((name, f"no label in {printable(labels)}") for name in missing)]:
+    label_of, faults = read_labels(Path(labels), beton.names)
+    for name, reason in faults:
         raise UserError(f"{printable(file.path)}: {printable(name)}: {reason}")
     return [label_of[i] for i in range(len(beton))]
 
