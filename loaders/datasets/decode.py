@@ -45,8 +45,9 @@ class ImageFault(Exception):
 class Header:
     """What an image's header says.
 
-    ``plain``: any correct decoder gives the pixels of :func:`decode`; ``upright_jpeg``: even one that reads only JPEG
-    and ignores the orientation tag does.
+    ``plain``: any correct decoder gives the pixels of :func:`decode`, unless it reads off-standard EXIF in another way,
+    which :mod:`loaders.datasets.file_reader` sees; ``upright_jpeg``: even one that reads only JPEG and ignores the
+    orientation tag does.
     """
 
     height: int
