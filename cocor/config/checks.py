@@ -25,11 +25,11 @@ class Need(NamedTuple):
 _MMNN = (
     *("hypergradient", "mmnn_every", "mmnn_shape", "mmnn_optimiser", "mmnn_lr", "mmnn_momentum"),
     *("mmnn_wait_epochs", "mmnn_warmup_epochs", "classifier_lr", "classifier_weight_decay"),
-    *("labelled_batch_size", "label_split", "label_fraction"),
+    *("labelled_batch_size", "label_split", "label_fraction", "shuffle_labels"),
 )
 _CONSISTENCY = (
-    *("consistency_weight", "consistency_beta", "lengths", "lengths_per_step", "composite_size", "pool", "magnitudes"),
-    *("composite_order", "recipe", "released_originals", "mmnn", "constants", *_MMNN),
+    *("preset", "consistency_weight", "consistency_beta", "lengths", "lengths_per_step", "composite_size", "pool"),
+    *("magnitudes", "composite_order", "recipe", "released_originals", "mmnn", "constants", *_MMNN),
 )
 _KNN = ("val_data", "knn_k", "knn_temperature")
 _IMAGES = ("data", "verify_data", "labels", "label_split", "label_fraction", "on_error", "knn_every", *_KNN)
@@ -44,7 +44,9 @@ NEEDS = (
     Need(("decay_biases",), "with --weight-decay above 0 or --optimiser lars",
          lambda c: c.weight_decay > 0 or c.optimiser == "lars"),
     Need(_CONSISTENCY, "with --consistency softplus|abs", lambda c: c.consistency != "none"),
-    Need(("consistency_beta",), "with --consistency softplus", lambda c: c.consistency == "softplus"),
+    Need(("consistency_beta",), "with --consistency softplus and targets",
+         lambda c: c.consistency == "softplus" and c.mmnn != "none"),
+    Need(("constants",), "with --mmnn learned|constants", lambda c: c.mmnn != "none"),
     Need(("composite_order",), "with --lengths above 1", lambda c: max(c.lengths) > 1),
     Need(("released_originals",), "with --recipe released", lambda c: c.recipe == "released"),
     Need(_MMNN, "with --mmnn learned", lambda c: c.mmnn == "learned"),
@@ -117,6 +119,8 @@ def check(config: Config) -> None:
             c.consistency == "abs" and c.execution in ("compiled", "fused"),
         f"--execution {c.execution}: LARS cannot be recorded; use compiled with --optimiser lars":
             c.optimiser == "lars" and c.execution in ("graph", "fused"),
+        "--mmnn none pulls alike on all views, which is no --consistency abs; leave that out":
+            c.consistency == "abs" and c.mmnn == "none",
         "--cpu-ranks needs --gpus 0": c.cpu_ranks > 1 and bool(c.gpus),
     }  # fmt: skip
     for message, wrong in mistakes.items():
