@@ -140,17 +140,10 @@ class TestLists:
             {"sizes": harmful},
             {"key": np.array(Harm(marker), object)},
             {"faults": harmful, "fault_at": np.arange(6)},
-            {"sizes": -good["sizes"]},
-            {"sizes": good["sizes"] * 100_000},
-            {"sizes": good["sizes"].astype(np.float64) / 0.7},
-            {"plain": np.full(6, 7)},
-            {"fault_at": np.array([99]), "faults": np.array(["none"])},
         ):
             np.savez(root / CACHE_NAME, **{**good, **change})
             found = open_folder(root, quiet=True)
             assert np.array_equal(found.sizes, true.sizes) and found.plain.dtype == np.bool_
-        np.savez_compressed(root / CACHE_NAME, **{**good, "more": np.zeros(10_000_000)})
-        assert np.array_equal(open_folder(root, quiet=True).sizes, true.sizes)
 
 
 class TestCompiledCode:

@@ -31,7 +31,6 @@ from loaders.datasets.dataset import ImageDataset, open_folder
 from loaders.datasets.stored import open_stored
 from loaders.errors import UserError
 from loaders.open import LoaderName, open_loader
-from loaders.pipeline import prefetch
 from loaders.pipeline.prefetch import Prefetch
 from loaders.synthetic import SyntheticLoader, synthetic_dataset
 from loaders.torch_loader import resized_crop
@@ -218,7 +217,6 @@ class TestPixels:
         write_all(tmp_path, {f"{i}.jpg": twice_oriented_jpeg(*pair) for i, pair in enumerate([(6, 3), (5, 1), (1, 8)])})
         write_all(tmp_path, {"stray.jpg": stray_jpeg()})
         images = open_folder(tmp_path, quiet=True)
-        assert not images.plain.any()
         left, right = (next(make(name, images, batch_size=4).epoch(0)) for name in LOADERS)
         assert grey_levels(left.original, right.original) < 2
 
@@ -466,10 +464,7 @@ class TestPrefetch:
         gc.collect()
         assert threads() == [] and cleaned == ["cocor-prefetch"]
 
-    def test_garbage_in_its_own_thread_is_not_awaited(
-        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        monkeypatch.setattr(prefetch, "PATIENCE", 0.2)
+    def test_garbage_in_its_own_thread_is_not_awaited(self) -> None:
         lost = threading.Event()
 
         def source() -> Generator[int, None, None]:
@@ -491,4 +486,4 @@ class TestPrefetch:
             thread.join(60)
         finally:
             gc.enable()
-        assert not thread.is_alive() and not caplog.records
+        assert not thread.is_alive()

@@ -91,17 +91,16 @@ def test_unusable_images_are_not_chosen(prep: Prep, data: Path, tmp_path: Path) 
     assert "has no labels; give class" in prep.refused("labels", data / "a", "--output", tmp_path / "no")
 
 
-def test_names_with_line_breaks_can_be_listed(prep: Prep, tmp_path: Path) -> None:
-    names = ["two\nlines.jpg", "two\nlines.png", "\rback.jpg", os.fsdecode(b"\xff\n.jpg"), " #blank .jpg", "usual.jpg"]
+def test_odd_names_can_be_listed(prep: Prep, tmp_path: Path) -> None:
+    names = [os.fsdecode(b"\xff.jpg"), " #blank .jpg", "usual.jpg"]
     write_all(tmp_path / "data" / "a", dict.fromkeys(names, TINY))
     prep("convert", tmp_path / "data", tmp_path / "x.beton")
-    listed = write(tmp_path / "data", tmp_path / "list", 1)
-    assert len(listed) == 6 and r"a/two\nlines.jpg" in listed
+    assert len(write(tmp_path / "data", tmp_path / "list", 1)) == 3
     for data in (open_folder(tmp_path / "data"), open_images(tmp_path / "x.beton")):
-        assert sorted(read_label_split(tmp_path / "list", data)) == list(range(6))
-    write_all(tmp_path / "data" / "a", {r"two\nlines.jpg": TINY})
+        assert sorted(read_label_split(tmp_path / "list", data)) == list(range(3))
+    write_all(tmp_path / "data" / "a", {"two\nlines.jpg": TINY})
     error = prep.refused("labels", tmp_path / "data", "--fraction", 1, "--output", tmp_path / "no")
-    assert r"a/two\nlines.jpg: no line of text can tell it from others" in error
+    assert r"a/two\nlines.jpg: its name does not fit into a line of text" in error
 
 
 FORMS = ["folder", "x.beton", "small", "back", "packed.tar"]
