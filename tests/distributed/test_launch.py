@@ -35,7 +35,7 @@ sys.exit(cli.command("test", body))
 """
 
 
-def run(body: str, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+def run(body: str, stdout: int) -> subprocess.CompletedProcess[str]:
     """A command of such a body."""
     program = _PROGRAM.replace("BODY", "\n    ".join(body.splitlines()))
     return subprocess.run(
@@ -44,35 +44,22 @@ def run(body: str, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("lines", [1, 100_000])  # which fill no buffer, and many
-def test_unread_output_ends_a_command_silently(lines: int) -> None:
+def test_unread_output_ends_a_command_silently() -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    done = run(f"for _ in range({lines}): print('a line')", stdout=writing)
+    done = run("for _ in range(100_000): print('a line')", stdout=writing)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_a_closed_terminal_keeps_the_exit_code() -> None:
-    done = run(
-        "reading, writing = os.pipe()\n"
-        "os.close(reading); os.dup2(writing, 2)\n"
-        "try: print('a line', file=sys.stderr)\n"
-        "except OSError: return\n"
-        "raise AssertionError\n"
-    )
-    assert done.returncode == 0
-
-
-@pytest.mark.parametrize("lines", [1, 100_000])
-def test_output_onto_a_full_disk_is_one_line(lines: int) -> None:
+def test_output_onto_a_full_disk_is_one_line() -> None:
     with Path("/dev/full").open("w") as full:
-        done = run(f"for _ in range({lines}): print('a line')", stdout=full.fileno())
+        done = run("print('a line')", stdout=full.fileno())
     told = "test: error: No space left on device; free some space, or name another folder\n"
     assert (done.returncode, done.stderr) == (2, told)
 
 
-def test_ranks_import_nothing_from_the_current_folder(photo_folder: Path, tmp_path: Path) -> None:
+def test_ranks_ignore_modules_of_the_folder(photo_folder: Path, tmp_path: Path) -> None:
     for name in ("random.py", "loaders.py"):
         (tmp_path / name).write_text("raise SystemExit('a program of the user')\n")
     installed = [sys.executable, "-P", "-c", "from cocor.cli import train; raise SystemExit(train())"]

@@ -14,8 +14,8 @@ from torchvision.transforms import v2
 
 from cocor.distributed.collectives import World
 from cocor.eval.crops import CropPlan
-from cocor.eval.datasets.protocols import VIEWS, SgdSettings
-from cocor.eval.features import Extraction, _rows_of_rank, features_of, summary
+from cocor.eval.datasets.protocols import SgdSettings
+from cocor.eval.features import Extraction, features_of, summary
 from cocor.eval.probes.sgd import RandomCrops
 from cocor.eval.weights.load import Encoder, digest, load_encoder
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
@@ -137,16 +137,6 @@ def test_ten_crop_features_have_ten_rows(encoder: Encoder, photo_folder: Path) -
     assert found.values.shape == (2, 10, 512)
     assert found.flat().values.shape == (20, 512) and found.flat().labels.tolist() == [0] * 20
     assert not torch.equal(found.values[0, 0], found.values[0, 5])
-
-
-def test_views_and_batches_are_the_sources() -> None:
-    seen = {probe: (view.crop, view.filter) for probe, view in VIEWS.items()}
-    assert {seen[probe] for probe in ("lbfgs", "fewshot", "transfer")} == {("full", "bicubic")}
-    assert {seen[probe] for probe in ("moco", "simsiam", "knn")} == {("central", "bilinear")}
-    device = torch.device("cpu")
-    shares = [_rows_of_rank(23, 4, World(rank, rank, 2, device)) for rank in range(2)]
-    assert shares[0].tolist() == [0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19]
-    assert sorted(np.concatenate(shares).tolist()) == list(range(23))
 
 
 def test_constant_features_are_said(encoder: Encoder, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.pictures import photographs
-from helpers.pillow_parity import grey_levels_on_cpu
+from helpers.pictures import grey_levels_on_cpu, photographs
 from numpy.typing import NDArray
 
 from loaders.kernels import pillow
@@ -58,7 +57,7 @@ def test_threads_do_not_change_bits() -> None:
     executor.close()
 
 
-def test_given_outputs_are_written_and_inputs_kept() -> None:
+def test_outputs_are_written_and_inputs_kept() -> None:
     layout, inputs, _ = planned(32, 3)
     executor, before = CpuExecutor(layout, 32, MEAN, STD), [a.copy() for a in inputs]
     expected = executor(*inputs)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from helpers.pillow_parity import GREY_LEVELS, grey_levels_on_cpu
+from helpers.pictures import GREY_LEVELS, grey_levels_on_cpu
 from numpy.typing import NDArray
 from PIL import Image
 

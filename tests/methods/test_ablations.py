@@ -29,16 +29,11 @@ def drawn(*flags: str, count: int = 400) -> PlannedBatch:
     return training_plan(load([*flags])).draw(0, np.arange(count), sizes)
 
 
-@pytest.mark.parametrize("lengths", [(1,), (4,), (2, 5), (1, 2, 3, 10), (10,)])
-def test_lengths(lengths: tuple[int, ...]) -> None:
-    composition = drawn("--lengths", ",".join(map(str, lengths))).composition
-    assert tuple(composition.sum(2)[:, 0]) == lengths and (composition.sum(2) == np.array(lengths)[:, None]).all()
-
-
 @pytest.mark.parametrize("pool", ["all", "color", "affine"])
-def test_pools(pool: str) -> None:
-    used = drawn("--pool", pool).composition.sum((0, 1)) > 0
-    assert [op for op in ops.BASIC if used[op]] == list(ops.POOLS[pool])
+def test_pools_and_lengths(pool: str) -> None:
+    composition = drawn("--pool", pool, "--lengths", "2,5,10").composition
+    assert (composition.sum(2) == np.array([[2], [5], [10]])).all()
+    assert [op for op in ops.BASIC if composition.sum((0, 1))[op]] == list(ops.POOLS[pool])
 
 
 def test_magnitudes_and_recipes() -> None:

@@ -69,11 +69,3 @@ def test_a_missing_scikit_image_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install"):
         demo.make_demo(tmp_path / "demo")
-
-
-def test_an_unwritable_cache_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/cache")
-    with pytest.raises(
-        UserError, match=r"^XDG_CACHE_HOME /dev/null/cache/cocor: /dev/null is no folder; choose another"
-    ):
-        demo.make_demo()
