@@ -148,7 +148,7 @@ def _labelled(config: Config, train: ImageDataset) -> ImageDataset | None:
 def training_plan(config: Config) -> ViewPlan:
     """Plan the views of the unlabelled batches (paper, "Experimental settings")."""
     contrastive = tuple(_augmentation(config, view) for view in range(2))
-    if config.consistency == "none":
+    if not config.has_composites:
         return ViewPlan(config.image_size, config.seed, contrastive, original="none", lengths=())
     return ViewPlan(
         config.image_size, config.seed, contrastive, original="shared" if config.recipe == "paper" else "weak",

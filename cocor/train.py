@@ -121,6 +121,8 @@ def describe(run: Run, checkpoint_read: Path | None) -> None:
     elif config.resume is not None:
         _log.info(f"no checkpoint in {config.output} yet: starting anew")
     kind = config.method if config.consistency == "none" else f"{config.method} + CoCor ({config.mmnn} targets)"
+    if config.auxiliary != "none":
+        kind += f" + {config.auxiliary}"
     place = f"{run.world.size} x {run.world.device.type}, {config.precision}, {run.execution}"
     _log.info(f"{kind}, {config.backbone}, {place}, {config.batch_size // run.world.size} images a step and rank")
     labels = "" if data.labelled is None else f", {len(data.labelled):,} of them with labels for the MMNN"

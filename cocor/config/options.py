@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 import yaml
 
+from cocor.auxiliary import AUXILIARIES
 from cocor.config.parse import option
-from cocor.methods import METHODS
+from cocor.methods import METHODS, spec
 from loaders.files import write_text
 from loaders.views.ops import POOLS, Magnitudes, Order
 
@@ -105,6 +106,10 @@ class Config:
     classifier_lr: float = option(0.4, "learning rate of the classifier that guides the MMNN", low=0)
     classifier_weight_decay: float = option(1e-4, "its weight decay", low=0)
 
+    # Auxiliaries; each class lists the options that it uses
+    auxiliary: str = option("none", "objective beside the method's, of a rival of CoCor", choices=AUXILIARIES)
+    auxiliary_weight: float = option(1.0, "weight of its loss", low=0)
+
     # Contrastive views
     crop_scale_min: float = option(0.2, "least share of the image's area in a random crop", low=1e-3, high=1)
     brightness: float = option(0.4, "strength of the brightness jitter", low=0)
@@ -150,6 +155,11 @@ class Config:
     def learns_targets(self) -> bool:
         """Tell whether the MMNN is learned, which takes some labels (paper, eq. 4)."""
         return self.consistency != "none" and self.mmnn == "learned"
+
+    @property
+    def has_composites(self) -> bool:
+        """Tell whether a step trains on composites, which loaders then make."""
+        return self.consistency != "none" or spec(self.auxiliary, AUXILIARIES).composites
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for YAML and checkpoints: texts for paths, lists."""

@@ -120,6 +120,12 @@ class MoCo(Method):
             queries = [self.encode(images) for images in self._of_queries(views)]
         return _mean([_info_nce(*self._logits(*pair)) for pair in zip(queries, self._keys, strict=True)])
 
+    def further_positive(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Contrast queries of one more view with the step's keys and the queue."""
+        with batch_statistics_only(self):
+            queries = self.encode(images)
+        return _mean([_info_nce(*self._logits(queries, keys)) for keys in self._keys])
+
     def _of_queries(self, views: Tensor) -> list[Tensor]:
         return [views[0], views[1]] if self.symmetric else [views[0]]
 

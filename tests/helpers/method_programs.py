@@ -9,8 +9,9 @@ import os
 import socket
 import sys
 import traceback
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,13 @@ from cocor.config.resolve import resolve
 from cocor.data import labelled_loader, open_data, training_loader
 from cocor.distributed import collectives
 from cocor.distributed.collectives import World, mean_over_ranks
+from cocor.auxiliary import AUXILIARIES
 from cocor.methods import METHODS
-from cocor.models import build_method, build_target
+from cocor.models import build_auxiliary, build_method, build_target
 from cocor.step.step import TrainingStep
 from helpers.steps import wake
 from loaders.batch import Batch
+from loaders.errors import UserError
 
 STEPS, CLASSES = 2, 4
 
@@ -47,6 +50,17 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 CHEAPER = {"lengths_per_step": 2, "composite_size": 24, "mmnn_every": 2}  # see cocor.step.subsample
 ON_TWO = {"plain": {"consistency": "none"}, "abs": {"consistency": "abs", "hypergradient": "taylor"}}  # MoCo
+
+
+def with_auxiliaries() -> dict[str, dict[str, Any]]:
+    """Name and options of every auxiliary, with each method that it goes with."""
+    found = {}
+    for auxiliary, method in product(list(AUXILIARIES)[1:], METHODS):
+        options = {"auxiliary": auxiliary, "method": method, "consistency": "none", "lengths": (1, 2, 3)}
+        with suppress(UserError):
+            resolve(SMALL | options)
+            found[f"{auxiliary} {method}"] = options
+    return found
 
 
 def batches(config: Config, world: World) -> list[tuple[Batch, Batch]]:
@@ -68,9 +82,12 @@ def steps(config: Config, world: World, mmnn: nn.Module | None, pairs: list[tupl
     """What steps on ``pairs`` did, and the state behind them."""
     method, target = build_method(config, world), copy.deepcopy(mmnn)
     wake(method)
+    auxiliary = build_auxiliary(config, method, world)
     torch.manual_seed(0)
-    step = TrainingStep(config, method, target, CLASSES, steps_per_epoch=STEPS)
+    step = TrainingStep(config, method, target, CLASSES, steps_per_epoch=STEPS, auxiliary=auxiliary)
     parts: dict[str, nn.Module] = {"method": method}
+    if auxiliary is not None:
+        parts["auxiliary"] = auxiliary
     if target is not None and step.outer is not None:
         parts |= {"mmnn": target, "classifier": step.outer.classifier}
         step.outer.mmnn_at_start.to(dtype)
@@ -99,6 +116,9 @@ def work(images: Path, world: World, file: Path) -> None:
             results["float32"][method] = steps(config, world, mmnn, pairs[:1], torch.float32)
     config = resolve(SMALL | CHEAPER | {"data": images})
     results["float64"]["cheaper"] = steps(config, world, mmnn, batches(config, world), torch.float64)
+    for name, options in with_auxiliaries().items():
+        config = resolve(SMALL | options | {"data": images})
+        results["float64"][name] = steps(config, world, None, pairs, torch.float64)
     for name, options in ON_TWO.items() if world.size < 4 else ():
         config = resolve(SMALL | options | {"data": images})
         results["float64"][name] = steps(config, world, None if name == "plain" else mmnn, pairs, torch.float64)

@@ -23,7 +23,7 @@ from cocor.methods.intl import INTL
 from cocor.methods.moco import MoCo
 from cocor.methods.simsiam import SimSiam
 from cocor.methods.supcon import SupCon
-from cocor.models import build_method, build_target
+from cocor.models import build_auxiliary, build_method, build_target
 from cocor.step.step import TrainingStep
 from loaders.batch import Batch
 
@@ -73,13 +73,14 @@ def noise_config(**options: object) -> Config:
 
 def noise_step(config: Config, world: World = WORLD, precision: torch.dtype = torch.float32) -> TrainingStep:
     method, target = build_method(config, world), build_target(config, world)
-    return TrainingStep(config, method, target, CLASSES, steps_per_epoch=40, precision=precision)
+    auxiliary = build_auxiliary(config, method, world)
+    return TrainingStep(config, method, target, CLASSES, steps_per_epoch=40, precision=precision, auxiliary=auxiliary)
 
 
 def noise(config: Config, count: int, device: torch.device = WORLD.device) -> Iterator[tuple[Batch, Batch]]:
     """Batches of noise on the device, other in every step."""
     generator = torch.Generator(device).manual_seed(1)
-    lengths = len(config.lengths) if config.consistency != "none" else 0
+    lengths = len(config.lengths) if config.has_composites else 0
 
     def images(*shape: int) -> Tensor:
         return torch.randn(*shape, 32, 32, 3, device=device, generator=generator).movedim(-1, -3)

@@ -1,0 +1,51 @@
+"""Define the interface of an auxiliary objective, which a method is trained with.
+
+Auxiliaries see the views of the batch, as CoCor does; none draws any. They replace CoCor's loss (``--consistency
+none``) or join it. A step calls ``views`` and ``loss`` once each, with the method's own loss in between; all parameters
+are trained by the encoder's optimiser and saved in checkpoints.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from cocor.methods.base import Config, Method
+from loaders.batch import Batch
+
+
+class Auxiliary(nn.Module):
+    """An objective beside that of a method; this one does nothing."""
+
+    # Literals, as they are read from the source too (cocor.methods.spec).
+    defaults: dict[str, Any] = {}  # of options, where they differ from the method's
+    options: tuple[str, ...] = ()  # that are for some auxiliaries only, this one among them
+    composites = False  # whether it needs composites, which are rendered then
+
+    def __init__(self, config: Config, method: Method) -> None:
+        super().__init__()
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        """Raise a UserError for a method or options that do not go together with it."""
+
+    @classmethod
+    def cost(cls, config: Config) -> float:
+        """Return its forward passes an image, a backward pass being 2."""
+        return 0.0
+
+    def views(self, batch: Batch) -> Tensor:
+        """Return the contrastive views (V, B, 3, H, W) of the method."""
+        return batch.views
+
+    def loss(self, method: Method, batch: Batch) -> Tensor | None:
+        """Return the loss, a scalar with gradient; None if there is none.
+
+        Called between ``method.contrastive`` and ``method.after_step``. Its mean over ranks must be the loss of the
+        global batch, and the mean of its gradients that loss's gradient.
+        """
+        return None
+
+
+def composites_in_step(config: Config) -> int:
+    """Count the composites of an image that a step trains on."""
+    return config.lengths_per_step or len(config.lengths)
