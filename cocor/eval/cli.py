@@ -89,6 +89,12 @@ def _parser() -> Parser:
     consistency.add_argument("--images", type=positive, default=2000, help="images to look at (default 2000)")
     consistency.add_argument("--seed", type=seed, default=0, help="of the views (default 0)")
 
+    what = f"what features keep: augmentations, hue, orientation, {several}"
+    invariance = _command(add, "invariance", what, True)
+    _data(invariance)
+    invariance.add_argument("--images", type=positive, default=4000, help="images to look at (default 4000)")
+    invariance.add_argument("--seed", type=seed, default=0, help="of the views and of who is tested (default 0)")
+
     spectrum = _command(add, "spectrum", f"singular values and effective rank of the features, {several}", True)
     _data(spectrum)
     spectrum.add_argument("--raw", action="store_true", help="features as they are (default: of unit length)")

@@ -17,6 +17,7 @@ from cocor.eval.datasets.splits import Splits
 from cocor.eval.features import Features, features_of, joined, summary
 from cocor.eval.probes import consistency as consistency_probe
 from cocor.eval.probes import fewshot as few
+from cocor.eval.probes import invariance as invariance_probe
 from cocor.eval.probes import spectrum as spectra
 from cocor.eval.probes.knn import knn_curve
 from cocor.eval.probes.linear import LinearResult, linear_probe
@@ -171,8 +172,7 @@ def retrieval(args: argparse.Namespace) -> None:
 
 def consistency(args: argparse.Namespace) -> None:
     """Measure latent similarities and their targets for several checkpoints."""
-    if args.world.size > 1:
-        raise UserError("consistency runs in one process; start it without torchrun")
+    options.check_one_process(args)
     if args.crop or args.filter:
         raise UserError("--crop and --filter: consistency draws its views as training does; leave them out")
     dataset = evenly_spread(options.chosen_images(args), args.images)
@@ -181,6 +181,15 @@ def consistency(args: argparse.Namespace) -> None:
     encoder = options.chosen_encoder(args, args.weights[0])
     found = consistency_probe.measure(subjects, dataset, options.extraction(args, encoder), args.seed)
     _finish_several(args, encoder, "consistency", found, figures.draw_consistency)
+
+
+def invariance(args: argparse.Namespace) -> None:
+    """Measure which changes of an image several encoders keep in their features."""
+    options.check_one_process(args)
+    dataset = evenly_spread(options.chosen_images(args), args.images)
+    encoders = options.chosen_encoders(args)
+    found = [invariance_probe.invariance(one, dataset, options.extraction(args, one), args.seed) for one in encoders]
+    _finish_several(args, encoders[0], "invariance", found, figures.draw_invariance)
 
 
 def spectrum(args: argparse.Namespace) -> None:

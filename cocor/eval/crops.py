@@ -46,12 +46,15 @@ class CropPlan(ViewPlan):
         shape = len(index), self.views
         flips = np.zeros(shape, np.uint8)
         flips[:, 5:] = 1
-        index, boxes = np.ascontiguousarray(index, np.int64), self._boxes(np.asarray(sizes, np.int32))
+        index, boxes = np.ascontiguousarray(index, np.int64), self.boxes(np.asarray(sizes, np.int32))
         ops, levels = np.full((*shape, 1), END, np.uint8), np.zeros((*shape, 1), np.float32)
         return PlannedBatch(index, boxes, flips, ops, levels, np.zeros((0, shape[0], 14), np.uint8))
 
-    def _boxes(self, sizes: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Compute (B, C, 4) top, left, height, width; ten crops as TenCrop's: corners, centre, then mirrored."""
+    def boxes(self, sizes: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Compute (B, C, 4) top, left, height, width of the crops of images of ``sizes`` (B, 2).
+
+        Ten crops are TenCrop's: corners, centre, then the same mirrored.
+        """
         shorter = sizes.min(1)
         side = shorter if self.crop == "full" else np.maximum(1, np.rint(shorter * _SHARE)).astype(np.int32)
         bottom, right = (sizes - side[:, None]).T

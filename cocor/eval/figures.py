@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cocor.eval.probes.consistency import Consistency
 from cocor.eval.probes.fewshot import ShotResult
+from cocor.eval.probes.invariance import Invariance
 from cocor.eval.probes.linear import Trial
 from cocor.eval.probes.spectrum import Spectrum
 from cocor.panels import WIDTH, legend, legend_text, panels, shown
@@ -19,6 +20,7 @@ from loaders.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.container import BarContainer
 
 
 @contextmanager
@@ -112,19 +114,47 @@ def draw_table(path: Path, rows: dict[str, dict[str, float]], title: str) -> Non
     encoders = list(dict.fromkeys(name for row in rows.values() for name in row))  # in the order of the call
     total = max(WIDTH, 0.9 * len(rows) * max(1, 0.5 * len(encoders)))
     with _frame(path, title, "", "accuracy (%)", width=total) as axes:
-        width = 0.8 / max(1, len(encoders))
-        for number, name in enumerate(encoders):
-            shift = (number - (len(encoders) - 1) / 2) * width
-            values = [100 * row.get(name, float("nan")) for row in rows.values()]
-            bars = axes.bar([at + shift for at in range(len(rows))], values, width, label=shown(name))
+        percent = {row: {name: 100 * value for name, value in found.items()} for row, found in rows.items()}
+        for bars in _bars(axes, percent, encoders):
             axes.bar_label(bars, fmt="%.1f", fontsize=7)
-        axes.set_xticks(range(len(rows)), [shown(name) for name in rows], rotation=30, ha="right", fontsize=8)
         margin = 0.6 + max(0, 3 - len(rows)) / 2  # so that few bars are no walls
         lines = sum(1 + legend_text(shown(name)).count("\n") for name in encoders)
         names = min(0.6, 0.05 + 0.065 * lines)  # share of the height that they take, and hide no bars there
         axes.set(ylim=(0, 105 / (1 - names)), xlim=(-margin, len(rows) - 1 + margin))
         axes.set_yticks(range(0, 101, 20))
-        axes.set_axisbelow(True)
+
+
+def _bars(axes: "Axes", rows: dict[str, dict[str, float]], encoders: Sequence[str]) -> Iterator["BarContainer"]:
+    """Draw for each of ``rows`` the values of every encoder side by side; yield each encoder's bars."""
+    width = 0.8 / max(1, len(encoders))
+    for number, name in enumerate(encoders):
+        shift = (number - (len(encoders) - 1) / 2) * width
+        values = [row.get(name, float("nan")) for row in rows.values()]
+        yield axes.bar([at + shift for at in range(len(rows))], values, width, label=shown(name))
+    axes.set_xticks(range(len(rows)), [shown(name) for name in rows], rotation=30, ha="right", fontsize=8)
+    axes.set_axisbelow(True)
+
+
+def draw_invariance(path: Path, found: Sequence[Invariance]) -> None:
+    """Draw R^2 by augmentation, best kept first, and the accuracies of the tasks over chance."""
+    order = sorted(found[0].r2, key=lambda op: -found[0].r2[op])
+    tasks = {"which hue": "hue", "which quarter turn": "turn", "neighbours of the same hue": "same_hue"}
+    with panels(path, 2, width=1.4 * WIDTH) as (composition, kept):
+        rows = {op: {one.name: one.r2[op] for one in found} for op in order}
+        rows = {"mean": {one.name: one.mean_r2 for one in found}} | rows
+        accuracies = {text: {one.name: 100 * getattr(one, name) for one in found} for text, name in tasks.items()}
+        names = [one.name for one in found]
+        list(_bars(composition, rows, names))
+        for bars in _bars(kept, accuracies, names):
+            kept.bar_label(bars, fmt="%.1f", fontsize=7)
+        chances = found[0].hue_chance, found[0].turn_chance, found[0].hue_chance
+        at = range(len(tasks))
+        kept.hlines([100 * chance for chance in chances], [x - 0.45 for x in at], [x + 0.45 for x in at],
+                    "black", linestyle="--", label="by chance")  # fmt: skip
+        composition.set(title="composition read back from features", ylabel="R² of the count, test images")
+        kept.set(title="colour and orientation", ylabel="accuracy, share of neighbours (%)", ylim=(0, 100))
+        for axes in (composition, kept):
+            legend(axes)
 
 
 def _distinct(top1: list[float], class_mean: list[float]) -> dict[str, list[float]]:

@@ -34,6 +34,12 @@ def check_writable(args: argparse.Namespace) -> None:
     check_folder("--cache", args.cache)
 
 
+def check_one_process(args: argparse.Namespace) -> None:
+    """Raise UserError under torchrun, for commands that share no work among ranks."""
+    if args.world.size > 1:
+        raise UserError(f"{args.command} runs in one process; start it without torchrun")
+
+
 def chosen_splits(args: argparse.Namespace) -> Splits:
     """Open the splits that ``--data``, or ``--dataset`` and ``--root``, name."""
     if (args.data is None) == (args.dataset is None):

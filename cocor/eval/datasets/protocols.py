@@ -50,6 +50,7 @@ VIEWS: dict[str, View] = {
     "retrieval": View("full", "bicubic", "[own] the linear probe's, so that both share cached features"),
     "spectrum": View("full", "bicubic", "[own] the linear probe's, so that both share cached features"),
     "transfer": _CORNERED,
+    "invariance": View("full", "bilinear", "[own] the whole image, so that views differ in what is measured only"),
     "consistency": View("full", "bilinear", "not in use: random resized crops and composites, drawn as in training"),
 }
 

@@ -118,9 +118,12 @@ def _search(
 
 
 @torch.no_grad()
-def nearest_neighbours(queries: Tensor, bank: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Find similarities and places of the ``k`` nearest bank features, each (N, k)."""
-    found = list(_search(queries, bank, min(k, len(bank))))
+def nearest_neighbours(queries: Tensor, bank: Tensor, k: int, leave_one_out: bool = False) -> tuple[Tensor, Tensor]:
+    """Find similarities and places of the ``k`` nearest bank features, each (N, k).
+
+    With ``leave_one_out`` the queries are the bank, and no feature is its own neighbour.
+    """
+    found = list(_search(queries, bank, min(k, len(bank) - leave_one_out), leave_one_out))
     return torch.cat([values for _, values, _ in found]), torch.cat([places for _, _, places in found])
 
 
