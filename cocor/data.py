@@ -149,11 +149,14 @@ def training_plan(config: Config) -> ViewPlan:
     """Plan the views of the unlabelled batches (paper, "Experimental settings")."""
     contrastive = tuple(_augmentation(config, view) for view in range(2))
     if not config.has_composites:
-        return ViewPlan(config.image_size, config.seed, contrastive, original="none", lengths=())
+        return ViewPlan(
+            config.image_size, config.seed, contrastive, original="none", lengths=(), parameters=config.has_parameters
+        )
     return ViewPlan(
         config.image_size, config.seed, contrastive, original="shared" if config.recipe == "paper" else "weak",
         originals=config.released_originals, original_scale=(config.crop_scale_min, 1.0), lengths=config.lengths,
         pool=config.pool, magnitudes=config.magnitudes, order=config.composite_order, weak=contrastive[0],
+        parameters=config.has_parameters,
     )  # fmt: skip
 
 

@@ -10,5 +10,6 @@ from typing import Any
 AUXILIARIES: dict[str, Any] = {
     "none": "cocor.auxiliary.base:Auxiliary",
     "multiview": "cocor.auxiliary.multiview:MultiView",
+    "clsa": "cocor.auxiliary.clsa:CLSA",
     "strongview": "cocor.auxiliary.strongview:StrongView",
 }

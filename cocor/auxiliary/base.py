@@ -5,12 +5,15 @@ none``) or join it. A step calls ``views`` and ``loss`` once each, with the meth
 are trained by the encoder's optimiser and saved in checkpoints.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from cocor.methods import METHODS, method_class
 from cocor.methods.base import Config, Method
 from loaders.batch import Batch
+from loaders.errors import UserError
 
 
 class Auxiliary(nn.Module):
@@ -20,13 +23,24 @@ class Auxiliary(nn.Module):
     defaults: dict[str, Any] = {}  # of options, where they differ from the method's
     options: tuple[str, ...] = ()  # that are for some auxiliaries only, this one among them
     composites = False  # whether it needs composites, which are rendered then
+    parameters = False  # whether it needs those of the contrastive views, which are in the batch then
+    needs = ""  # what it takes of a method, in words
 
     def __init__(self, config: Config, method: Method) -> None:
         super().__init__()
 
     @classmethod
+    def fits(cls, method: type[Method]) -> bool:
+        """Tell whether it goes with ``method``, which has what it ``needs``."""
+        return True
+
+    @classmethod
     def check(cls, config: Config) -> None:
         """Raise a UserError for a method or options that do not go together with it."""
+        if not cls.fits(method_class(config.method)):
+            able = "|".join(method for method in METHODS if cls.fits(method_class(method)))
+            why = f"{config.method} has no {cls.needs}"
+            raise UserError(f"auxiliary: {config.auxiliary} goes with --method {able}; {why}")
 
     @classmethod
     def cost(cls, config: Config) -> float:
@@ -37,11 +51,12 @@ class Auxiliary(nn.Module):
         """Return the contrastive views (V, B, 3, H, W) of the method."""
         return batch.views
 
-    def loss(self, method: Method, batch: Batch) -> Tensor | None:
+    def loss(self, method: Method, batch: Batch, features: Sequence[Tensor]) -> Tensor | None:
         """Return the loss, a scalar with gradient; None if there is none.
 
-        Called between ``method.contrastive`` and ``method.after_step``. Its mean over ranks must be the loss of the
-        global batch, and the mean of its gradients that loss's gradient.
+        ``features`` (B, D) are the backbone's of the first contrastive views, of those that the method computes with
+        gradient: training on them costs no pass. Called between ``method.contrastive`` and ``method.after_step``. Its
+        mean over ranks must be the loss of the global batch, and the mean of its gradients that loss's gradient.
         """
         return None
 

@@ -10,14 +10,14 @@ attracted to what the method has computed of the contrastive views, without grad
     supcon          the loss of the composites and both views (Khosla et al. 2020, eq. 2)
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from cocor.auxiliary.base import Auxiliary, composites_in_step
-from cocor.methods import METHODS, method_class
 from cocor.methods.base import Config, Method
 from loaders.batch import Batch
-from loaders.errors import UserError
 
 
 class MultiView(Auxiliary):
@@ -25,22 +25,15 @@ class MultiView(Auxiliary):
 
     options = ("auxiliary_weight",)
     composites = True
+    needs = "loss of further positives"
 
     @classmethod
-    def check(cls, config: Config) -> None:
-        if not _takes_positives(config.method):
-            able = "|".join(method for method in METHODS if _takes_positives(method))
-            raise UserError(
-                f"auxiliary: multiview goes with --method {able}; {config.method} takes no further positives"
-            )
+    def fits(cls, method: type[Method]) -> bool:
+        return method.further_positive is not Method.further_positive
 
     @classmethod
     def cost(cls, config: Config) -> float:
         return 3.0 * composites_in_step(config)
 
-    def loss(self, method: Method, batch: Batch) -> Tensor:
+    def loss(self, method: Method, batch: Batch, features: Sequence[Tensor]) -> Tensor:
         return torch.stack([method.further_positive(images, batch.label) for images in batch.composites]).mean()
-
-
-def _takes_positives(method: str) -> bool:
-    return method_class(method).further_positive is not Method.further_positive

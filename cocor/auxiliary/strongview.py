@@ -23,6 +23,7 @@ class StrongView(Auxiliary):
 
     @classmethod
     def check(cls, config: Config) -> None:
+        super().check(config)
         if config.composite_size:
             raise UserError("composite_size: strongview contrasts composites with views of --image-size; leave it at 0")
 

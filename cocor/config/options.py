@@ -161,6 +161,11 @@ class Config:
         """Tell whether a step trains on composites, which loaders then make."""
         return self.consistency != "none" or spec(self.auxiliary, AUXILIARIES).composites
 
+    @property
+    def has_parameters(self) -> bool:
+        """Tell whether a step needs the parameters of the contrastive views."""
+        return spec(self.auxiliary, AUXILIARIES).parameters
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for YAML and checkpoints: texts for paths, lists."""
         return {key: _plain(value) for key, value in dataclasses.asdict(self).items()}

@@ -33,6 +33,7 @@ class Spec:
     options: tuple[str, ...] = ()
     needs_labels: bool = False
     composites: bool = False
+    parameters: bool = False
 
 
 def spec(name: str, table: Mapping[str, Any] = METHODS) -> Spec:

@@ -89,6 +89,7 @@ class Method(nn.Module):
 
     backbone: nn.Module
     metrics: dict[str, Tensor]
+    kept: list[Tensor] | None = None  # features of the contrastive views, while an auxiliary asks for them
     total_steps: int = 1  # of the run, for what a method schedules itself
 
     def __init__(self, backbone: nn.Module, ranks: Ranks) -> None:
@@ -119,6 +120,13 @@ class Method(nn.Module):
     def chance_loss(cls, config: Config) -> tuple[str, float] | None:
         """Return formula and value of the loss of guessing; None if there is none."""
         return None
+
+    def features(self, images: Tensor) -> Tensor:
+        """Compute features (N, D) of contrastive views by the backbone, with gradient."""
+        features = self.backbone(images)
+        if self.kept is not None:
+            self.kept.append(features)
+        return features
 
     def loss_of(self, views: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the loss of views (V, B, 3, H, W), and embeddings (B, d) of the first."""

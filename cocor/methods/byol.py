@@ -55,7 +55,7 @@ class BYOL(Predicting):
         """Compute the loss, in [0, 8]; also return the projections of the first view."""
         with torch.no_grad():
             first, second = self.targets = [self.target_projector(self.target_backbone(images)) for images in views]
-        projections = [self.projector(self.backbone(images)) for images in views]
+        projections = [self.projector(self.features(images)) for images in views]
         predictions = [self.predictor(projection) for projection in projections]
         return self.error(predictions[0], second) + self.error(predictions[1], first), projections[0]
 

@@ -55,7 +55,7 @@ class SimSiam(Predicting):
 
     def loss_of(self, views: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
         """Compute the negative cosine; also return the projections of the first view."""
-        first, second = (self.projector(self.backbone(images)) for images in views)
+        first, second = (self.projector(self.features(images)) for images in views)
         self.targets = first.detach(), second.detach()
         return self.error(self.predictor(first), second) + self.error(self.predictor(second), first), first
 

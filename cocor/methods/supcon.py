@@ -47,7 +47,7 @@ class SupCon(Method):
 
     def encode(self, images: Tensor) -> Tensor:
         """Embed images by backbone and head."""
-        return normalised(self.head(self.backbone(images)))
+        return normalised(self.head(self.features(images)))
 
 
 def supervised_contrastive(embeddings: Tensor, labels: Tensor, temperature: float) -> Tensor:

@@ -130,7 +130,8 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _tensors(batch: Batch | None) -> list[Tensor]:
-    return [] if batch is None else [getattr(batch, field.name) for field in fields(batch)]
+    every = [] if batch is None else [getattr(batch, field.name) for field in fields(batch)]
+    return [tensor for tensor in every if tensor is not None]
 
 
 def _layout(batch: Batch | None) -> list[tuple[object, ...]]:

@@ -185,20 +185,28 @@ class TrainingStep:
 
     def _contrast(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Add the gradients of method and auxiliary to ``.grad``; return both losses."""
-        with self.timer("contrastive"), self.autocast():
-            views = batch.views if self.auxiliary is None else self.auxiliary.views(batch)
-            contrastive = self.method.contrastive(views, batch.label)
-        loss = None
-        if self.auxiliary is not None:
-            with self.timer("auxiliary"):
+        method, auxiliary = self.method, self.auxiliary
+        if auxiliary is None:
+            with self.timer("contrastive"):
                 with self.autocast():
-                    loss = self.auxiliary.loss(self.method, batch)
-                if loss is not None:
-                    (self.config.auxiliary_weight * loss).backward()
-                    loss = loss.detach()
+                    contrastive = method.contrastive(batch.views, batch.label)
+                contrastive.backward()
+            return contrastive.detach(), None
+        with self.timer("contrastive"), self.autocast():
+            method.kept = kept = []
+            contrastive = method.contrastive(auxiliary.views(batch), batch.label)
+            method.kept = None
+        with self.timer("auxiliary"):
+            # Leaves: the auxiliary's gradient stops there, and goes on through the backbone with the method's.
+            features = [one.detach().requires_grad_() for one in kept]
+            with self.autocast():
+                loss = auxiliary.loss(method, batch, features)
+            if loss is not None:
+                (self.config.auxiliary_weight * loss).backward()
+        reached = [(one, leaf.grad) for one, leaf in zip(kept, features, strict=True) if leaf.grad is not None]
         with self.timer("contrastive"):
-            contrastive.backward()
-        return contrastive.detach(), loss
+            torch.autograd.backward([contrastive, *(one for one, _ in reached)], [None, *(grad for _, grad in reached)])
+        return contrastive.detach(), None if loss is None else loss.detach()
 
     def _step_all(self, outer: OuterObjective, batch: Batch, labelled: Batch, contrastive: Tensor,
                   composites: CompositeGradients) -> Metrics:  # fmt: skip

@@ -13,6 +13,7 @@ from cocor.auxiliary.base import Auxiliary
 from cocor.config.options import Config
 from cocor.methods import method_class
 from cocor.methods.base import Method
+from cocor.methods.moco import MoCo
 from loaders.batch import Batch
 
 B, L = 6, 2
@@ -72,16 +73,34 @@ def positive(network: Any, images: Tensor, views: Tensor) -> Tensor:
 def test_multiview_adds_positives(method: str) -> None:
     extra, network, batch, _ = made("multiview", method)
     statistics = {name: value.clone() for name, value in network.named_buffers()}
-    loss = extra.loss(network, batch)
+    loss = extra.loss(network, batch, [])
     assert loss is not None
     assert all(torch.equal(value, statistics[name]) for name, value in network.named_buffers())
     expected = torch.stack([positive(network, images, batch.views) for images in batch.composites]).mean()
     torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("method", ["moco", "symmetric"])
+def test_clsa_compares_distributions(method: str) -> None:
+    extra, network, batch, _ = made("clsa", method)
+    assert isinstance(network, MoCo)
+
+    def distribution(images: Tensor, key: Tensor) -> Tensor:
+        queries, keys = network.encode(images), unit(network.key_head(network.key_backbone(key)))
+        logits = torch.cat([(queries * keys).sum(1, keepdim=True), queries @ network.queue.T], 1)
+        return (logits / network.temperature).exp() / (logits / network.temperature).exp().sum(1, keepdim=True)
+
+    views, terms = batch.views, []
+    for weak, key in [(views[0], views[1]), (views[1], views[0])][: 1 + network.symmetric]:
+        for strong in batch.composites:
+            terms.append(-(distribution(weak, key) * distribution(strong, key).log()).sum(1).mean())
+    loss = extra.loss(network, batch, [])
+    torch.testing.assert_close(loss, torch.stack(terms).mean(), rtol=1e-10, atol=1e-12)
+
+
 def test_strongview_contrasts_a_composite() -> None:
     extra, network, batch, _ = made("strongview", "moco")
-    assert extra.loss(network, batch) is None
+    assert extra.loss(network, batch, []) is None
     views = extra.views(batch)
     assert torch.equal(views, torch.stack([batch.composites[-1], batch.views[0]]))
     assert views.movedim(2, -1).is_contiguous()

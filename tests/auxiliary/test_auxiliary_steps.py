@@ -1,5 +1,6 @@
 """Test steps with each auxiliary: what learns, what is refused, and whole runs."""
 
+from dataclasses import fields
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ def fitting(auxiliary: str) -> str:
 @EACH
 def test_declarations_are_read_from_the_source(auxiliary: str) -> None:
     made = method_class(auxiliary, AUXILIARIES)
-    assert spec(auxiliary, AUXILIARIES) == Spec(made.__name__, made.defaults, made.options, composites=made.composites)
+    declared = {key.name: getattr(made, key.name, key.default) for key in fields(Spec)[3:]}
+    assert spec(auxiliary, AUXILIARIES) == Spec(made.__name__, made.defaults, made.options, **declared)
 
 
 @EACH
@@ -90,6 +92,7 @@ def test_a_run_profiles_and_resumes(auxiliary: str, photo_folder: Path, tmp_path
     [
         ("--auxiliary multiview --method intl", "multiview goes with --method moco|simsiam|supcon|byol"),
         ("--auxiliary strongview --composite-size 112", "composite_size: strongview contrasts composites with views"),
+        ("--auxiliary clsa --method simsiam", "clsa goes with --method moco; simsiam has no queue of keys"),
         ("--auxiliary multiview --hypergradient taylor", "taylor compares losses that --auxiliary multiview"),
         ("--auxiliary multiveiw", "did you mean multiview"),
     ],
@@ -101,7 +104,7 @@ def test_what_does_not_go_together_is_refused(flags: str, message: str) -> None:
 
 
 def test_idle_flags_are_named() -> None:
-    given = read("--consistency none --auxiliary strongview --auxiliary-weight 2 --lengths 2 --mmnn-lr 1".split())
-    assert [line.split(":")[0] for line in warnings(*given)] == [
+    flags = "--consistency none --auxiliary strongview --auxiliary-weight 2 --lengths 2 --mmnn-lr 1"
+    assert [line.split(":")[0] for line in warnings(*read(flags.split()))] == [
         "--auxiliary-weight has no effect", "--mmnn-lr has no effect"
     ]  # fmt: skip

@@ -20,12 +20,12 @@ from timm.models import register_model
 from timm.models.resnet import BasicBlock, ResNet
 from torch import Tensor, nn
 
+from cocor.auxiliary import AUXILIARIES
 from cocor.config.options import Config
 from cocor.config.resolve import resolve
 from cocor.data import labelled_loader, open_data, training_loader
 from cocor.distributed import collectives
 from cocor.distributed.collectives import World, mean_over_ranks
-from cocor.auxiliary import AUXILIARIES
 from cocor.methods import METHODS
 from cocor.models import build_auxiliary, build_method, build_target
 from cocor.step.step import TrainingStep
