@@ -150,8 +150,9 @@ def training_plan(config: Config) -> ViewPlan:
     contrastive = tuple(_augmentation(config, view) for view in range(2))
     if not config.has_composites:
         return ViewPlan(
-            config.image_size, config.seed, contrastive, original="none", lengths=(), parameters=config.has_parameters
-        )
+            config.image_size, config.seed, contrastive, original="center" if config.has_center else "none",
+            lengths=(), parameters=config.has_parameters,
+        )  # fmt: skip
     return ViewPlan(
         config.image_size, config.seed, contrastive, original="shared" if config.recipe == "paper" else "weak",
         originals=config.released_originals, original_scale=(config.crop_scale_min, 1.0), lengths=config.lengths,

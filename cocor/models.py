@@ -114,7 +114,10 @@ def build_auxiliary(config: Config, method: Method, world: World) -> Auxiliary |
     """Build the auxiliary with its heads, equal on all ranks; None without any."""
     if config.auxiliary == "none":
         return None
-    auxiliary: Auxiliary = method_class(config.auxiliary, AUXILIARIES)(config, method).to(world.device)
+    auxiliary: Auxiliary = method_class(config.auxiliary, AUXILIARIES)(config, method)
+    if world.size > 1:
+        synchronise_batch_norm(auxiliary, world.device)
+    auxiliary = auxiliary.to(world.device)
     broadcast_parameters(auxiliary)
     return auxiliary
 

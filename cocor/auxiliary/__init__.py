@@ -11,5 +11,7 @@ AUXILIARIES: dict[str, Any] = {
     "none": "cocor.auxiliary.base:Auxiliary",
     "multiview": "cocor.auxiliary.multiview:MultiView",
     "clsa": "cocor.auxiliary.clsa:CLSA",
+    "augself": "cocor.auxiliary.augself:AugSelf",
+    "equimod": "cocor.auxiliary.equimod:EquiMod",
     "strongview": "cocor.auxiliary.strongview:StrongView",
 }

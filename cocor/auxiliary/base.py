@@ -8,10 +8,11 @@ are trained by the encoder's optimiser and saved in checkpoints.
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from cocor.methods import METHODS, method_class
-from cocor.methods.base import Config, Method
+from cocor.methods.base import Config, Method, batch_statistics_only
 from loaders.batch import Batch
 from loaders.errors import UserError
 
@@ -23,6 +24,7 @@ class Auxiliary(nn.Module):
     defaults: dict[str, Any] = {}  # of options, where they differ from the method's
     options: tuple[str, ...] = ()  # that are for some auxiliaries only, this one among them
     composites = False  # whether it needs composites, which are rendered then
+    original = False  # whether it needs the central crop, where there are no composites
     parameters = False  # whether it needs those of the contrastive views, which are in the batch then
     needs = ""  # what it takes of a method, in words
 
@@ -59,6 +61,33 @@ class Auxiliary(nn.Module):
         mean over ranks must be the loss of the global batch, and the mean of its gradients that loss's gradient.
         """
         return None
+
+
+class PairAuxiliary(Auxiliary):
+    """An auxiliary of pairs: two contrastive views, or the original and a composite."""
+
+    def __init__(self, config: Config, method: Method) -> None:
+        super().__init__(config, method)
+        self.of_composites = config.auxiliary_pairs == "composites"
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        super().check(config)
+        if config.auxiliary_pairs == "composites" and config.recipe == "released":
+            raise UserError("auxiliary_pairs: composites of --recipe released are of other crops than their original")
+
+    @classmethod
+    def cost(cls, config: Config) -> float:
+        return 3.0 + 3.0 * composites_in_step(config)
+
+
+def view_features(method: Method, batch: Batch, features: Sequence[Tensor], gradient: bool) -> list[Tensor]:
+    """Complete ``features`` by those of the other contrastive views, (B, D) each.
+
+    These take a pass each, whose ``gradient`` reaches the backbone or not.
+    """
+    with torch.set_grad_enabled(gradient), batch_statistics_only(method.backbone):
+        return [*features, *(method.backbone(images) for images in batch.views[len(features) :])]
 
 
 def composites_in_step(config: Config) -> int:

@@ -109,6 +109,13 @@ class Config:
     # Auxiliaries; each class lists the options that it uses
     auxiliary: str = option("none", "objective beside the method's, of a rival of CoCor", choices=AUXILIARIES)
     auxiliary_weight: float = option(1.0, "weight of its loss", low=0)
+    auxiliary_pairs: Literal["views", "composites"] = option(
+        "views", "what it compares: both contrastive views, or original and composites"
+    )
+    auxiliary_temperature: float = option(0.2, "temperature of its loss", low=1e-3)
+    augself_targets: tuple[Literal["crop", "color", "blur", "flip", "grey"], ...] = option(
+        ("crop", "color"), "differences of views to predict"
+    )
 
     # Contrastive views
     crop_scale_min: float = option(0.2, "least share of the image's area in a random crop", low=1e-3, high=1)
@@ -159,12 +166,19 @@ class Config:
     @property
     def has_composites(self) -> bool:
         """Tell whether a step trains on composites, which loaders then make."""
-        return self.consistency != "none" or spec(self.auxiliary, AUXILIARIES).composites
+        asked = spec(self.auxiliary, AUXILIARIES)
+        in_pairs = "auxiliary_pairs" in asked.options and self.auxiliary_pairs == "composites"
+        return self.consistency != "none" or asked.composites or in_pairs
+
+    @property
+    def has_center(self) -> bool:
+        """Tell whether a step needs the central crop as its original."""
+        return spec(self.auxiliary, AUXILIARIES).original and not self.has_composites
 
     @property
     def has_parameters(self) -> bool:
         """Tell whether a step needs the parameters of the contrastive views."""
-        return spec(self.auxiliary, AUXILIARIES).parameters
+        return spec(self.auxiliary, AUXILIARIES).parameters and self.auxiliary_pairs == "views"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for YAML and checkpoints: texts for paths, lists."""

@@ -33,6 +33,7 @@ class Spec:
     options: tuple[str, ...] = ()
     needs_labels: bool = False
     composites: bool = False
+    original: bool = False
     parameters: bool = False
 
 

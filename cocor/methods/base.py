@@ -121,6 +121,11 @@ class Method(nn.Module):
         """Return formula and value of the loss of guessing; None if there is none."""
         return None
 
+    @classmethod
+    def views_with_gradient(cls, config: Config) -> int:
+        """Count the contrastive views of which :meth:`features` computes features."""
+        return 2
+
     def features(self, images: Tensor) -> Tensor:
         """Compute features (N, D) of contrastive views by the backbone, with gradient."""
         features = self.backbone(images)

@@ -124,6 +124,10 @@ class MoCo(Method):
             queries = [self.encode(images) for images in self._of_queries(views)]
         return _mean([_info_nce(*self._logits(*pair)) for pair in zip(queries, self._keys, strict=True)])
 
+    @classmethod
+    def views_with_gradient(cls, config: Config) -> int:
+        return 1 + config.symmetric
+
     def further_positive(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
         """Contrast queries of one more view with the step's keys and the queue."""
         return _mean([_info_nce(*pair) for pair in self.contrast(images)])

@@ -93,6 +93,11 @@ def test_a_run_profiles_and_resumes(auxiliary: str, photo_folder: Path, tmp_path
         ("--auxiliary multiview --method intl", "multiview goes with --method moco|simsiam|supcon|byol"),
         ("--auxiliary strongview --composite-size 112", "composite_size: strongview contrasts composites with views"),
         ("--auxiliary clsa --method simsiam", "clsa goes with --method moco; simsiam has no queue of keys"),
+        ("--auxiliary equimod", "--consistency none or --auxiliary-pairs composites"),
+        (
+            "--auxiliary augself --auxiliary-pairs composites --recipe released",
+            "are of other crops than their original",
+        ),
         ("--auxiliary multiview --hypergradient taylor", "taylor compares losses that --auxiliary multiview"),
         ("--auxiliary multiveiw", "did you mean multiview"),
     ],

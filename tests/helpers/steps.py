@@ -26,6 +26,7 @@ from cocor.methods.supcon import SupCon
 from cocor.models import build_auxiliary, build_method, build_target
 from cocor.step.step import TrainingStep
 from loaders.batch import Batch
+from loaders.views.parameters import PARAMETERS
 
 WORLD, GPU = World(0, 0, 1, torch.device("cpu")), World(0, 0, 1, torch.device("cuda"))
 EPOCH, STEPS = 3, 2  # steps of an epoch and steps that are compared
@@ -91,8 +92,13 @@ def noise(config: Config, count: int, device: torch.device = WORLD.device) -> It
         for at in range(lengths):
             composition[at, :, step % 14] = at + 1
         label = torch.arange(size, device=device) % CLASSES
+        originals = size if config.has_composites or config.has_center else 0
+        batch = Batch(images(2, size), images(originals), images(lengths, size), composition, label, label + step)
+        if config.has_parameters:
+            parameters = torch.rand(2, size, len(PARAMETERS), device=device, generator=generator)
+            batch = replace(batch, parameters=parameters.round(decimals=1))
         yield (
-            Batch(images(2, size), images(size), images(lengths, size), composition, label, label + step),
+            batch,
             Batch(images(0, few), images(few), images(0, few), composition[:0, :few], label[:few], label[:few]),
         )
 
