@@ -7,7 +7,7 @@ views, the labelled batches that steer the MMNN, and the plain views on which k-
 import hashlib
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -134,6 +134,15 @@ def _labelled(config: Config, train: ImageDataset) -> ImageDataset | None:
             f"{config.data}: no labels, which the MMNN learns from; pass --labels FILE, --mmnn constants, "
             f"or --consistency none{hint}"
         )
+    labelled = _shown_labels(config, train)
+    if config.shuffle_labels:
+        order = np.random.default_rng(config.seed).permutation(len(labelled))
+        labelled = replace(labelled, labels=labelled.labels[order])
+    return labelled
+
+
+def _shown_labels(config: Config, train: ImageDataset) -> ImageDataset:
+    """Choose the images that show the MMNN their labels."""
     if config.label_split is not None:
         labelled = train.subset(read_label_split(config.label_split, train))
         if (labelled.labels == labelled.labels[0]).all():

@@ -102,10 +102,10 @@ def build_method(config: Config, world: World) -> Method:
 
 
 def build_target(config: Config, world: World) -> nn.Module | None:
-    """Build the source of targets: MMNN, constants, or None for the plain method."""
+    """Build the source of targets: MMNN, constants (1 without any), or None without loss."""
     if config.consistency == "none":
         return None
-    constants = by_length(config.constants)
+    constants = by_length((1.0, 1.0) if config.mmnn == "none" else config.constants)
     target: nn.Module = MMNN(constants, config.mmnn_shape) if config.mmnn == "learned" else Constants(constants)
     return target.to(world.device)
 

@@ -28,8 +28,8 @@ import torch
 
 from cocor import cli, resume, run_dir
 from cocor.config import checks
-from cocor.config.options import Config
-from cocor.config.resolve import read
+from cocor.config.options import PRESETS, Config
+from cocor.config.resolve import read, resolve
 from cocor.distributed import launch, signals
 from cocor.distributed.collectives import World, gather, on_main
 from cocor.distributed.env import STARTED, RankEnv
@@ -113,6 +113,20 @@ def resuming_after_restart(config: Config) -> Config:
     return replace(config, resume="auto", overwrite=False)
 
 
+def objective(config: Config) -> str:
+    """Name what is minimised: ``moco + CoCor (preset tuned: ...)``."""
+    method = config.method if config.auxiliary == "none" else f"{config.method} + {config.auxiliary}"
+    if config.consistency == "none":
+        return method
+    names = dict.fromkeys([config.preset, *PRESETS])  # a method's two presets may be equal
+    presets = {name: resolve({"method": config.method, "preset": name}) for name in names}
+    keys = ("consistency", "consistency_weight", "consistency_beta")
+    same = (name for name, other in presets.items() if all(getattr(other, k) == getattr(config, k) for k in keys))
+    targets = "no targets" if config.mmnn == "none" else f"{config.mmnn} targets"
+    loss = f"{config.consistency}, weight {config.consistency_weight:g}, beta {config.consistency_beta:g}, {targets}"
+    return f"{method} + CoCor (preset {next(same, 'of its own')}: {loss})"
+
+
 def describe(run: Run, checkpoint_read: Path | None) -> None:
     """Log what is about to be trained, and on what."""
     config, data = run.config, run.data
@@ -120,11 +134,9 @@ def describe(run: Run, checkpoint_read: Path | None) -> None:
         _log.info(f"going on from {checkpoint_read}: {run.done:,} of {run.total:,} steps done")
     elif config.resume is not None:
         _log.info(f"no checkpoint in {config.output} yet: starting anew")
-    kind = config.method if config.consistency == "none" else f"{config.method} + CoCor ({config.mmnn} targets)"
-    if config.auxiliary != "none":
-        kind += f" + {config.auxiliary}"
     place = f"{run.world.size} x {run.world.device.type}, {config.precision}, {run.execution}"
-    _log.info(f"{kind}, {config.backbone}, {place}, {config.batch_size // run.world.size} images a step and rank")
+    _log.info(objective(config))
+    _log.info(f"{config.backbone}, {place}, {config.batch_size // run.world.size} images a step and rank")
     labels = "" if data.labelled is None else f", {len(data.labelled):,} of them with labels for the MMNN"
     classes = f"in {len(data.train.classes):,} classes" if data.train.classes else "without labels"
     _log.info(f"{len(data.train):,} images {classes}{labels}")

@@ -26,9 +26,9 @@ class Need(NamedTuple):
 _MMNN = (
     *("hypergradient", "mmnn_every", "mmnn_shape", "mmnn_optimiser", "mmnn_lr", "mmnn_momentum"),
     *("mmnn_wait_epochs", "mmnn_warmup_epochs", "classifier_lr", "classifier_weight_decay"),
-    *("labelled_batch_size", "label_split", "label_fraction"),
+    *("labelled_batch_size", "label_split", "label_fraction", "shuffle_labels"),
 )
-_CONSISTENCY = ("consistency_weight", "consistency_beta", "mmnn", "constants", *_MMNN)
+_CONSISTENCY = ("preset", "consistency_weight", "consistency_beta", "mmnn", "constants", *_MMNN)
 _COMPOSITES = (
     *("lengths", "lengths_per_step", "composite_size", "pool", "magnitudes", "composite_order", "recipe"),
     "released_originals",
@@ -47,7 +47,9 @@ NEEDS = (
          lambda c: c.weight_decay > 0 or c.optimiser == "lars"),
     Need(_CONSISTENCY, "with --consistency softplus|abs", lambda c: c.consistency != "none"),
     Need(_COMPOSITES, "with --consistency softplus|abs or an --auxiliary of composites", lambda c: c.has_composites),
-    Need(("consistency_beta",), "with --consistency softplus", lambda c: c.consistency == "softplus"),
+    Need(("consistency_beta",), "with --consistency softplus and targets",
+         lambda c: c.consistency == "softplus" and c.mmnn != "none"),
+    Need(("constants",), "with --mmnn learned|constants", lambda c: c.mmnn != "none"),
     Need(("composite_order",), "with --lengths above 1", lambda c: max(c.lengths) > 1),
     Need(("released_originals",), "with --recipe released", lambda c: c.recipe == "released"),
     Need(_MMNN, "with --mmnn learned", lambda c: c.mmnn == "learned"),
@@ -75,10 +77,11 @@ def needs() -> list[Need]:
 
 def _of_owners(choice: str, table: Mapping[str, Any]) -> list[Need]:
     """Return the conditions of options that are for some values of ``choice`` only."""
-    return [
-        Need((key,), f"with {flag(choice)} {'|'.join(names)}", lambda c, names=names: getattr(c, choice) in names)
-        for key, names in owners(table).items()
-    ]
+
+    def need(key: str, names: list[str]) -> Need:
+        return Need((key,), f"with {flag(choice)} {'|'.join(names)}", lambda c: getattr(c, choice) in names)
+
+    return [need(key, names) for key, names in owners(table).items()]
 
 
 def warnings(config: Config, keys: Iterable[str], launched: bool = False) -> list[str]:
@@ -126,6 +129,8 @@ def check(config: Config) -> None:
             c.optimiser == "lars" and c.execution in ("graph", "fused"),
         f"hypergradient: {c.hypergradient} compares losses that --auxiliary {c.auxiliary} is no part of; use exact":
             learned and c.hypergradient != "exact" and c.auxiliary != "none",
+        "--mmnn none pulls alike on all views, which is no --consistency abs; leave that out":
+            c.consistency == "abs" and c.mmnn == "none",
         "--cpu-ranks needs --gpus 0": c.cpu_ranks > 1 and bool(c.gpus),
     }  # fmt: skip
     for message, wrong in mistakes.items():

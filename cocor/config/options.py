@@ -22,6 +22,9 @@ Loader = Literal["dali", "torch", "synthetic", "ffcv"]
 Consistency = Literal["softplus", "abs", "none"]
 Execution = Literal["auto", "eager", "compiled", "graph", "fused"]
 
+# Options that --preset sets, over the method's own. Which are best depends on the method, so "tuned" leaves them to it.
+PRESETS: dict[str, dict[str, Any]] = {"tuned": {}, "paper": {"consistency_weight": 1.0, "consistency_beta": 1.0}}
+
 
 @dataclass(frozen=True)
 class Config:
@@ -74,6 +77,9 @@ class Config:
     trace_weight: float | None = option(None, "weight of the trace loss", low=0)
 
     # CoCor
+    preset: str = option(
+        "tuned", "loss; tuned: as it won on CIFAR-10; paper: as printed, weight and beta 1", choices=PRESETS
+    )
     consistency: Consistency = option("softplus", "consistency loss; none: the plain method")
     consistency_weight: float = option(1.0, "weight of the consistency loss", low=0)
     consistency_beta: float = option(1.0, "sharpness of the softplus", low=1e-3)
@@ -85,7 +91,9 @@ class Config:
     composite_order: Order = option("random", "their order; fixed1: geometry first, fixed2: geometry last")
     recipe: Literal["paper", "released"] = option("paper", "composites on a shared plain crop, or as the released code")
     released_originals: int = option(5, "crops in the original of --recipe released, their mean", low=1, high=100)
-    mmnn: Literal["learned", "constants"] = option("learned", "where the target similarities come from")
+    mmnn: Literal["learned", "constants", "none"] = option(
+        "learned", "where the target similarities come from; none: a constant pull, without targets or labels"
+    )
     mmnn_shape: Literal["monotone", "concave"] = option(
         "monotone", "what the MMNN can be; concave: the paper's, which falls ever faster with length"
     )
@@ -103,6 +111,7 @@ class Config:
     mmnn_momentum: float = option(0.9, "momentum of the MMNN's SGD, or Adam's first", low=0, high=1)
     mmnn_wait_epochs: int = option(3, "epochs before the MMNN learns; in a run too short for it: 0", low=0)
     mmnn_warmup_epochs: int = option(2, "epochs of its linear warm-up thereafter", low=0)
+    shuffle_labels: bool = option(False, "give the MMNN's images the labels of others, as a control")
     classifier_lr: float = option(0.4, "learning rate of the classifier that guides the MMNN", low=0)
     classifier_weight_decay: float = option(1e-4, "its weight decay", low=0)
 
@@ -201,7 +210,7 @@ ONE_START = frozenset({"resume", "overwrite", "dry_run", "profile", "verify_data
 
 # A run may change these when it resumes: they do not enter the arithmetic of its steps.
 FREE_TO_CHANGE = ONE_START | {
-    *("data", "val_data", "labels", "label_split", "loader", "on_error", "output", "init"),
+    *("preset", "data", "val_data", "labels", "label_split", "loader", "on_error", "output", "init"),
     *("gpus", "max_restarts", "cpu_ranks", "workers", "hw_decoder_load", "execution"),
     *("log_every", "on_nan", "log_samples", "checkpoint_every_epochs", "checkpoint_every_minutes"),
     *("keep_checkpoints", "keep_every_epochs", "knn_every", "knn_k", "knn_temperature"),

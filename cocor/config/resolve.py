@@ -1,6 +1,6 @@
 """Resolve defaults, YAML and flags into the configuration of a run.
 
-    defaults  <  the method's own defaults  <  YAML (--config, which may build on another by ``defaults:``)  <  flags
+    defaults  <  the method's own  <  --preset  <  YAML (--config, may build on another by ``defaults:``)  <  flags
 
 ``load`` does all of it; only the last check, by the method's class, imports PyTorch.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from cocor.auxiliary import AUXILIARIES
 from cocor.config import parse
 from cocor.config.checks import check
-from cocor.config.options import BEFORE, Config
+from cocor.config.options import BEFORE, PRESETS, Config
 from cocor.config.parse import shown
 from cocor.methods import METHODS, owners, spec
 
@@ -92,13 +92,14 @@ def resolve(values: Mapping[str, Any], name: str | None = None) -> Config:
     if auxiliary != "none":
         parts.append(auxiliary)
     folder = Path("runs") / (name or "_".join(parts))
-    defaults = spec(method).defaults | spec(auxiliary, AUXILIARIES).defaults
+    preset = PRESETS.get(values.get("preset", Config.preset), {})  # an unknown one fails below
+    defaults = spec(method).defaults | preset | spec(auxiliary, AUXILIARIES).defaults
     epochs = values.get("epochs", defaults.get("epochs", Config.epochs))
     if "warmup_epochs" in defaults:  # a short run has no room for the warm-up of a long one
         defaults = defaults | {"warmup_epochs": min(defaults["warmup_epochs"], epochs // 10)}
     if values.get("mmnn_optimiser", Config.mmnn_optimiser) != "adam":
         # The authors' rate, which belongs to the loss as printed; ten times it won on CIFAR-10 with the sharper one.
-        defaults = defaults | {"mmnn_lr": 0.5 if "consistency_beta" in defaults else 0.05}
+        defaults = defaults | {"mmnn_lr": 0.5 if defaults.get("consistency_beta", 1.0) > 1.0 else 0.05}
     config = Config(**{"output": folder, **defaults, **_mmnn_start(values, epochs), **values})
     check(config)
     return config

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from cocor.config.options import Config
 from cocor.distributed.collectives import mean_over_ranks
 from cocor.methods.base import Method, normalised
-from cocor.objective.consistency import Consistency, abs_loss, latent_similarity, softplus_loss
+from cocor.objective.consistency import Consistency, abs_loss, latent_similarity, pull_loss, softplus_loss
 from loaders.batch import Batch
 
 Timer = Callable[[str], AbstractContextManager[object]]
@@ -89,7 +89,10 @@ class CompositeTerm:
                  autocast: Callable[[], AbstractContextManager[None]], streams: Streams) -> None:  # fmt: skip
         self._method, self._target, self._parameters = method, target, parameters
         self._of_samples = config.consistency == "abs"
-        if self._of_samples:
+        self._loss: Callable[..., Consistency]
+        if config.mmnn == "none":
+            self._loss = partial(pull_loss, weight=config.consistency_weight)
+        elif self._of_samples:
             self._loss = partial(abs_loss, weight=config.consistency_weight)
         else:
             self._loss = partial(softplus_loss, weight=config.consistency_weight, beta=config.consistency_beta)

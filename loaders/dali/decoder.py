@@ -53,11 +53,13 @@ class DaliDecoder:
 
     def crops(self, epoch: int, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
         """Yield jobs and their crops uint8 (B, C, S, S, 3) on the loader's device."""
+        # An image's last bit depends on those that a GPU decodes with it: an epoch that goes on joins the same steps.
+        first = start_step - start_step % self._steps_at_once
         threads = max(1, self._loader.workers)
         with (
             DaemonPool(threads, "cocor-decode") as self._pool,
             DaemonPool(self._read_at_once, "cocor-read") as readers,
-            self._loader.prefetch(self._requests_of(epoch, start_step, readers)) as self._requests,
+            self._loader.prefetch(self._requests_of(epoch, first, readers)) as self._requests,
             working(lambda: self._pipeline),
         ):
             try:
@@ -68,13 +70,14 @@ class DaliDecoder:
                     if crops is None:
                         return
                     jobs = self._in_flight.popleft().jobs
-                    yield from zip(jobs, crops.split([len(job.planned.index) for job in jobs]), strict=True)
+                    parts = zip(jobs, crops.split([len(job.planned.index) for job in jobs]), strict=True)
+                    yield from (part for part in parts if part[0].step >= start_step)
             finally:
                 self._drain()
 
-    def _requests_of(self, epoch: int, start_step: int, readers: DaemonPool) -> Generator[Request, None, None]:
-        """Yield an epoch's requests in order, while files of the next are read."""
-        jobs, pending = self._loader.jobs.epoch(epoch, start_step), deque[Pending]()
+    def _requests_of(self, epoch: int, first: int, readers: DaemonPool) -> Generator[Request, None, None]:
+        """Yield an epoch's requests from step ``first`` on, while files of the next are read."""
+        jobs, pending = self._loader.jobs.epoch(epoch, first), deque[Pending]()
         while together := list(islice(jobs, self._steps_at_once)):
             pending.append(self._feed.begin(together, self._pool, readers))
             if len(pending) == _READ_AHEAD:
