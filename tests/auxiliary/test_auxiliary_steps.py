@@ -12,8 +12,7 @@ from helpers.runs import Capture
 from helpers.steps import noise, noise_config, noise_step
 
 from cocor.auxiliary import AUXILIARIES
-from cocor.config.checks import warnings
-from cocor.config.resolve import load, read
+from cocor.config.resolve import load
 from cocor.methods import METHODS, Spec, method_class, spec
 from cocor.step.compile import compile_backbones
 from cocor.train import main
@@ -106,10 +105,3 @@ def test_what_does_not_go_together_is_refused(flags: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         load(flags.split())
     assert message in str(caught.value)
-
-
-def test_idle_flags_are_named() -> None:
-    flags = "--consistency none --auxiliary strongview --auxiliary-weight 2 --lengths 2 --mmnn-lr 1"
-    assert [line.split(":")[0] for line in warnings(*read(flags.split()))] == [
-        "--auxiliary-weight has no effect", "--mmnn-lr has no effect"
-    ]  # fmt: skip
