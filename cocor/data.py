@@ -149,12 +149,16 @@ def _shown_labels(config: Config, train: ImageDataset) -> ImageDataset:
 def training_plan(config: Config) -> ViewPlan:
     """Plan the views of the unlabelled batches (paper, "Experimental settings")."""
     contrastive = tuple(_augmentation(config, view) for view in range(2))
-    if config.consistency == "none":
-        return ViewPlan(config.image_size, config.seed, contrastive, original="none", lengths=())
+    if not config.has_composites:
+        return ViewPlan(
+            config.image_size, config.seed, contrastive, original="center" if config.has_center else "none",
+            lengths=(), parameters=config.has_parameters,
+        )  # fmt: skip
     return ViewPlan(
         config.image_size, config.seed, contrastive, original="shared" if config.recipe == "paper" else "weak",
         originals=config.released_originals, original_scale=(config.crop_scale_min, 1.0), lengths=config.lengths,
         pool=config.pool, magnitudes=config.magnitudes, order=config.composite_order, weak=contrastive[0],
+        parameters=config.has_parameters,
     )  # fmt: skip
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from cocor import checkpoint
+from cocor.auxiliary import AUXILIARIES
+from cocor.auxiliary.base import Auxiliary
 from cocor.config.options import Config
 from cocor.distributed.collectives import World, broadcast_parameters, exchange, gather
 from cocor.methods import method_class
@@ -106,6 +108,18 @@ def build_target(config: Config, world: World) -> nn.Module | None:
     constants = by_length((1.0, 1.0) if config.mmnn == "none" else config.constants)
     target: nn.Module = MMNN(constants, config.mmnn_shape) if config.mmnn == "learned" else Constants(constants)
     return target.to(world.device)
+
+
+def build_auxiliary(config: Config, method: Method, world: World) -> Auxiliary | None:
+    """Build the auxiliary with its heads, equal on all ranks; None without any."""
+    if config.auxiliary == "none":
+        return None
+    auxiliary: Auxiliary = method_class(config.auxiliary, AUXILIARIES)(config, method)
+    if world.size > 1:
+        synchronise_batch_norm(auxiliary, world.device)
+    auxiliary = auxiliary.to(world.device)
+    broadcast_parameters(auxiliary)
+    return auxiliary
 
 
 def load_backbone(backbone: nn.Module, path: Path) -> None:

@@ -111,15 +111,16 @@ def resuming_after_restart(config: Config) -> Config:
 
 def objective(config: Config) -> str:
     """Name what is minimised: ``moco + CoCor (preset tuned: ...)``."""
+    method = config.method if config.auxiliary == "none" else f"{config.method} + {config.auxiliary}"
     if config.consistency == "none":
-        return config.method
+        return method
     names = dict.fromkeys([config.preset, *PRESETS])  # a method's two presets may be equal
     presets = {name: resolve({"method": config.method, "preset": name}) for name in names}
     keys = ("consistency", "consistency_weight", "consistency_beta")
     same = (name for name, other in presets.items() if all(getattr(other, k) == getattr(config, k) for k in keys))
     targets = "no targets" if config.mmnn == "none" else f"{config.mmnn} targets"
     loss = f"{config.consistency}, weight {config.consistency_weight:g}, beta {config.consistency_beta:g}, {targets}"
-    return f"{config.method} + CoCor (preset {next(same, 'of its own')}: {loss})"
+    return f"{method} + CoCor (preset {next(same, 'of its own')}: {loss})"
 
 
 def describe(run: Run, checkpoint_read: Path | None) -> None:

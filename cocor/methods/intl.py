@@ -55,7 +55,7 @@ class INTL(Method):
 
     def loss_of(self, views: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
         """Compute the loss; also return the embeddings of the first view."""
-        embeddings = [self.projector(self.backbone(images)) for images in views]
+        embeddings = [self.projector(self.features(images)) for images in views]
         # In float64: GPUs round the factors of float32 products (TF32), and Newton's steps magnify that.
         with torch.autocast(views.device.type, enabled=False):
             whole = [joined(_precise(part), self.ranks) for part in embeddings]

@@ -19,6 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from cocor import run_dir
+from cocor.auxiliary import AUXILIARIES
 from cocor.config.options import Config, labelled_batch_size
 from cocor.distributed.collectives import barrier
 from cocor.methods import method_class
@@ -138,6 +139,8 @@ def costs(config: Config, ranks: int) -> dict[str, float]:
     """Compute each part's cost in F, where 1 F is a forward pass over the batch."""
     # A pass is taken to cost in proportion to its pixels, as it does in a convolutional network.
     model: dict[str, float] = {"contrastive": method_class(config.method).cost * (1 + config.symmetric)}
+    if config.auxiliary != "none":
+        model["auxiliary"] = method_class(config.auxiliary, AUXILIARIES).cost(config)
     if config.consistency != "none":
         originals = config.released_originals if config.recipe == "released" else 1
         pixels = (config.composite_size / config.image_size) ** 2 if config.composite_size else 1

@@ -120,7 +120,8 @@ class GraphedStep:
 
 
 def _tensors(batch: Batch | None) -> list[Tensor]:
-    return [] if batch is None else [getattr(batch, field.name) for field in fields(batch)]
+    every = [] if batch is None else [getattr(batch, field.name) for field in fields(batch)]
+    return [tensor for tensor in every if tensor is not None]
 
 
 def _layout(batch: Batch | None) -> list[tuple[object, ...]]:

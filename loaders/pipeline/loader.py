@@ -165,7 +165,8 @@ def assemble(images: Tensor, tensors: dict[str, Tensor], plan: ViewPlan, dtype: 
     channels_last = images.to(dtype).permute(0, 1, 4, 2, 3)
     views, original, composites = channels_last.split([layout.contrastive, layout.originals, layout.composites])
     original = original.permute(0, 1, 3, 4, 2).reshape(-1, size, size, 3).permute(0, 3, 1, 2)
-    return Batch(views, original, composites, tensors["composition"], tensors["label"], tensors["index"])
+    composition, label, index = (tensors[name] for name in ("composition", "label", "index"))
+    return Batch(views, original, composites, composition, label, index, tensors.get("parameters"))
 
 
 def usable_device(device: torch.device | str) -> torch.device:
