@@ -5,11 +5,10 @@
 
 Weights may be of any origin. Numbers go to the terminal and, with the picture, to ``--output``. Under torchrun ranks
 share the encoding and the search for neighbours; solvers run on the main rank alone, except in ``transfer``, where
-every rank solves the same probe to stay in step. Exit codes: 0 done, 2 a user's mistake, 130 and 143 interrupted.
+every rank solves the same probe to stay in step. Exit codes: 0 done, 2 a user's mistake, 130 interrupted.
 """
 
 import argparse
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -47,16 +46,7 @@ def _run(options: argparse.Namespace) -> None:
     from cocor.eval import commands
 
     run: Callable[[argparse.Namespace], None] = getattr(commands, options.command)
-    before = signal.signal(signal.SIGTERM, _leave)
-    try:
-        commands.on_device(options, run)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _leave(number: int, frame: object) -> None:
-    """Leave on SIGTERM, through the ``finally`` clauses, which end the data workers."""
-    raise SystemExit(128 + number)
+    commands.on_device(options, run)
 
 
 def _parser() -> Parser:

@@ -37,7 +37,7 @@ from loaders.prep.demo import or_demo
 def on_device(args: argparse.Namespace, run: Callable[[argparse.Namespace], None]) -> None:
     """Call ``run`` on its device, as one rank if torchrun started several.
 
-    Raises UserError if ``--gpu yes`` finds no GPU, or if the GPU or the machine runs out of memory.
+    Raises UserError if ``--gpu yes`` finds no GPU.
     """
     if args.gpu == "yes" and not torch.cuda.is_available():
         raise UserError("--gpu yes: PyTorch finds no GPU; leave the flag out to use the CPU")
@@ -49,16 +49,7 @@ def on_device(args: argparse.Namespace, run: Callable[[argparse.Namespace], None
     options.check_writable(args)
     if getattr(args, "data", None) is not None:
         args.data = or_demo(args.data)
-    try:
-        run(args)
-    except (MemoryError, OSError, RuntimeError) as error:
-        text, batch = str(error), f"lower --batch-size ({args.batch_size})"
-        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text:
-            raise UserError(f"the GPU's memory is full: {batch}, or use --gpu no") from None
-        words = "can't allocate memory", "Cannot allocate memory", "not enough memory"
-        if isinstance(error, MemoryError) or any(word in text for word in words):
-            raise UserError(f"too little memory: {batch}, --image-size or --workers") from None
-        raise
+    run(args)
     collectives.shutdown()
 
 

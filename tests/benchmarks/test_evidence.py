@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.evidence import __main__ as evidence
-from benchmarks.evidence.report import spread, table
+from benchmarks.evidence.report import gain, table, values
 from benchmarks.evidence.runner import Training, run_all
 from benchmarks.evidence.studies import STUDIES, Variant
 from cocor.config.resolve import load
@@ -132,7 +132,7 @@ class Fake(Training):
 
 
 def fake(folder: Path, seed: int = 0, method: str = "moco", linear: Path | None = None) -> Training:
-    return Fake(method, Variant("plain", "plain"), seed, folder, {}, {}, linear)
+    return Fake(method, Variant("plain", "plain"), seed, folder, {}, {}, {} if linear is None else {"linear": linear})
 
 
 def test_an_evaluation_follows_its_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,16 +224,18 @@ def measured(variant: str, seed: int, accuracy: float, rate: float = 100.0, **mo
 
 
 def test_gains_are_over_the_same_seed() -> None:
-    assert (spread([0.7, 0.6]), spread([0.7]), spread([])) == ("65.0 ± 7.1", "70.0", "-")
-    assert (spread([0.7, math.nan, 0.6]), spread([math.nan])) == ("65.0 ± 7.1 (2 of 3)", "-")
+    assert (values([0.7, 0.6]), values([0.7]), values([])) == ("70.0, 60.0", "70.0", "-")
+    assert (values([0.7, math.nan, 0.6]), values([math.nan])) == ("70.0, 60.0 (2 of 3)", "-")
+    assert (gain([0.05, -0.01]), gain([])) == ("+5.0, -1.0", "-")
+    assert gain([0.03, 0.01, 0.02]) == "+2.0 [-0.5, +4.5], p 0.074"  # t of 2 degrees of freedom: 4.303 / sqrt(3)
     runs = [measured("plain", 0, 0.70), measured("plain", 1, 0.60)]
     runs += [measured("cocor", seed, 0.75 - 0.1 * seed) for seed in (1, 0, 2)]
-    line = "| MoCo v2 + CoCor | 65.0 ± 10.0 | +5.0 ± 0.0 | 3 | 10 | 2.0 ± 0.0 | 100 | 0.82/0.80 0.60/0.80 | - |"
+    line = "| MoCo v2 + CoCor | 65.0 ± 10.0 | +5.0, +5.0 | 3 | 10 | 2.0 ± 0.0 | 100 | 0.82/0.80 0.60/0.80 | - |"
     assert line in table(runs)
     more = {"plain": 0.08, "cocor": 0.1}
     text = table([run | {"linear": run["knn"][-1][1] + more[run["variant"]]} for run in runs])
     assert "| k-NN accuracy, % | gain over plain | linear accuracy, % | gain over plain | seeds |" in text
-    assert "| MoCo v2 + CoCor | 65.0 ± 10.0 | +5.0 ± 0.0 | 75.0 ± 10.0 | +7.0 ± 0.0 | 3 |" in text
+    assert "| MoCo v2 + CoCor | 65.0 ± 10.0 | +5.0, +5.0 | 75.0 ± 10.0 | +7.0, +7.0 | 3 |" in text
 
 
 def test_equal_time_is_more_epochs() -> None:

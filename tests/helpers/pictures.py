@@ -1,6 +1,8 @@
 """Images for the pixel tests, and programs of augmentations against Pillow's result."""
 
+from collections.abc import Iterable
 from functools import cache
+from typing import Any
 
 import numpy as np
 import skimage.data
@@ -50,6 +52,7 @@ def pictures(size: int) -> NDArray[np.uint8]:
     return np.concatenate([photographs(size), generated(size)])
 
 
+GREY_LEVELS = (0.0, 0.0, 0.0), (1 / 255, 1 / 255, 1 / 255)  # mean and deviation that make floats of 0 to 255
 Program = list[tuple[Op, float]]
 
 
@@ -62,9 +65,14 @@ def run_on_cpu(images: NDArray[np.uint8], programs: list[Program]) -> NDArray[np
         for k, (op, magnitude) in enumerate(program):
             codes[i, 0, k], magnitudes[i, 0, k] = op, magnitude
     size = images.shape[1]
-    executor = CpuExecutor(ViewLayout(1, 0, 0, (0,)), size, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     flips = np.zeros((len(images), 1), np.uint8)
-    return executor.execute_uint8(images[:, None], flips, codes, lower(codes, magnitudes, size))[0]
+    inputs = (images[:, None], flips, codes, lower(codes, magnitudes, size))
+    return grey_levels_on_cpu(ViewLayout(1, 0, 0, (0,)), size, inputs)[0]
+
+
+def grey_levels_on_cpu(layout: ViewLayout, size: int, inputs: Iterable[NDArray[Any]]) -> NDArray[np.uint8]:
+    """The views before normalisation, uint8 (T, B, S, S, 3)."""
+    return CpuExecutor(layout, size, *GREY_LEVELS)(*inputs).round().astype(np.uint8)
 
 
 def assert_equal_to_pillow(images: NDArray[np.uint8], programs: list[Program]) -> None:

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from loaders.open import LoaderName, open_loader
 from loaders.pipeline.prefetch import Prefetch
 from loaders.synthetic import SyntheticLoader, synthetic_dataset
 from loaders.views.order import BatchOrder, CyclicOrder
+from loaders.views.parameters import view_parameters
 from loaders.views.plan import ViewPlan
 
 SIZE = 32
@@ -69,7 +71,15 @@ class TestOnePlan:
         assert batch.composition.sum(-1).tolist() == [[1] * 8, [2] * 8, [3] * 8]
         for image in (batch.original, *batch.views, *batch.composites):
             assert image.is_contiguous(memory_format=torch.channels_last) and image.dtype == torch.float32
-        assert batch.label.tolist() == dataset.labels[batch.index].tolist()
+        assert batch.label.tolist() == dataset.labels[batch.index].tolist() and batch.parameters is None
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_contrastive_views_are_described(self, make: OpenLoader, dataset: ImageDataset, name: str) -> None:
+        plan = replace(PLAN, parameters=True)
+        batch = next(make(name, plan=plan, rank=1, world_size=2).epoch(3))
+        index = batch.index.numpy()
+        described = view_parameters(plan.draw(3, index, dataset.sizes[index]), dataset.sizes[index], 2)
+        assert batch.parameters is not None and np.array_equal(batch.parameters.numpy(), described)
 
     @pytest.mark.parametrize("name", [*LOADERS, "synthetic"])
     def test_images_are_normalised_as_asked(self, dataset: ImageDataset, name: LoaderName) -> None:

@@ -7,13 +7,15 @@ from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers.loading import grey_levels
 from helpers.prep_cases import corner_image, jpeg_bytes, png_bytes, without_record, write_all
+from PIL import Image, ImageOps
 
 from loaders.datasets.dataset import ImageDataset, open_folder
-from loaders.datasets.decode import read_header
+from loaders.datasets.file_reader import GOOD, judge
 from loaders.datasets.stored import open_stored
 from loaders.open import LoaderName, open_loader
 from loaders.prep.convert import convert
@@ -74,7 +76,7 @@ def assert_alike(files: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "plain"),
+    ("content", "alike"),
     [
         *((jpeg_with(PREFIX + tiff([(0x112, 3, 1, 6)], order)), True) for order in "<>"),
         (jpeg_with(PREFIX + tiff([(0x112, 3, 1, 1), (0x100, 3, 1, 64)])), True),
@@ -91,8 +93,10 @@ def assert_alike(files: list[bytes]) -> None:
         *((png_with(tiff([(0x112, 3, 1, 6)]), behind), False) for behind in (True, False)),
     ],
 )  # fmt: skip
-def test_who_may_decode_it(content: bytes, plain: bool) -> None:
-    assert read_header(BytesIO(content)).plain == plain
+def test_who_may_decode_it(content: bytes, alike: bool) -> None:
+    with Image.open(BytesIO(content)) as image:
+        height, width = ImageOps.exif_transpose(image).size[::-1]
+    assert (judge(np.frombuffer(content, np.uint8), height, width) == GOOD) == alike
 
 
 def test_known_cases_look_the_same_everywhere() -> None:

@@ -167,5 +167,5 @@ def test_supcon_sees_every_label(photo_folder: Path, photo_copy: Path) -> None:
         batch = next(iter(loader.epoch(0)))
     assert batch.label.tolist() == data.train.labels[batch.index.numpy()].tolist()
     flat = photo_copy / "rocket"
-    with pytest.raises(UserError, match="--method supcon learns from the label of every image, 6 of 6 have none"):
+    with pytest.raises(UserError, match="6 of 6 images have no label, which --method supcon needs; pass --labels FILE"):
         open_data(Config(data=flat, method="supcon", loader="torch", consistency="none"))

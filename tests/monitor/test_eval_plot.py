@@ -36,12 +36,7 @@ def test_a_picture_is_no_wider_than_its_panels(tmp_path: Path) -> None:
         assert Image.open(tmp_path / "p.png").width == pytest.approx(across * WIDTH * 110, abs=1)
 
 
-@pytest.mark.parametrize("line", ['{"kind": "knn"}', '{"kind": "knn", "step": 1, "epoch": 1, "accuracy": null}', "[1]",
-                                  '{"kind": "train", "step": 3}', '{"kind": ["train"]}', "7", "[" * 100_000,
-                                  '{"kind": "train", "step": "3", "epoch": 1, "images_per_s": 9}',
-                                  '{"kind": "train", "step": 3, "epoch": 1, "images_per_s": 9, "loss": "high"}',
-                                  '{"kind": "train", "step": 3, "epoch": 1, "images_per_s": 9, "target_1": [1]}',
-                                  '{"kind": "knn", "step": 1e400, "epoch": 1, "accuracy": 0.5}'])  # fmt: skip
+@pytest.mark.parametrize("line", ['{"kind": "knn"}', "[1]", '{"kind": "train", "step": 3}', "7", '{"kind": "tr'])
 def test_a_line_that_is_no_measurement_is_named(tmp_path: Path, line: str, capsys: Capsys) -> None:
     run = write_run(tmp_path / "run")
     measured = (run / "metrics.jsonl").read_text()
