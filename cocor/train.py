@@ -28,8 +28,8 @@ import torch
 
 from cocor import cli, resume, run_dir
 from cocor.config import checks
-from cocor.config.options import Config
-from cocor.config.resolve import read
+from cocor.config.options import PRESETS, Config
+from cocor.config.resolve import read, resolve
 from cocor.distributed import launch, signals
 from cocor.distributed.collectives import World, gather, on_main
 from cocor.distributed.env import STARTED, RankEnv
@@ -40,7 +40,7 @@ from cocor.monitor.health import SkipNonFinite
 from cocor.monitor.metrics_file import read_run
 from cocor.monitor.view_sheet import save_view_sheet
 from cocor.run import Run, build
-from cocor.step.compile import executable, uncompiled
+from cocor.step.compile import executable
 from cocor.step.step import Metrics
 from loaders.batch import Batch
 from loaders.errors import UserError
@@ -99,10 +99,7 @@ def train(config: Config, world: World, given: Config) -> None:
             config.output, world, batch_size=config.batch_size, total_steps=run.total, log_every=config.log_every,
             start_step=run.done, again=("knn",) if run.knn_is_due else (), listener=tracking,
         )  # fmt: skip
-        try:
-            fit(run, stack.enter_context(closing(log)))
-        except torch.OutOfMemoryError as error:
-            raise UserError(f"GPU out of memory: lower --batch-size, or use more GPUs ({error})") from None
+        fit(run, stack.enter_context(closing(log)))
 
 
 def resuming_after_restart(config: Config) -> Config:
@@ -118,6 +115,20 @@ def resuming_after_restart(config: Config) -> Config:
     return replace(config, resume="auto", overwrite=False)
 
 
+def objective(config: Config) -> str:
+    """Name what is minimised: ``moco + CoCor (preset tuned: ...)``."""
+    method = config.method if config.auxiliary == "none" else f"{config.method} + {config.auxiliary}"
+    if config.consistency == "none":
+        return method
+    names = dict.fromkeys([config.preset, *PRESETS])  # a method's two presets may be equal
+    presets = {name: resolve({"method": config.method, "preset": name}) for name in names}
+    keys = ("consistency", "consistency_weight", "consistency_beta")
+    same = (name for name, other in presets.items() if all(getattr(other, k) == getattr(config, k) for k in keys))
+    targets = "no targets" if config.mmnn == "none" else f"{config.mmnn} targets"
+    loss = f"{config.consistency}, weight {config.consistency_weight:g}, beta {config.consistency_beta:g}, {targets}"
+    return f"{method} + CoCor (preset {next(same, 'of its own')}: {loss})"
+
+
 def describe(run: Run, checkpoint_read: Path | None) -> None:
     """Log what is about to be trained, and on what."""
     config, data = run.config, run.data
@@ -125,10 +136,10 @@ def describe(run: Run, checkpoint_read: Path | None) -> None:
         _log.info(f"going on from {checkpoint_read}: {run.done:,} of {counted(run.total, 'step')} done")
     elif config.resume is not None:
         _log.info(f"no checkpoint in {config.output} yet: starting anew")
-    kind = config.method if config.consistency == "none" else f"{config.method} + CoCor ({config.mmnn} targets)"
     place = f"{run.world.size} x {run.world.device.type}, {config.precision}, {run.execution}"
     share = counted(config.batch_size // run.world.size, "image")
-    _log.info(f"{kind}, {config.backbone}, {place}, {share} a step and rank")
+    _log.info(objective(config))
+    _log.info(f"{config.backbone}, {place}, {share} a step and rank")
     labels = "" if data.labelled is None else f", {len(data.labelled):,} of them with labels for the MMNN"
     classes = f"in {counted(len(data.train.classes), 'class')}" if data.train.classes else "without labels"
     _log.info(f"{counted(len(data.train), 'image')} {classes}{labels}")
@@ -246,7 +257,7 @@ def measure_knn(run: Run, log: RunLog) -> None:
     """Measure k-NN accuracy on the main rank; a signal interrupts it. Collective."""
     finished = True
     if run.knn is not None:
-        with uncompiled():
+        with torch.compiler.set_stance("force_eager"):  # for its odd batch sizes
             result = run.knn(run.step.method.backbone, interrupted=signals.requested)
         finished = result is not None
         if result is not None:

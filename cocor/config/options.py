@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 import yaml
 
+from cocor.auxiliary import AUXILIARIES
 from cocor.config.parse import option
-from cocor.methods import METHODS
+from cocor.methods import METHODS, spec
 from loaders.files import write_text
 from loaders.views.ops import POOLS, Magnitudes, Order
 
@@ -21,6 +22,9 @@ Loader = Literal["dali", "torch", "synthetic", "ffcv"]
 Consistency = Literal["softplus", "abs", "none"]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 Execution = Literal["auto", "eager", "compiled", "graph", "fused"]
+
+# Options that --preset sets, over the method's own. Which are best depends on the method, so "tuned" leaves them to it.
+PRESETS: dict[str, dict[str, Any]] = {"tuned": {}, "paper": {"consistency_weight": 1.0, "consistency_beta": 1.0}}
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,9 @@ class Config:
     trace_weight: float | None = option(None, "weight of the trace loss", low=0)
 
     # CoCor
+    preset: str = option(
+        "tuned", "loss; tuned: as it won on CIFAR-10; paper: as printed, weight and beta 1", choices=PRESETS
+    )
     consistency: Consistency = option("softplus", "consistency loss; none: the plain method")
     consistency_weight: float = option(1.0, "weight of the consistency loss", low=0)
     consistency_beta: float = option(1.0, "sharpness of the softplus", low=1e-3)
@@ -85,7 +92,9 @@ class Config:
     composite_order: Order = option("random", "their order; fixed1: geometry first, fixed2: geometry last")
     recipe: Literal["paper", "released"] = option("paper", "composites on a shared plain crop, or as the released code")
     released_originals: int = option(5, "crops in the original of --recipe released, their mean", low=1, high=100)
-    mmnn: Literal["learned", "constants"] = option("learned", "where the target similarities come from")
+    mmnn: Literal["learned", "constants", "none"] = option(
+        "learned", "where the target similarities come from; none: a constant pull, without targets or labels"
+    )
     mmnn_shape: Literal["monotone", "concave"] = option(
         "monotone", "what the MMNN can be; concave: the paper's, which falls ever faster with length"
     )
@@ -103,8 +112,20 @@ class Config:
     mmnn_momentum: float = option(0.9, "momentum of the MMNN's SGD, or Adam's first", low=0, high=1)
     mmnn_wait_epochs: int = option(3, "epochs before the MMNN learns; in a run too short for it: 0", low=0)
     mmnn_warmup_epochs: int = option(2, "epochs of its linear warm-up thereafter", low=0)
+    shuffle_labels: bool = option(False, "give the MMNN's images the labels of others, as a control")
     classifier_lr: float = option(0.4, "learning rate of the classifier that guides the MMNN", low=0)
     classifier_weight_decay: float = option(1e-4, "its weight decay", low=0)
+
+    # Auxiliaries; each class lists the options that it uses
+    auxiliary: str = option("none", "objective beside the method's, of a rival of CoCor", choices=AUXILIARIES)
+    auxiliary_weight: float = option(1.0, "weight of its loss", low=0)
+    auxiliary_pairs: Literal["views", "composites"] = option(
+        "views", "what it compares: both contrastive views, or original and composites"
+    )
+    auxiliary_temperature: float = option(0.2, "temperature of its loss", low=1e-3)
+    augself_targets: tuple[Literal["crop", "color", "blur", "flip", "grey"], ...] = option(
+        ("crop", "color"), "differences of views to predict"
+    )
 
     # Contrastive views
     crop_scale_min: float = option(0.2, "least share of the image's area in a random crop", low=1e-3, high=1)
@@ -153,6 +174,23 @@ class Config:
         """Tell whether the MMNN is learned, which takes some labels (paper, eq. 4)."""
         return self.consistency != "none" and self.mmnn == "learned"
 
+    @property
+    def has_composites(self) -> bool:
+        """Tell whether a step trains on composites, which loaders then make."""
+        asked = spec(self.auxiliary, AUXILIARIES)
+        in_pairs = "auxiliary_pairs" in asked.options and self.auxiliary_pairs == "composites"
+        return self.consistency != "none" or asked.composites or in_pairs
+
+    @property
+    def has_center(self) -> bool:
+        """Tell whether a step needs the central crop as its original."""
+        return spec(self.auxiliary, AUXILIARIES).original and not self.has_composites
+
+    @property
+    def has_parameters(self) -> bool:
+        """Tell whether a step needs the parameters of the contrastive views."""
+        return spec(self.auxiliary, AUXILIARIES).parameters and self.auxiliary_pairs == "views"
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for YAML and checkpoints: texts for paths, lists."""
         return {key: _plain(value) for key, value in dataclasses.asdict(self).items()}
@@ -174,7 +212,7 @@ ONE_START = frozenset({"resume", "overwrite", "dry_run", "profile", "verify_data
 
 # A run may change these when it resumes: they do not enter the arithmetic of its steps.
 FREE_TO_CHANGE = ONE_START | {
-    *("data", "val_data", "labels", "label_split", "loader", "on_error", "output", "init"),
+    *("preset", "data", "val_data", "labels", "label_split", "loader", "on_error", "output", "init"),
     *("gpus", "max_restarts", "cpu_ranks", "workers", "hw_decoder_load", "execution"),
     *("log_every", "track", "on_nan", "log_samples", "checkpoint_every_epochs", "checkpoint_every_minutes"),
     *("keep_checkpoints", "keep_every_epochs", "knn_every", "knn_k", "knn_temperature"),

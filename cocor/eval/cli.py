@@ -1,26 +1,37 @@
-"""Run ``cocor-eval``: evaluate an encoder by probes on its frozen features.
+"""Run ``cocor-eval``: evaluate an encoder by probes on its frozen features, or by fine-tuning it.
 
     cocor-eval linear runs/moco --data data/cifar10
     cocor-eval transfer runs/moco runs/moco_cocor --datasets all --root data
 
 Weights may be of any origin. Numbers go to the terminal and, with the picture, to ``--output``. Under torchrun ranks
 share the encoding and the search for neighbours; solvers run on the main rank alone, except in ``transfer``, where
-every rank solves the same probe to stay in step. Exit codes: 0 done, 2 a user's mistake, 130 and 143 interrupted.
+every rank solves the same probe to stay in step. Exit codes: 0 done, 2 a user's mistake, 130 interrupted.
 """
 
 import argparse
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cocor import cli
-from cocor.eval.datasets.protocols import KNN_K, KNN_TEMPERATURE, PROTOCOLS, SHOT_SEEDS, SHOTS, TASKS, WAYS
+from cocor.eval.datasets.protocols import FINETUNE, KNN_K, KNN_TEMPERATURE, PROTOCOLS, SHOT_SEEDS, SHOTS, TASKS, WAYS
+from cocor.eval.detect.recipe import add_flags as detect_flags
 from cocor.run_dir import check_pair
-from loaders.arguments import Parser, above_zero, image_size, not_negative, positive, seed, two_or_more, workers
+from loaders.arguments import (
+    Parser,
+    above_zero,
+    fraction,
+    image_size,
+    not_negative,
+    positive,
+    seed,
+    two_or_more,
+    workers,
+)
 from loaders.files import user_cache
 
 _NAMES = ", ".join(PROTOCOLS)
+_DETECT = "object detection: Faster R-CNN, fine-tuned as in the paper"
 _WEIGHTS = "a run's folder, a file of weights of any origin, timm:NAME or random:NAME"
 
 
@@ -35,16 +46,7 @@ def _run(options: argparse.Namespace) -> None:
     from cocor.eval import commands
 
     run: Callable[[argparse.Namespace], None] = getattr(commands, options.command)
-    before = signal.signal(signal.SIGTERM, _leave)
-    try:
-        commands.on_device(options, run)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _leave(number: int, frame: object) -> None:
-    """Leave on SIGTERM, through the ``finally`` clauses, which end the data workers."""
-    raise SystemExit(128 + number)
+    commands.on_device(options, run)
 
 
 def _parser() -> Parser:
@@ -77,6 +79,19 @@ def _parser() -> Parser:
     fewshot.add_argument("--ways", type=two_or_more, default=WAYS, help="classes of a task (default 5)")
     fewshot.add_argument("--metric", choices=["top1", "class-mean"], help=metric)
 
+    finetune = _command(add, "finetune", "train the whole network with all or a few of the labels")
+    _data(finetune)
+    part = f"share of every class (default {_list(FINETUNE.fractions)}: one training each)"
+    finetune.add_argument("--label-fraction", type=fraction, nargs="+", default=list(FINETUNE.fractions), help=part)
+    epochs = f"default {FINETUNE.epochs(0.01)} up to 1 % of the labels, else {FINETUNE.epochs(1.0)}"
+    finetune.add_argument("--epochs", type=positive, help=epochs)
+    rate = f"learning rate of a batch of 256 (default {FINETUNE.lr})"
+    finetune.add_argument("--lr", type=above_zero, default=FINETUNE.lr, help=rate)
+    finetune.add_argument("--head-lr", type=above_zero, help="of the classifier (default: --lr)")
+    finetune.add_argument("--seed", type=seed, default=0, help="of order, crops, and which labels (default 0)")
+    finetune.add_argument("--resume", action="store_true", help="continue from the checkpoints in --output")
+    finetune.set_defaults(precision=None)
+
     retrieval = _command(add, "retrieval", "nearest neighbours of query images as a contact sheet")
     _data(retrieval)
     retrieval.add_argument("--queries", type=positive, default=8, help="rows of the sheet (default 8)")
@@ -98,6 +113,11 @@ def _parser() -> Parser:
     spectrum = _command(add, "spectrum", f"singular values and effective rank of the features, {several}", True)
     _data(spectrum)
     spectrum.add_argument("--raw", action="store_true", help="features as they are (default: of unit length)")
+
+    detect = add.add_parser("detect", help=_DETECT, description=_DETECT, allow_abbrev=False)
+    detect.add_argument("weights", nargs=1, metavar="WEIGHTS", help=_WEIGHTS)
+    add_encoder_flags(detect)
+    detect_flags(detect)
 
     transfer = _command(add, "transfer", f"the paper's table of linear probes, {several}", True)
     transfer.add_argument("--datasets", nargs="+", default=["all"], metavar="NAME", help=f"all, or of {_NAMES}")
@@ -127,7 +147,8 @@ def _command(add, name: str, text: str, several: bool = False) -> argparse.Argum
     how.add_argument("--image-size", type=image_size, help="side in pixels (default: as in training, else 224)")
     how.add_argument("--loader", choices=["dali", "torch"], help="default: dali on a GPU, torch without")
     how.add_argument("--gpu", choices=["yes", "no"], help="default: if there is one")
-    how.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of the encoder (default fp32)")
+    precision = f"of the encoder (default {'bf16 on a GPU, else fp32' if name == 'finetune' else 'fp32'})"
+    how.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help=precision)
     how.add_argument("--batch-size", type=positive, default=256, help="default 256")
     how.add_argument("--workers", type=workers, help="CPU threads or processes of the loader (default: one a core)")
     cache = user_cache() / "eval"
@@ -145,8 +166,8 @@ def _data(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--root", type=Path, metavar="DIR", help="the folder that --dataset lies in")
 
 
-def _list(numbers: Sequence[int]) -> str:
-    return " ".join(map(str, numbers))
+def _list(numbers: Sequence[float]) -> str:
+    return " ".join(f"{number:g}" for number in numbers)
 
 
 if __name__ == "__main__":

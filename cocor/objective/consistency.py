@@ -68,6 +68,22 @@ def softplus_loss(similarity: Tensor, target: Tensor, *, weight: float = 1.0, be
     return Consistency(loss, value, means[0], means[1], slope, curvature, compared=means[0])
 
 
+def pull_loss(similarity: Tensor, target: Tensor, *, weight: float = 1.0,
+              mean_over_ranks: MeanOverRanks = identity) -> Consistency:  # fmt: skip
+    """Compute ``weight`` times half the mean of ``1 - similarity``: no target at all.
+
+    The control of the paper's claim that targets matter. Half, as is the softplus loss's slope where similarities meet
+    their targets. Shapes as in ``softplus_loss``; ``target`` is only reported.
+    """
+    weights = _weights(similarity)
+    local = similarity.mean(1)
+    means = mean_over_ranks(torch.stack([local.detach(), target.detach().mean(1)]))
+    slope = -0.5 * weight * weights
+    value = 0.5 * (weights * (1 - means[0])).sum()
+    loss = weight * value + _carrier(slope, local)
+    return Consistency(loss, value, means[0], means[1], slope, torch.zeros_like(slope), compared=means[0])
+
+
 def abs_loss(similarity: Tensor, target: Tensor, *, weight: float = 1.0, epsilon: float = 0.05,
              mean_over_ranks: MeanOverRanks = identity) -> Consistency:  # fmt: skip
     """Compute ``weight`` times the mean of ``phi(similarity - target)``.

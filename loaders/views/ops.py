@@ -46,11 +46,13 @@ class Op(IntEnum):
 BASIC: tuple[Op, ...] = tuple(op for op in Op if op <= Op.TRANSLATE_Y)
 AFFINE: frozenset[Op] = frozenset({Op.ROTATE, Op.SHEAR_X, Op.SHEAR_Y, Op.TRANSLATE_X, Op.TRANSLATE_Y})
 
-# The choices of --pool; a program may add its own, of basic augmentations.
+# The choices of --pool; a program may add its own, of basic augmentations. With "identity" a composite is the original
+# itself, the control of what a clean view does.
 POOLS: dict[str, tuple[Op, ...]] = {
     "all": BASIC,
     "color": tuple(op for op in BASIC if op not in AFFINE),
     "affine": tuple(op for op in BASIC if op in AFFINE or op == Op.IDENTITY),
+    "identity": (Op.IDENTITY,),
 }
 
 # The paper's ablation on the order of a composite's operations: as drawn, or always the same. Of its two fixed orders

@@ -60,5 +60,7 @@ EARLIER: set[threading.Thread] = set()  # what ran when the test began, see conf
 
 
 def threads() -> list[str]:
-    """The names of those that the test has started."""
-    return [thread.name for thread in threading.enumerate() if thread not in EARLIER]
+    """The names of those that the test has started and that do not end within a second."""
+    for thread in (new := [thread for thread in threading.enumerate() if thread not in EARLIER]):
+        thread.join(1.0)  # multiprocessing leaves those that feed its queues to end by themselves
+    return [thread.name for thread in new if thread.is_alive()]

@@ -1,6 +1,7 @@
 """Test that every ablation of the paper is a flag that does what it says."""
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from cocor.config.resolve import load, resolve
 from cocor.data import open_data, training_loader, training_plan
 from cocor.models import build_target
 from cocor.objective.mmnn import MMNN, Constants
+from cocor.train import objective
 from loaders.errors import UserError
 from loaders.views import ops
 from loaders.views.plan import PlannedBatch
@@ -27,16 +29,11 @@ def drawn(*flags: str, count: int = 400) -> PlannedBatch:
     return training_plan(load([*flags])).draw(0, np.arange(count), sizes)
 
 
-@pytest.mark.parametrize("lengths", [(1,), (4,), (2, 5), (1, 2, 3, 10), (10,)])
-def test_lengths(lengths: tuple[int, ...]) -> None:
-    composition = drawn("--lengths", ",".join(map(str, lengths))).composition
-    assert tuple(composition.sum(2)[:, 0]) == lengths and (composition.sum(2) == np.array(lengths)[:, None]).all()
-
-
 @pytest.mark.parametrize("pool", ["all", "color", "affine"])
-def test_pools(pool: str) -> None:
-    used = drawn("--pool", pool).composition.sum((0, 1)) > 0
-    assert [op for op in ops.BASIC if used[op]] == list(ops.POOLS[pool])
+def test_pools_and_lengths(pool: str) -> None:
+    composition = drawn("--pool", pool, "--lengths", "2,5,10").composition
+    assert (composition.sum(2) == np.array([[2], [5], [10]])).all()
+    assert [op for op in ops.BASIC if composition.sum((0, 1))[op]] == list(ops.POOLS[pool])
 
 
 def test_magnitudes_and_recipes() -> None:
@@ -58,6 +55,21 @@ def test_label_fractions(photo_folder: Path, fraction: float, images: int) -> No
     assert abs(len(data.labelled) - images) <= 4 and set(data.labelled.labels) == {0, 1, 2, 3}
 
 
+def test_shuffled_labels_are_of_the_same_images(photo_folder: Path) -> None:
+    told, shuffled = (
+        open_data(config_for(photo_folder, label_fraction=1.0, shuffle_labels=value)).labelled
+        for value in (False, True)
+    )
+    assert told is not None and shuffled is not None and told.paths == shuffled.paths
+    assert sorted(told.labels) == sorted(shuffled.labels) and (told.labels != shuffled.labels).any()
+
+
+def test_identity_composites_are_their_originals(photo_folder: Path) -> None:
+    _, pairs = build(config_for(photo_folder, pool="identity"))
+    batch, _ = pairs[0]
+    assert all(torch.equal(images, batch.original) for images in batch.composites)
+
+
 def test_targets_and_one_long_length(photo_folder: Path) -> None:
     composition = torch.tensor([[3] + [0] * 13, [1, 1, 1] + [0] * 11])
     learned, constants = (build_target(load(["--mmnn", mode]), WORLD) for mode in ("learned", "constants"))
@@ -66,6 +78,8 @@ def test_targets_and_one_long_length(photo_folder: Path) -> None:
     assert build_target(load(["--consistency", "none"]), WORLD) is None
     chosen = build_target(load(["--mmnn", "constants", "--constants", "0.9,0.5"]), WORLD)
     assert chosen is not None and chosen(composition).tolist() == pytest.approx([0.1, 0.1])
+    none = build_target(load(["--mmnn", "none"]), WORLD)
+    assert none is not None and none(composition).tolist() == [1.0, 1.0]
     step, pairs = build(config_for(photo_folder, lengths=(10,)))
     metrics = step(*pairs[0], 0)
     assert {"similarity_10", "target_10"} <= metrics.keys() and "similarity_1" not in metrics
@@ -113,6 +127,16 @@ class TestAuthorsSettings:
             assert loss("--config", str(CONFIGS / f"{data}_moco.yaml")) == (8, 10, 1e-3)
             assert loss("--config", str(CONFIGS / f"{data}_simsiam.yaml")) == (8, 3, 1e-3)
 
+    @pytest.mark.parametrize("method", ["moco", "byol"])
+    def test_a_preset_is_under_files_and_flags(self, method: str, tmp_path: Path) -> None:
+        paper, tuned = (load(["--method", method, "--preset", name]) for name in ("paper", "tuned"))
+        assert (paper.consistency_weight, paper.consistency_beta) == (1, 1) and tuned == load(["--method", method])
+        assert "(preset paper: softplus, weight 1, beta 1, learned targets)" in objective(paper)
+        assert ("preset paper" if method == "byol" else "preset tuned") in objective(replace(tuned, preset="paper"))
+        (tmp_path / "mine.yaml").write_text("preset: paper\nconsistency_beta: 3\n")
+        own = load(["--config", str(tmp_path / "mine.yaml"), "--consistency-weight", "7", "--mmnn", "none"])
+        assert objective(own) == "moco + CoCor (preset of its own: softplus, weight 7, beta 3, no targets)"
+
     def test_sgd_of_the_mmnn_has_the_rates_of_before(self) -> None:
         def rate(*words: str) -> float:
             return load(["--mmnn-optimiser", "sgd", *words]).mmnn_lr
@@ -143,5 +167,5 @@ def test_supcon_sees_every_label(photo_folder: Path, photo_copy: Path) -> None:
         batch = next(iter(loader.epoch(0)))
     assert batch.label.tolist() == data.train.labels[batch.index.numpy()].tolist()
     flat = photo_copy / "rocket"
-    with pytest.raises(UserError, match="--method supcon learns from the label of every image, 6 of 6 have none"):
+    with pytest.raises(UserError, match="6 of 6 images have no label, which --method supcon needs; pass --labels FILE"):
         open_data(Config(data=flat, method="supcon", loader="torch", consistency="none"))

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cocor.methods.base import normalised
-from cocor.objective.consistency import abs_loss, latent_similarity, softplus_loss
+from cocor.objective.consistency import abs_loss, latent_similarity, pull_loss, softplus_loss
 
 
 @pytest.fixture
@@ -70,6 +70,14 @@ def test_softplus_loss_and_its_derivatives(pair: tuple[Tensor, Tensor], beta: fl
     assert bool(far.loss.isfinite()) and bool(far.curvature.isfinite().all())
 
 
+def test_pull_is_half_the_distance(pair: tuple[Tensor, Tensor]) -> None:
+    similarity, target = pair
+    result = pull_loss(similarity, target, weight=0.3)
+    assert torch.allclose(result.loss, 0.3 * (1 - similarity).mean() / 2) and not result.curvature.any()
+    assert torch.allclose(result.slope, softplus_loss(similarity, similarity, weight=0.3, beta=8.0).slope)
+    assert torch.allclose(torch.autograd.grad(result.loss, similarity)[0], torch.tensor(-0.3 / 48).double())
+
+
 @pytest.mark.parametrize("epsilon", [0.05, 0.5])
 def test_abs_loss_and_its_derivatives(pair: tuple[Tensor, Tensor], epsilon: float) -> None:
     similarity, target = pair
@@ -91,7 +99,7 @@ def test_abs_loss_without_smoothing_is_equation_2(pair: tuple[Tensor, Tensor]) -
     assert not result.curvature.any() and not abs_loss(target, target, epsilon=0.0).slope.any()
 
 
-@pytest.mark.parametrize("function", [softplus_loss, abs_loss])
+@pytest.mark.parametrize("function", [softplus_loss, abs_loss, pull_loss])
 def test_weight_and_lengths_scale_all_derivatives(function, pair: tuple[Tensor, Tensor]) -> None:
     similarity, target = pair
     plain, heavy = (function(similarity, target, weight=weight) for weight in (1.0, 3.0))
