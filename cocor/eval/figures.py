@@ -10,6 +10,9 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from cocor.eval.probes.consistency import Consistency
 from cocor.eval.probes.fewshot import ShotResult
 from cocor.eval.probes.invariance import Invariance
@@ -110,6 +113,22 @@ def draw_spectra(path: Path, found: Sequence[Spectrum]) -> None:
             label = f"{shown(one.name)}: effective rank {one.effective_rank:.0f}"
             values = [value if value > lowest else float("nan") for value in one.singular_values]
             axes.semilogy(range(1, 1 + len(values)), values, label=label)
+
+
+def draw_points(path: Path, title: str, points: npt.NDArray[np.float32], classes: Sequence[str]) -> None:
+    """Draw points (N, 2) in the colours of their ``classes``, grey where "" stands; a legend names up to 20."""
+    known, own = sorted(set(classes) - {""}), np.array(classes)
+    with panels(path, 1, width=1.6 * WIDTH) as (axes,):
+        from matplotlib import colormaps
+
+        colours = colormaps["tab10" if len(known) <= 10 else "tab20" if len(known) <= 20 else "hsv"]
+        for number, name in enumerate(["", *known], start=-1):
+            color = "lightgrey" if not name else colours(number if len(known) <= 20 else number / len(known))
+            label = shown(name) if name and len(known) <= 20 else None
+            across, up = points[own == name].T
+            axes.scatter(across, up, s=6, color=color, label=label, linewidths=0)
+        axes.set(title=shown(title), xticks=[], yticks=[])
+        legend(axes, loc="center left", bbox_to_anchor=(1, 0.5), markerscale=2)
 
 
 def draw_table(path: Path, rows: dict[str, dict[str, float]], title: str) -> None:
