@@ -132,7 +132,6 @@ def load_backbone(backbone: nn.Module, path: Path) -> None:
     wanted = backbone.state_dict()
     unfit = sorted(set(weights) ^ set(wanted)) or sorted(k for k in wanted if weights[k].shape != wanted[k].shape)
     if unfit:
-        raise UserError(
-            f"{path}: {len(unfit)} of {len(wanted)} weights do not fit --backbone and --stem, such as {unfit[0]}"
-        )
+        count = f"{len(unfit)} of {len(wanted)} weights"
+        raise UserError(f"{path}: {count} do not fit --backbone and --stem, such as {unfit[0]}")
     backbone.load_state_dict(weights)

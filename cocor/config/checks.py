@@ -149,9 +149,7 @@ def check_ranks(config: Config, ranks: int) -> None:
             raise UserError(f"{key}: {size} on {ranks} ranks is {size // ranks} each; BatchNorm needs 2")
     derives = config.consistency == "abs" and config.mmnn == "learned" and config.hypergradient == "exact"
     if derives and config.sync_bn and ranks > 1:
-        raise UserError(
-            "sync_bn: consistency abs needs forward derivatives, which synchronised BatchNorm lacks; "
-            "use --hypergradient taylor, --consistency softplus or --no-sync-bn"
-        )
+        remedy = "use --hypergradient taylor, --consistency softplus or --no-sync-bn"
+        raise UserError(f"sync_bn: consistency abs needs derivatives that synchronised BatchNorm lacks; {remedy}")
     method_class(config.method).check(config, ranks)
     method_class(config.auxiliary, AUXILIARIES).check(config)

@@ -77,10 +77,8 @@ class MoCo(Method):
         local, groups = config.batch_size // ranks, key_bn_groups(config.key_bn_splits, ranks)
         if local % groups or local // groups < 2:
             fitting = max(n for n in range(1, groups + 1) if local % n == 0 and local // n >= 2)
-            raise UserError(
-                f"key_bn_splits: {config.key_bn_splits} does not cut a batch of {config.batch_size} on {ranks} ranks "
-                f"into equal groups of 2 or more; try {fitting * ranks}"
-            )
+            batch = f"{config.batch_size} images on {ranks} ranks into equal groups of 2 or more"
+            raise UserError(f"key_bn_splits: {config.key_bn_splits} does not cut {batch}; try {fitting * ranks}")
 
     @classmethod
     def remark(cls, config: Config, images: int) -> str:

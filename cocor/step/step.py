@@ -112,7 +112,7 @@ class TrainingStep:
         Returns detached metrics: scalars (), and values per length (L,).
         """
         self.optimiser.zero_grad(set_to_none=True)
-        term, composites, added = self.composites, None, list[Tensor]()
+        term, composites = self.composites, None
         lengths = term.begin(batch, self.timer) if term is not None else None
         contrastive, auxiliary = self._contrast(batch)
         metrics: Metrics = {f"contrastive_{name}": value for name, value in self.method.metrics.items()}
@@ -124,15 +124,12 @@ class TrainingStep:
             for parameter in self.parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            added = term.gradient(composites)
+            metrics |= term.add(composites)
             consistency = composites.consistency
             metrics |= {"consistency_loss": consistency.unweighted}
             metrics |= {"similarity": consistency.similarity, "target": consistency.target}
-        # Both parts travel, not just their sum: the norms that are logged are those of the global batch.
         with self.timer("communication"):
-            reduce_gradients([*(p.grad for p in self.parameters if p.grad is not None), *added])
-        if term is not None and added:
-            metrics |= term.add(added)
+            reduce_gradients([p.grad for p in self.parameters if p.grad is not None])
 
         if composites is not None and self.outer is not None and labelled is not None:
             metrics |= self._step_all(self.outer, batch, labelled, contrastive, composites)

@@ -40,6 +40,7 @@ def compared(results: dict[int, Results], precision: str, method: str,
     assert ("0 similarity_3" in one) == (with_mmnn and method != "cheaper")
     for name, value in one.items():
         own = "key_backbone" in name and ("running" in name or "num_batches" in name)  # of each rank's own images
+        own |= " gradient_co" in name  # norms of the parts, before they are averaged over ranks
         if not own:
             yield name, several[name], value
 
