@@ -190,7 +190,7 @@ class TrainingStep:
                 contrastive.backward()
             return contrastive.detach(), None
         with self.timer("contrastive"), self.autocast():
-            method.kept = kept = []
+            kept = method.kept = list[Tensor]()
             contrastive = method.contrastive(auxiliary.views(batch), batch.label)
             method.kept = None
         with self.timer("auxiliary"):
