@@ -14,7 +14,10 @@ from cocor.monitor.metrics_file import epochs_of, lengths_of, read_run
 from cocor.panels import legend, panels
 from loaders.errors import UserError
 
-NAMES = {"moco": "MoCo v2", "simsiam": "SimSiam", "supcon": "SupCon", "byol": "BYOL", "intl": "INTL"}
+NAMES = {
+    "moco": "MoCo v2", "simsiam": "SimSiam", "supcon": "SupCon", "byol": "BYOL", "intl": "INTL",
+    "simclr": "SimCLR", "barlow": "Barlow Twins", "vicreg": "VICReg",
+}  # fmt: skip
 _KINDS = ("similarity", "target")
 _MOST_SIMILARITIES, _MOST_INSIDE = 6, 6  # panels of single variants; names in a legend that fits beside the curves
 _COLOURS, _STYLES = 10, ("-", "--", ":")  # of curves in one panel

@@ -41,8 +41,8 @@ NEEDS = (
     Need(_KNN, "with --knn-every above 0", lambda c: c.knn_every > 0),
     Need(("force_data", "force_ranks"), "with --resume", lambda c: c.resume is not None),
     Need(("init",), "where no checkpoint is named to --resume", lambda c: c.resume in (None, "auto")),
-    Need(("decay_biases",), "with --weight-decay above 0 or --optimiser lars",
-         lambda c: c.weight_decay > 0 or c.optimiser == "lars"),
+    Need(("decay_biases",), "with --optimiser lars, or sgd and --weight-decay above 0",
+         lambda c: c.optimiser == "lars" or (c.optimiser == "sgd" and c.weight_decay > 0)),
     Need(_CONSISTENCY, "with --consistency softplus|abs", lambda c: c.consistency != "none"),
     Need(("consistency_beta",), "with --consistency softplus and targets",
          lambda c: c.consistency == "softplus" and c.mmnn != "none"),
@@ -119,6 +119,11 @@ def check(config: Config) -> None:
             c.consistency == "abs" and c.execution in ("compiled", "fused"),
         f"--execution {c.execution}: LARS cannot be recorded; use compiled with --optimiser lars":
             c.optimiser == "lars" and c.execution in ("graph", "fused"),
+        "clip_grad: LARS sets the size of each weight's step itself; leave it out, or use --optimiser sgd or adamw":
+            c.optimiser == "lars" and c.clip_grad > 0,
+        "accumulate: --consistency abs and --hypergradient taylor|released need the whole batch again; use softplus "
+        "and exact, or --mmnn constants":
+            c.accumulate > 1 and learned and (c.consistency == "abs" or c.hypergradient != "exact"),
         "--mmnn none pulls alike on all views, which is no --consistency abs; leave that out":
             c.consistency == "abs" and c.mmnn == "none",
         "--cpu-ranks needs --gpus 0": c.cpu_ranks > 1 and bool(c.gpus),
@@ -143,4 +148,13 @@ def check_ranks(config: Config, ranks: int) -> None:
             "sync_bn: consistency abs needs forward derivatives, which synchronised BatchNorm lacks; "
             "use --hypergradient taylor, --consistency softplus or --no-sync-bn"
         )
-    method_class(config.method).check(config, ranks)
+    method, parts, local = method_class(config.method), config.accumulate, config.batch_size // ranks
+    if parts > 1 and not method.accumulates:
+        fitting = "|".join(name for name in METHODS if method_class(name).accumulates)
+        raise UserError(
+            f"accumulate: {config.method} compares the images of a batch with each other, which parts of it cannot; "
+            f"use --method {fitting}"
+        )
+    if parts > 1 and (local % parts or local // parts < 2):
+        raise UserError(f"accumulate: the {local} images of a rank are not {parts} equal parts of 2 or more")
+    method.check(config, ranks)
