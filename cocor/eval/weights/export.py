@@ -32,7 +32,7 @@ from cocor import checkpoint, cli
 from cocor.checkpoint import export_backbone
 from cocor.eval.cli import add_encoder_flags
 from cocor.eval.weights.load import Encoder, digest, load_encoder
-from cocor.models import build_backbone, fixed_size
+from cocor.models import SMALL_PATCH, build_backbone, fixed_size
 from cocor.run_dir import check_pair
 from loaders.arguments import Parser
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
@@ -86,7 +86,7 @@ def _timm(encoder: Encoder, output: Path) -> None:
         size = _size_option(encoder)
         model = timm.create_model(encoder.architecture, num_classes=0, checkpoint_path=str(output), **size)
     else:
-        model = build_backbone(encoder.architecture, encoder.stem)
+        model = build_backbone(encoder.architecture, encoder.stem, _only_size(encoder))
         timm.models.load_checkpoint(model, str(output))
     _check_same(encoder, model, output)
 
@@ -143,9 +143,11 @@ def model_card(encoder: Encoder, features: int) -> str:
     """Write the README of an exported folder: contents, loading, normalisation."""
     small = ("model.conv1 = torch.nn.Conv2d(3, model.conv1.out_channels, 3, padding=1, bias=False)\n"
              "model.maxpool = torch.nn.Identity()\n")  # fmt: skip
-    stem = small if encoder.stem == "small" else ""
+    patches = hasattr(encoder.backbone, "patch_embed")
+    stem = small if encoder.stem == "small" and not patches else ""
     parameters = sum(p.numel() for p in encoder.backbone.parameters())
-    size = "".join(f", {name}={value}" for name, value in _size_option(encoder).items())
+    options = _size_option(encoder) | ({"patch_size": SMALL_PATCH} if encoder.stem == "small" and patches else {})
+    size = "".join(f", {name}={value}" for name, value in options.items())
     return f"""---
 library_name: timm
 tags: [image-feature-extraction, self-supervised, cocor]
