@@ -1,4 +1,4 @@
-"""Run ``cocor-eval``: evaluate an encoder by probes on its frozen features.
+"""Run ``cocor-eval``: evaluate an encoder by probes on its frozen features, or by fine-tuning it.
 
     cocor-eval linear runs/moco --data data/cifar10
     cocor-eval transfer runs/moco runs/moco_cocor --datasets all --root data
@@ -15,9 +15,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cocor import cli
-from cocor.eval.datasets.protocols import KNN_K, KNN_TEMPERATURE, PROTOCOLS, SHOT_SEEDS, SHOTS, TASKS, WAYS
+from cocor.eval.datasets.protocols import FINETUNE, KNN_K, KNN_TEMPERATURE, PROTOCOLS, SHOT_SEEDS, SHOTS, TASKS, WAYS
 from cocor.run_dir import check_pair
-from loaders.arguments import Parser, above_zero, image_size, not_negative, positive, seed, two_or_more, workers
+from loaders.arguments import (
+    Parser,
+    above_zero,
+    fraction,
+    image_size,
+    not_negative,
+    positive,
+    seed,
+    two_or_more,
+    workers,
+)
 from loaders.files import user_cache
 
 _NAMES = ", ".join(PROTOCOLS)
@@ -77,6 +87,19 @@ def _parser() -> Parser:
     fewshot.add_argument("--ways", type=two_or_more, default=WAYS, help="classes of a task (default 5)")
     fewshot.add_argument("--metric", choices=["top1", "class-mean"], help=metric)
 
+    finetune = _command(add, "finetune", "train the whole network with all or a few of the labels")
+    _data(finetune)
+    part = f"share of every class (default {_list(FINETUNE.fractions)}: one training each)"
+    finetune.add_argument("--label-fraction", type=fraction, nargs="+", default=list(FINETUNE.fractions), help=part)
+    epochs = f"default {FINETUNE.epochs(0.01)} up to 1 % of the labels, else {FINETUNE.epochs(1.0)}"
+    finetune.add_argument("--epochs", type=positive, help=epochs)
+    rate = f"learning rate of a batch of 256 (default {FINETUNE.lr})"
+    finetune.add_argument("--lr", type=above_zero, default=FINETUNE.lr, help=rate)
+    finetune.add_argument("--head-lr", type=above_zero, help="of the classifier (default: --lr)")
+    finetune.add_argument("--seed", type=seed, default=0, help="of order, crops, and which labels (default 0)")
+    finetune.add_argument("--resume", action="store_true", help="continue from the checkpoints in --output")
+    finetune.set_defaults(precision=None)
+
     retrieval = _command(add, "retrieval", "nearest neighbours of query images as a contact sheet")
     _data(retrieval)
     retrieval.add_argument("--queries", type=positive, default=8, help="rows of the sheet (default 8)")
@@ -127,7 +150,8 @@ def _command(add, name: str, text: str, several: bool = False) -> argparse.Argum
     how.add_argument("--image-size", type=image_size, help="side in pixels (default: as in training, else 224)")
     how.add_argument("--loader", choices=["dali", "torch"], help="default: dali on a GPU, torch without")
     how.add_argument("--gpu", choices=["yes", "no"], help="default: if there is one")
-    how.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of the encoder (default fp32)")
+    precision = f"of the encoder (default {'bf16 on a GPU, else fp32' if name == 'finetune' else 'fp32'})"
+    how.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help=precision)
     how.add_argument("--batch-size", type=positive, default=256, help="default 256")
     how.add_argument("--workers", type=workers, help="CPU threads or processes of the loader (default: one a core)")
     cache = user_cache() / "eval"
@@ -145,8 +169,8 @@ def _data(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--root", type=Path, metavar="DIR", help="the folder that --dataset lies in")
 
 
-def _list(numbers: Sequence[int]) -> str:
-    return " ".join(map(str, numbers))
+def _list(numbers: Sequence[float]) -> str:
+    return " ".join(f"{number:g}" for number in numbers)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,12 @@ import torch
 from cocor.distributed import collectives
 from cocor.distributed.env import RankEnv
 from cocor.eval import figures, options
-from cocor.eval.datasets.protocols import KNN_K, RECIPES, WAY_SHOTS
+from cocor.eval.datasets.protocols import FINETUNE, KNN_K, RECIPES, WAY_SHOTS
 from cocor.eval.datasets.splits import Splits
 from cocor.eval.features import Features, features_of, joined, summary
 from cocor.eval.probes import consistency as consistency_probe
 from cocor.eval.probes import fewshot as few
+from cocor.eval.probes import finetune as tuning
 from cocor.eval.probes import invariance as invariance_probe
 from cocor.eval.probes import spectrum as spectra
 from cocor.eval.probes.knn import knn_curve
@@ -149,6 +150,24 @@ def fewshot(args: argparse.Namespace) -> None:
     report |= {"shots": [asdict(result) for result in shots], "tasks": [asdict(task) for task in tasks]}
     lines = [line for shot in shots for line in shot.lines()] + [line for task in tasks for line in task.lines()]
     _finish(args, encoder, "fewshot", lines, report, figures.draw_shots, _title(encoder, splits), shots)
+
+
+def finetune(args: argparse.Namespace) -> None:
+    """Train a copy of the whole network, once for each share of the labels."""
+    options.check_one_process(args)
+    options.refuse_ten_crops(args)
+    splits = options.chosen_splits(args)
+    options.check_probe(splits, validates=False)
+    args.precision = args.precision or ("bf16" if args.world.device.type == "cuda" else "fp32")
+    encoder, found = options.chosen_encoder(args, args.weights[0]), []
+    for share in args.label_fraction:
+        epochs = args.epochs or FINETUNE.epochs(share)
+        settings = tuning.FinetuneSettings(share, epochs, args.lr, args.head_lr or args.lr, args.seed)
+        folder, how = _folder(args, encoder) / f"finetune_{share:g}", options.extraction(args, encoder)
+        found.append(tuning.finetune(encoder, splits, settings, how, folder, args.resume))
+    report = _about(encoder, splits) | {"settings": {"lr": args.lr, "head_lr": args.head_lr or args.lr}}
+    report["result"] = [asdict(one) for one in found]
+    _finish(args, encoder, "finetune", [line for one in found for line in one.lines()], report)
 
 
 def retrieval(args: argparse.Namespace) -> None:

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,7 +224,7 @@ def _extract(backbone: nn.Module, dataset: ImageDataset, how: Extraction, name: 
     def own() -> Tensor | None:
         found: Tensor | None = None
         with evaluating(backbone):
-            for index, batch_features in _batches(backbone, dataset.subset(rows.numpy()), how, name):
+            for index, batch_features in encoded(backbone, dataset.subset(rows.numpy()), how, name):
                 if found is None:
                     found = torch.zeros(count, *batch_features.shape[1:])
                 found[rows[index]], left_out[rows[index]] = batch_features, False
@@ -240,14 +241,15 @@ def _extract(backbone: nn.Module, dataset: ImageDataset, how: Extraction, name: 
     return found, left_out
 
 
-def _batches(backbone, dataset, how, name):  # type: ignore[no-untyped-def]
-    """Yield (places, features (B, D) or (B, 10, D) on the CPU) of each batch."""
+def encoded(backbone: nn.Module, dataset: ImageDataset, how: Extraction, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (places, features (B, D) or (B, 10, D), float32 on the CPU) of each batch."""
     if not len(dataset):
         return
     plan = CropPlan(size=how.size, crop=how.crop, filter=how.filter)
     order = BatchOrder(len(dataset), how.batch_size, shuffle=False, drop_last=False)
-    options = {"dtype": torch.float32, "workers": how.workers, "on_error": how.on_error}
-    loader = open_loader(how.loader, dataset, plan, order, device=how.world.device, **options)
+    loader = open_loader(
+        how.loader, dataset, plan, order, device=how.world.device, workers=how.workers, on_error=how.on_error
+    )
     with closing(loader), closing(loader.epoch(0)) as batches:
         for batch in track(batches, len(dataset), name, "images", how.batch_size):
             output = encode(backbone, batch.original, how)

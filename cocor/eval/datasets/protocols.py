@@ -2,9 +2,9 @@
 
 Sources: [A] AugSelf's released data and evaluation code, which the paper follows; [C] CASSLE's, which adds Cars and
 Aircraft, and ten crops for few shots; [K] Kornblith et al. 2019 and SimCLR, appendix B.8; [L] LooC's table; [M] MoCo's
-and [S] SimSiam's linear classification code; [W] Wu et al. 2018 (instance discrimination); [O] the data set's authors;
-[own] a choice made here, where the source ships an index file or says nothing. The paper calls every metric top-1; both
-are reported.
+and [S] SimSiam's linear classification code; [R] SimCLR, appendix B.5 (1 and 10 % of the labels), and SimCLR v2 (all);
+[W] Wu et al. 2018 (instance discrimination); [O] the data set's authors; [own] a choice made here, where the source
+ships an index file or says nothing. The paper calls every metric top-1; both are reported.
 """
 
 from dataclasses import dataclass
@@ -50,6 +50,7 @@ VIEWS: dict[str, View] = {
     "retrieval": View("full", "bicubic", "[own] the linear probe's, so that both share cached features"),
     "spectrum": View("full", "bicubic", "[own] the linear probe's, so that both share cached features"),
     "transfer": _CORNERED,
+    "finetune": View("central", "bilinear", f"[R] {_CENTRAL}; learns from RandomResizedCrop(224), flip"),
     "invariance": View("full", "bilinear", "[own] the whole image, so that views differ in what is measured only"),
     "consistency": View("full", "bilinear", "not in use: random resized crops and composites, drawn as in training"),
 }
@@ -74,6 +75,25 @@ RECIPES: dict[Recipe, SgdSettings] = {
     "moco": SgdSettings(lr=30.0, batch_size=256, epochs=100, steps_at=(60, 80)),  # [M]; no decay
     "simsiam": SgdSettings(lr=1.6, batch_size=4096, epochs=90, trust=0.001),  # [S]: 0.1 * 4096 / 256, LARS, no decay
 }
+
+
+@dataclass(frozen=True)
+class FinetuneRecipe:
+    """Recipe of fine-tuning [R]: SGD with Nesterov momentum, no warm-up, no decay, ``lr`` x batch / 256 for all layers.
+
+    Batch 256 instead of 4096, and a cosine to 0 [own].
+    """
+
+    fractions: tuple[float, ...] = (1.0, 0.1, 0.01)
+    lr: float = 0.05
+    momentum: float = 0.9
+
+    def epochs(self, fraction: float) -> int:
+        """Return the epochs for this share of the labels."""
+        return 60 if fraction <= 0.01 else 30
+
+
+FINETUNE = FinetuneRecipe()
 
 
 @dataclass(frozen=True)
