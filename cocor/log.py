@@ -2,8 +2,8 @@
 
     metrics.jsonl   one JSON object a line: {"kind": "train", "step": 100, "loss": ..., "images_per_s": ..., ...}
 
-Metrics are of the global batch, ``data_wait_share`` is the mean over ranks, and memory the main rank's. Only that rank
-writes files; other ranks print warnings to stderr.
+Metrics are of the global batch, ``gradient_*`` and ``data_wait_share`` means over ranks, and memory the main rank's.
+Only that rank writes files; other ranks print warnings to stderr.
 """
 
 import errno

@@ -82,11 +82,7 @@ def claim(config: Config, lock: FileLock) -> None:
 
 
 def take(lock: FileLock) -> None:
-    """Wait for ``lock`` and hold it.
-
-    Raises:
-        UserError: another process still holds it after half a minute.
-    """
+    """Wait for ``lock`` and hold it; UserError if another process has it after half a minute."""
     if lock.is_locked:
         return
     folder = Path(lock.lock_file).parent
@@ -117,7 +113,6 @@ def prepare(config: Config, given: Config, images: Sequence[Path], lock: FileLoc
     except OSError as error:
         raise UserError(f"--output {folder}: cannot be made: {error.strerror}; choose another --output") from None
     take(lock)
-    check(config)
     if config.overwrite:
         _empty(folder)
     elif not resumes and checkpoints(folder / CHECKPOINTS):  # while this one waited for the lock
@@ -184,17 +179,14 @@ def refuse_overlap(folder: Path, images: Path) -> None:
 
 def _empty(folder: Path) -> None:
     """Remove all of a run but its lock."""
-    try:
-        for entry in sorted(folder.iterdir(), key=lambda entry: entry.name == CONFIG):  # last, as it marks a run
-            if entry.name == _LOCK:
-                continue
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink()
-        (folder / CHECKPOINTS).mkdir()
-    except OSError as error:
-        raise UserError(f"--output {folder}: cannot be emptied: {error.strerror}; choose another --output") from None
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name == CONFIG):  # last, as it marks a run
+        if entry.name == _LOCK:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+    (folder / CHECKPOINTS).mkdir()
 
 
 def _save_config(config: Config, given: Config) -> None:
@@ -222,13 +214,12 @@ def check_pair() -> None:
     except (ImportError, RuntimeError, OSError) as error:
         if explain(error):  # a full disk, say, not a library that does not fit
             raise
-        torch = _version("torch")
+        torch, why = _version("torch"), " ".join(str(error).split())[:200]
         major, minor, *_ = [*torch.split("."), ""]
         fitting = f"==0.{15 + int(minor)}.*" if major == "2" and minor.isdecimal() else ""
-        raise UserError(
-            f"torchvision {_version('torchvision')} does not work with torch {torch} "
-            f"({' '.join(str(error).split())[:200]}); install the pair: pip install torch=={torch} torchvision{fitting}"
-        ) from None
+        remedy = f"install the pair: pip install torch=={torch} torchvision{fitting}"
+        mistake = f"torchvision {_version('torchvision')} does not work with torch {torch} ({why})"
+        raise UserError(f"{mistake}; {remedy}") from None
 
 
 def _version(package: str) -> str:

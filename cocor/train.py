@@ -39,10 +39,9 @@ from cocor.monitor import dry_run, profile
 from cocor.monitor.health import SkipNonFinite
 from cocor.monitor.view_sheet import save_view_sheet
 from cocor.run import Run, build
-from cocor.step.compile import executable, uncompiled
+from cocor.step.compile import executable
 from cocor.step.step import Metrics
 from loaders.batch import Batch
-from loaders.errors import UserError
 from loaders.text import printable
 
 _SHOWN = 12  # names of skipped files in the log
@@ -94,10 +93,7 @@ def train(config: Config, world: World, given: Config) -> None:
             config.output, world, batch_size=config.batch_size, total_steps=run.total, log_every=config.log_every,
             start_step=run.done, again=("knn",) if run.knn_is_due else (),
         )  # fmt: skip
-        try:
-            fit(run, stack.enter_context(closing(log)))
-        except torch.OutOfMemoryError as error:
-            raise UserError(f"GPU out of memory: lower --batch-size, or use more GPUs ({error})") from None
+        fit(run, stack.enter_context(closing(log)))
 
 
 def resuming_after_restart(config: Config) -> Config:
@@ -115,15 +111,16 @@ def resuming_after_restart(config: Config) -> Config:
 
 def objective(config: Config) -> str:
     """Name what is minimised: ``moco + CoCor (preset tuned: ...)``."""
+    method = config.method if config.auxiliary == "none" else f"{config.method} + {config.auxiliary}"
     if config.consistency == "none":
-        return config.method
+        return method
     names = dict.fromkeys([config.preset, *PRESETS])  # a method's two presets may be equal
     presets = {name: resolve({"method": config.method, "preset": name}) for name in names}
     keys = ("consistency", "consistency_weight", "consistency_beta")
     same = (name for name, other in presets.items() if all(getattr(other, k) == getattr(config, k) for k in keys))
     targets = "no targets" if config.mmnn == "none" else f"{config.mmnn} targets"
     loss = f"{config.consistency}, weight {config.consistency_weight:g}, beta {config.consistency_beta:g}, {targets}"
-    return f"{config.method} + CoCor (preset {next(same, 'of its own')}: {loss})"
+    return f"{method} + CoCor (preset {next(same, 'of its own')}: {loss})"
 
 
 def describe(run: Run, checkpoint_read: Path | None) -> None:
@@ -241,7 +238,7 @@ def measure_knn(run: Run, log: RunLog) -> None:
     """Measure k-NN accuracy on the main rank; a signal interrupts it. Collective."""
     finished = True
     if run.knn is not None:
-        with uncompiled():
+        with torch.compiler.set_stance("force_eager"):  # for its odd batch sizes
             result = run.knn(run.step.method.backbone, interrupted=signals.requested)
         finished = result is not None
         if result is not None:

@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 import yaml
 
+from cocor.auxiliary import AUXILIARIES
 from cocor.config.parse import option
-from cocor.methods import METHODS
+from cocor.methods import METHODS, spec
 from loaders.files import write_text
 from loaders.views.ops import POOLS, Magnitudes, Order
 
@@ -124,6 +125,17 @@ class Config:
     classifier_lr: float = option(0.4, "learning rate of the classifier that guides the MMNN", low=0)
     classifier_weight_decay: float = option(1e-4, "its weight decay", low=0)
 
+    # Auxiliaries; each class lists the options that it uses
+    auxiliary: str = option("none", "objective beside the method's, of a rival of CoCor", choices=AUXILIARIES)
+    auxiliary_weight: float = option(1.0, "weight of its loss", low=0)
+    auxiliary_pairs: Literal["views", "composites"] = option(
+        "views", "what it compares: both contrastive views, or original and composites"
+    )
+    auxiliary_temperature: float = option(0.2, "temperature of its loss", low=1e-3)
+    augself_targets: tuple[Literal["crop", "color", "blur", "flip", "grey"], ...] = option(
+        ("crop", "color"), "differences of views to predict"
+    )
+
     # Contrastive views
     crop_scale_min: float = option(0.2, "least share of the image's area in a random crop", low=1e-3, high=1)
     brightness: float = option(0.4, "strength of the brightness jitter", low=0)
@@ -169,6 +181,23 @@ class Config:
     def learns_targets(self) -> bool:
         """Tell whether the MMNN is learned, which takes some labels (paper, eq. 4)."""
         return self.consistency != "none" and self.mmnn == "learned"
+
+    @property
+    def has_composites(self) -> bool:
+        """Tell whether a step trains on composites, which loaders then make."""
+        asked = spec(self.auxiliary, AUXILIARIES)
+        in_pairs = "auxiliary_pairs" in asked.options and self.auxiliary_pairs == "composites"
+        return self.consistency != "none" or asked.composites or in_pairs
+
+    @property
+    def has_center(self) -> bool:
+        """Tell whether a step needs the central crop as its original."""
+        return spec(self.auxiliary, AUXILIARIES).original and not self.has_composites
+
+    @property
+    def has_parameters(self) -> bool:
+        """Tell whether a step needs the parameters of the contrastive views."""
+        return spec(self.auxiliary, AUXILIARIES).parameters and self.auxiliary_pairs == "views"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for YAML and checkpoints: texts for paths, lists."""

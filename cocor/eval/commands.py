@@ -14,6 +14,7 @@ from cocor.distributed.env import RankEnv
 from cocor.eval import figures, options
 from cocor.eval.datasets.protocols import FINETUNE, KNN_K, RECIPES, WAY_SHOTS
 from cocor.eval.datasets.splits import Splits
+from cocor.eval.detect.command import detection, draw_detections
 from cocor.eval.features import Features, features_of, joined, summary
 from cocor.eval.probes import consistency as consistency_probe
 from cocor.eval.probes import fewshot as few
@@ -36,7 +37,7 @@ from loaders.prep.demo import or_demo
 def on_device(args: argparse.Namespace, run: Callable[[argparse.Namespace], None]) -> None:
     """Call ``run`` on its device, as one rank if torchrun started several.
 
-    Raises UserError if ``--gpu yes`` finds no GPU, or if the GPU or the machine runs out of memory.
+    Raises UserError if ``--gpu yes`` finds no GPU.
     """
     if args.gpu == "yes" and not torch.cuda.is_available():
         raise UserError("--gpu yes: PyTorch finds no GPU; leave the flag out to use the CPU")
@@ -48,16 +49,7 @@ def on_device(args: argparse.Namespace, run: Callable[[argparse.Namespace], None
     options.check_writable(args)
     if getattr(args, "data", None) is not None:
         args.data = or_demo(args.data)
-    try:
-        run(args)
-    except (MemoryError, OSError, RuntimeError) as error:
-        text, batch = str(error), f"lower --batch-size ({args.batch_size})"
-        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text:
-            raise UserError(f"the GPU's memory is full: {batch}, or use --gpu no") from None
-        words = "can't allocate memory", "Cannot allocate memory", "not enough memory"
-        if isinstance(error, MemoryError) or any(word in text for word in words):
-            raise UserError(f"too little memory: {batch}, --image-size or --workers") from None
-        raise
+    run(args)
     collectives.shutdown()
 
 
@@ -221,6 +213,15 @@ def spectrum(args: argparse.Namespace) -> None:
         found.append(spectra.spectrum(encoder.name, features, normalise=not args.raw))
     if args.world.main:
         _finish_several(args, encoders[0], "spectrum", found, figures.draw_spectra)
+
+
+def detect(args: argparse.Namespace) -> None:
+    """Fine-tune a detector on an encoder, and measure its average precision."""
+    options.check_one_process(args)
+    encoder, name = options.chosen_encoder(args, args.weights[0]), f"detect_{args.detector}"
+    found = detection(args, encoder, _folder(args, encoder) / name)
+    report = {"encoder": encoder.describe(), "weights_digest": encoder.digest, "notes": found.notes}
+    _finish(args, encoder, name, found.lines(), report | {"result": found.plain()}, draw_detections, found)
 
 
 def transfer(args: argparse.Namespace) -> None:

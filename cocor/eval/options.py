@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cocor.eval.datasets.protocols import PROTOCOLS, TRANSFER, VIEWS, WAY_SHOTS
 from cocor.eval.datasets.splits import Splits, open_named, open_splits
-from cocor.eval.features import Extraction, Features, features_of, features_of_two
+from cocor.eval.features import Extraction, Features, features_of
 from cocor.eval.probes.consistency import Subject
 from cocor.eval.probes.fewshot import check_shots, check_ways
 from cocor.eval.probes.linear import check_splits
@@ -31,7 +31,8 @@ Named = TypeVar("Named", Encoder, Subject)
 def check_writable(args: argparse.Namespace) -> None:
     """Raise UserError, before any work, if results or features cannot be written."""
     check_folder("--output", args.output or Path("eval"))
-    check_folder("--cache", args.cache)
+    if "cache" in args:
+        check_folder("--cache", args.cache)
 
 
 def check_one_process(args: argparse.Namespace) -> None:
@@ -135,11 +136,14 @@ def features_of_splits(
     """
     looking = extraction(args, encoder)
     learning = replace(looking, crop="ten") if args.crop == "ten" else looking
-    if learn_from_val or learning == looking:
-        train, val = features_of_two(encoder, splits.train, splits.val, splits.learned_from(), learning)
+    for_val = learning if learn_from_val else looking
+    both, counts = splits.learned_from(), [len(splits.train), len(splits.val)]
+    if for_val == learning and len(both) == sum(counts):  # one loader for both, as its start takes seconds
+        whole = features_of(encoder, both, learning, "training and validation images")
+        train, val = map(Features, whole.values.split(counts), whole.labels.split(counts))
     else:
         train = features_of(encoder, splits.train, learning, "training images")
-        val = features_of(encoder, splits.val, looking, "validation images")
+        val = features_of(encoder, splits.val, for_val, "validation images")
     return train, val, features_of(encoder, splits.test, looking, "test images")
 
 

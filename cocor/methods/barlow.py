@@ -56,14 +56,14 @@ class BarlowTwins(Method):
 
     def loss_of(self, views: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
         """Compute the global loss; also return the projections of the first view."""
-        first, second = (self.projector(self.backbone(images)) for images in views)
+        first, second = (self.projector(self.features(images)) for images in views)
         with torch.autocast(views.device.type, enabled=False):
             whole = [joined(precise(part), self.ranks) for part in (first, second)]
             return redundancy_reduction(whole[0], whole[1], self.redundancy_weight), first
 
     def encode(self, images: Tensor) -> Tensor:
         """Embed images by backbone and projector."""
-        return normalised(self.projector(self.backbone(images)))
+        return normalised(self.projector(self.features(images)))
 
 
 def redundancy_reduction(first: Tensor, second: Tensor, weight: float) -> Tensor:

@@ -11,11 +11,11 @@ import math
 import torch
 from torch import Tensor, nn
 
-from cocor.methods.base import Config, Method, Ranks, feature_size, joined, normalised
-from cocor.methods.supcon import supervised_contrastive
+from cocor.methods.base import Config, Ranks, feature_size
+from cocor.methods.supcon import SupCon
 
 
-class SimCLR(Method):
+class SimCLR(SupCon):
     """SimCLR on ``backbone``, with a head as wide as its features.
 
     CoCor embeds originals and composites with encoder and head, as with SupCon (the paper does not report SimCLR). The
@@ -30,11 +30,12 @@ class SimCLR(Method):
         "crop_scale_min": 0.08, "brightness": 0.8, "contrast": 0.8, "saturation": 0.8, "hue": 0.2,
     }  # fmt: skip
     options = ("temperature", "embedding_dim")
+    needs_labels = False
     cost = 6
 
     def __init__(self, backbone: nn.Module, ranks: Ranks = Ranks(), *, embedding_dim: int = 128,
                  temperature: float = 0.1) -> None:  # fmt: skip
-        super().__init__(backbone, ranks)
+        super().__init__(backbone, ranks, embedding_dim=embedding_dim, temperature=temperature)
         width = feature_size(backbone)
         self.head = nn.Sequential(
             nn.Linear(width, width, bias=False),
@@ -44,7 +45,6 @@ class SimCLR(Method):
             nn.BatchNorm1d(embedding_dim),
         )
         self.head[-1].bias.requires_grad_(False)
-        self.temperature = temperature
 
     @classmethod
     def chance_loss(cls, config: Config) -> tuple[str, float]:
@@ -52,12 +52,11 @@ class SimCLR(Method):
 
     def loss_of(self, views: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
         """Compute the global loss; also return the embeddings of the first view."""
-        embeddings = torch.stack([self.encode(images) for images in views], 1)
-        everything = joined(embeddings, self.ranks)  # ordered by rank, then sample, then view
-        image = torch.arange(len(everything), device=views.device).repeat_interleave(len(views))
-        with torch.autocast(views.device.type, enabled=False):
-            return supervised_contrastive(everything.flatten(0, 1), image, self.temperature), embeddings[:, 0]
+        return super().loss_of(views, self._numbers(views[0]))
 
-    def encode(self, images: Tensor) -> Tensor:
-        """Embed images by backbone and head."""
-        return normalised(self.head(self.backbone(images)))
+    def further_positive(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+        return super().further_positive(images, self._numbers(images))
+
+    def _numbers(self, images: Tensor) -> Tensor:
+        """Number this rank's images within the global batch, (B,)."""
+        return torch.arange(len(images), device=images.device) + self.ranks.rank * len(images)

@@ -52,14 +52,14 @@ class VICReg(Method):
 
     def loss_of(self, views: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
         """Compute the global loss; also return the embeddings of the first view."""
-        first, second = (self.projector(self.backbone(images)) for images in views)
+        first, second = (self.projector(self.features(images)) for images in views)
         with torch.autocast(views.device.type, enabled=False):
             whole = [joined(precise(part), self.ranks) for part in (first, second)]
             return variance_invariance_covariance(whole[0], whole[1], self.weights), first
 
     def encode(self, images: Tensor) -> Tensor:
         """Embed images by backbone and expander."""
-        return normalised(self.projector(self.backbone(images)))
+        return normalised(self.projector(self.features(images)))
 
 
 def variance_invariance_covariance(first: Tensor, second: Tensor, weights: tuple[float, float, float]) -> Tensor:

@@ -54,7 +54,9 @@ def report(run: "Run") -> None:
 def _shapes(batch: Batch) -> list[str]:
     lines = []
     for field in fields(batch):
-        tensor: Tensor = getattr(batch, field.name)
+        tensor: Tensor | None = getattr(batch, field.name)
+        if tensor is None:
+            continue
         lines.append(f"{field.name}: {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} {tensor.device}")
     return lines
 

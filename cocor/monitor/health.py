@@ -35,7 +35,7 @@ NEAR_CHANCE = 0.005  # relative distance of the loss from that of guessing
 FALLEN = 0.75  # of the best k-NN accuracy; a fall must also exceed five standard errors of the queries' accuracy
 DEAD_GRADIENT = 1e-8  # norm of the MMNN's gradient over the encoder's learning rate; 1e-3 where the MMNN learns
 STILL, NEAR = 0.002, 0.02  # movement of targets that have not moved; distance of a target that is at its similarity
-_LOSSES = ("loss", "contrastive_loss", "consistency_loss", "labelled_loss")
+_LOSSES = ("loss", "contrastive_loss", "consistency_loss", "auxiliary_loss", "labelled_loss")
 _COLUMNS = (*_LOSSES, "contrastive_feature_std", "hypergradient_norm", "skipped")  # not every step has all of them
 _log = logging.getLogger(__name__)
 

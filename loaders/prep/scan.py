@@ -16,7 +16,7 @@ from typing import Literal, TextIO
 from PIL import Image
 
 from loaders.datasets import decode
-from loaders.datasets.decode import ImageFault, decode_file, describe, has_stray_bytes
+from loaders.datasets.decode import ImageFault, decode_file, describe
 from loaders.errors import no_fault_of_a_file
 from loaders.prep.byte_ranges import Locator
 from loaders.prep.encode import storable_header
@@ -113,7 +113,7 @@ def examine(name: str, place: Locator, max_pixels: int) -> Finding:
             decode_file(BytesIO(data))
         with Image.open(BytesIO(data)) as image:
             kind = image.format or ""
-            notes = [] if header.upright_jpeg else _notes(name, image, data)
+            notes = [] if header.upright_jpeg else _notes(name, image)
     except (ImageFault, OSError) as fault:
         if no_fault_of_a_file(fault):
             raise
@@ -123,7 +123,7 @@ def examine(name: str, place: Locator, max_pixels: int) -> Finding:
     return Finding(name, "good" if header.upright_jpeg else "repair", kind, header.height, header.width, notes)
 
 
-def _notes(name: str, image: Image.Image, data: bytes) -> list[str]:
+def _notes(name: str, image: Image.Image) -> list[str]:
     """List why an image is no plain, upright JPEG."""
     kind = image.format or "unknown format"
     jpeg = kind in ("JPEG", "MPO")
@@ -134,10 +134,6 @@ def _notes(name: str, image: Image.Image, data: bytes) -> list[str]:
     orientation = decode.orientation_of(image)
     if orientation > 1:
         notes.append(f"EXIF orientation {orientation}")
-    if jpeg and decode.exif_orientation(image) is None:
-        notes.append("several EXIF segments" if len(decode.exif_segments(image)) > 1 else "damaged EXIF")
-    if jpeg and has_stray_bytes(BytesIO(data)):
-        notes.append("stray bytes between JPEG segments")
     cmyk = "CMYK" if image.info.get("adobe_transform") != 2 else "YCCK"
     modes = {"CMYK": cmyk, "YCCK": cmyk, "P": "palette", "1": "black and white"}
     named = modes.get(image.mode, "16-bit grey" if image.mode.startswith("I") else "")

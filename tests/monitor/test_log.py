@@ -194,18 +194,3 @@ def test_the_wait_on_a_gpu_is_its_idle_time(tmp_path: Path) -> None:
     wait_share(0.0, 30)
     assert wait_share(0.002, 30) < 0.1  # hidden behind the GPU's work, although the host slept
     assert wait_share(0.5, 3) > 0.5  # also where other programs use most of the GPU
-
-
-@pytest.mark.parametrize("place", ["pipe", "disk"])
-def test_lines_that_nobody_takes_are_dropped(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where they are kept, forking the next data workers fails, and an epoch later the run."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    full = os.open("/dev/full", os.O_WRONLY)
-    with os.fdopen(writing if place == "pipe" else full, "w", buffering=1) as stream:
-        monkeypatch.setattr(sys, "stderr", stream)
-        set_up_logging(MAIN)
-        for _ in range(3):
-            logging.getLogger("cocor").info("a line")
-            stream.flush()
-    os.close(full if place == "pipe" else writing)

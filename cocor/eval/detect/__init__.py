@@ -1,0 +1,1 @@
+"""Fine-tune an encoder as a detector, and measure average precision."""
