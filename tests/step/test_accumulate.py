@@ -51,11 +51,12 @@ def test_batch_norm_sees_the_parts(photo_folder: Path, method: str) -> None:
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    ({"method": "simclr"}, "accumulate: simclr compares the images .* use --method moco|simsiam|byol"),
+    ({"method": "simclr"}, r"accumulate: simclr compares the images .* use moco\|simsiam\|byol"),
     ({"hypergradient": "taylor"}, "accumulate: .* use softplus and exact, or --mmnn constants"),
     ({"consistency": "abs"}, "accumulate: --consistency abs"),
+    ({"auxiliary": "clsa"}, "accumulate: --auxiliary clsa takes the whole batch"),
     ({"batch_size": 12}, "accumulate: the 12 images of a rank are not 8 equal parts of 2 or more"),
-    ({"batch_size": 64, "key_bn_splits": 8}, "key_bn_splits: 8 does not cut a batch of 8 on 1 ranks .* try 4"),
+    ({"batch_size": 64, "key_bn_splits": 8}, "key_bn_splits: 8 does not cut 8 images on 1 ranks .* try 4"),
 ])  # fmt: skip
 def test_what_parts_cannot_do_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
