@@ -20,6 +20,7 @@ from loaders.views.ops import POOLS, Magnitudes, Order
 
 Loader = Literal["dali", "torch", "synthetic", "ffcv"]
 Consistency = Literal["softplus", "abs", "none"]
+Tracker = Literal["tensorboard", "wandb", "mlflow"]
 Execution = Literal["auto", "eager", "compiled", "graph", "fused"]
 
 # Options that --preset sets, over the method's own. Which are best depends on the method, so "tuned" leaves them to it.
@@ -160,6 +161,7 @@ class Config:
 
     # Reports and checkpoints
     log_every: int = option(50, "steps between two log lines", low=1)
+    track: tuple[Tracker, ...] | None = option(None, "tools that also show the run; several: tensorboard,wandb")
     on_nan: Literal["stop", "skip"] = option("stop", "what to do about a step whose loss is NaN or infinite")
     log_samples: bool = option(False, "record the samples of every step in metrics.jsonl")
     checkpoint_every_epochs: int = option(1, "epochs between two checkpoints", low=1)
@@ -222,7 +224,7 @@ ONE_START = frozenset({"resume", "overwrite", "dry_run", "profile", "verify_data
 FREE_TO_CHANGE = ONE_START | {
     *("preset", "data", "val_data", "labels", "label_split", "loader", "on_error", "output", "init"),
     *("gpus", "max_restarts", "cpu_ranks", "workers", "hw_decoder_load", "execution"),
-    *("log_every", "on_nan", "log_samples", "checkpoint_every_epochs", "checkpoint_every_minutes"),
+    *("log_every", "track", "on_nan", "log_samples", "checkpoint_every_epochs", "checkpoint_every_minutes"),
     *("keep_checkpoints", "keep_every_epochs", "knn_every", "knn_k", "knn_temperature"),
 }
 

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from cocor.log import METRICS
+from cocor.run_dir import METRICS
 from loaders.errors import UserError
 
 Record = dict[str, Any]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.runs import ROOT, Capture, flags, run
 
-from cocor.eval.weights.export import main as export
+from cocor.eval.export_cli import main as export
 from cocor.train import main
 from loaders.errors import explain
 

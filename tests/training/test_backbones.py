@@ -9,7 +9,7 @@ import torch
 from helpers import runs
 
 from cocor.eval.cli import main as evaluate
-from cocor.eval.weights.export import main as export
+from cocor.eval.export_cli import main as export
 from cocor.eval.weights.load import load_encoder
 from cocor.train import main
 
