@@ -199,7 +199,7 @@ class Config:
     @property
     def has_parameters(self) -> bool:
         """Tell whether a step needs the parameters of the contrastive views."""
-        return spec(self.auxiliary, AUXILIARIES).parameters and self.auxiliary_pairs == "views"
+        return spec(self.auxiliary, AUXILIARIES).view_parameters and self.auxiliary_pairs == "views"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for YAML and checkpoints: texts for paths, lists."""

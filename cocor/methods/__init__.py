@@ -37,7 +37,7 @@ class Spec:
     needs_labels: bool = False
     composites: bool = False
     original: bool = False
-    parameters: bool = False
+    view_parameters: bool = False
 
 
 def spec(name: str, table: Mapping[str, Any] = METHODS) -> Spec:

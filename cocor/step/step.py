@@ -209,7 +209,7 @@ class TrainingStep:
                 (contrastive / self.config.accumulate).backward()
             return contrastive.detach(), None
         with self.timer("contrastive"), self.autocast():
-            method.kept = kept = list[Tensor]()
+            kept = method.kept = list[Tensor]()
             contrastive = method.contrastive(auxiliary.views(batch), batch.label)
             method.kept = None
         with self.timer("auxiliary"):
