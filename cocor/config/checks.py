@@ -33,14 +33,16 @@ _COMPOSITES = (
     *("lengths", "lengths_per_step", "composite_size", "pool", "magnitudes", "composite_order", "recipe"),
     "released_originals",
 )
-_KNN = ("val_data", "knn_k", "knn_temperature")
-_IMAGES = ("data", "verify_data", "labels", "label_split", "label_fraction", "on_error", "knn_every", *_KNN)
+_HELD_OUT = ("val_data", "knn_every", "probe_every")
+_KNN = ("knn_k", "knn_temperature")
+_IMAGES = ("data", "verify_data", "labels", "label_split", "label_fraction", "on_error", *_HELD_OUT, *_KNN)
 
 NEEDS = (
     Need(_IMAGES, "with a --loader that reads images", lambda c: c.loader != "synthetic"),
     Need(("synthetic_images",), "with --loader synthetic", lambda c: c.loader == "synthetic"),
     Need(("hw_decoder_load",), "with --loader dali on GPUs", lambda c: c.loader == "dali" and c.gpus != 0),
     Need(_KNN, "with --knn-every above 0", lambda c: c.knn_every > 0),
+    Need(("val_data",), "with --knn-every or --probe-every above 0", lambda c: c.knn_every + c.probe_every > 0),
     Need(("force_data", "force_ranks"), "with --resume", lambda c: c.resume is not None),
     Need(("init",), "where no checkpoint is named to --resume", lambda c: c.resume in (None, "auto")),
     Need(("decay_biases",), "with --optimiser lars, or sgd and --weight-decay above 0",
@@ -69,8 +71,8 @@ def needs() -> list[Need]:
     by_labels = [method for method in METHODS if spec(method).needs_labels]
     labels = Need(
         ("labels",),
-        f"with --mmnn learned, --method {'|'.join(by_labels)} or --knn-every above 0",
-        lambda c: c.method in by_labels or c.knn_every > 0 or c.learns_targets,
+        f"with --mmnn learned, --method {'|'.join(by_labels)} or --knn-every or --probe-every above 0",
+        lambda c: c.method in by_labels or c.knn_every + c.probe_every > 0 or c.learns_targets,
     )
     return [*NEEDS, labels, *_of_owners("method", METHODS), *_of_owners("auxiliary", AUXILIARIES)]
 
@@ -138,6 +140,8 @@ def check(config: Config) -> None:
             learned and c.hypergradient != "exact" and c.auxiliary != "none",
         "--mmnn none pulls alike on all views, which is no --consistency abs; leave that out":
             c.consistency == "abs" and c.mmnn == "none",
+        f"--keep-best {c.keep_best} needs --{c.keep_best}-every above 0":
+            c.keep_best != "none" and not getattr(c, f"{c.keep_best}_every"),
         "--cpu-ranks needs --gpus 0": c.cpu_ranks > 1 and bool(c.gpus),
     }  # fmt: skip
     for message, wrong in mistakes.items():

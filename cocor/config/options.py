@@ -171,6 +171,8 @@ class Config:
     knn_every: int = option(5, "epochs between two k-NN measurements on --val-data; 0: none", low=0)
     knn_k: int = option(200, "neighbours that vote", low=1)
     knn_temperature: float = option(0.07, "temperature of their weights", low=1e-3)
+    probe_every: int = option(0, "epochs between two linear probes, with all labels, on --val-data; 0: none", low=0)
+    keep_best: Literal["knn", "probe", "none"] = option("none", "which accuracy's best goes to checkpoints/best.pt")
     profile: bool = option(False, "train a few steps, print where their time goes, write a trace, and stop")
     dry_run: bool = option(False, "build everything, run two steps, print shapes, memory and time, and stop")
 
@@ -225,7 +227,7 @@ FREE_TO_CHANGE = ONE_START | {
     *("preset", "data", "val_data", "labels", "label_split", "loader", "on_error", "output", "init"),
     *("gpus", "max_restarts", "cpu_ranks", "workers", "hw_decoder_load", "execution"),
     *("log_every", "track", "on_nan", "log_samples", "checkpoint_every_epochs", "checkpoint_every_minutes"),
-    *("keep_checkpoints", "keep_every_epochs", "knn_every", "knn_k", "knn_temperature"),
+    *("keep_checkpoints", "keep_every_epochs", "knn_every", "knn_k", "knn_temperature", "probe_every", "keep_best"),
 }
 
 

@@ -19,7 +19,7 @@ IDLE = [
     ("--synthetic-images 64", "--loader synthetic", "--loader dali", "--loader synthetic"),
     ("--hw-decoder-load 0.5", "--loader dali on GPUs", "--loader ffcv", "--gpus 1"),
     ("--hw-decoder-load 0.5", "--loader dali on GPUs", "--gpus 0", ""),
-    ("--val-data x", "--knn-every above 0", "--knn-every 0", "--knn-every 1"),
+    ("--val-data x", "--probe-every above 0", "--knn-every 0", "--knn-every 1"),
     ("--knn-k 5", "--knn-every above 0", "--knn-every 0", ""),
     ("--labels x", "--mmnn learned, --method supcon or", "--knn-every 0 --mmnn constants", "--knn-every 0"),
     ("--verify-data", "a --loader that reads images", "--loader synthetic", ""),
