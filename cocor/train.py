@@ -126,10 +126,8 @@ def objective(config: Config) -> str:
     keys = ("consistency", "consistency_weight", "consistency_beta", "consistency_sign")
     same = (name for name, other in presets.items() if all(getattr(other, k) == getattr(config, k) for k in keys))
     targets = "no targets" if config.mmnn == "none" else f"{config.mmnn} targets"
-    sign = " of the printed sign" if config.consistency_sign == "printed" else ""
-    loss = (
-        f"{config.consistency}{sign}, weight {config.consistency_weight:g}, beta {config.consistency_beta:g}, {targets}"
-    )
+    name = config.consistency + (" of the printed sign" if config.consistency_sign == "printed" else "")
+    loss = f"{name}, weight {config.consistency_weight:g}, beta {config.consistency_beta:g}, {targets}"
     return f"{method} + CoCor (preset {next(same, 'of its own')}: {loss})"
 
 

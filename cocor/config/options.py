@@ -95,7 +95,7 @@ class Config:
     consistency_weight: float = option(1.0, "weight of the consistency loss", low=0)
     consistency_beta: float = option(1.0, "sharpness of the softplus", low=1e-3)
     consistency_sign: Literal["text", "printed"] = option(
-        "text", "its sign; text: views pulled towards their target; printed: pushed from it, as in the paper's formula"
+        "text", "sign of the softplus; text: pulls views to their target; printed: pushes, as the paper's formula does"
     )
     lengths: tuple[int, ...] = option((1, 2, 3), "lengths of the composite augmentations", low=1, high=10)
     lengths_per_step: int = option(0, "lengths that a step trains on, in turn; 0: all", low=0)
