@@ -10,8 +10,8 @@ from helpers import runs
 
 from cocor.eval.cli import main as evaluate
 from cocor.eval.export_cli import main as export
-from cocor.eval.weights.load import load_encoder
 from cocor.train import main
+from cocor.weights.load import load_encoder
 
 # A ViT's patches have 16 pixels, of a small stem 4; a ConvNeXt divides the side by 32.
 BACKBONES = [("test_vit", "imagenet", 48), ("test_vit", "small", 32), ("test_convnext", "imagenet", 64)]
