@@ -1,6 +1,6 @@
 """Build networks from a configuration: backbone, method, source of targets."""
 
-from pathlib import Path
+import logging
 
 import torch
 from torch import nn
@@ -8,14 +8,17 @@ from torch import nn
 from cocor import checkpoint
 from cocor.auxiliary import AUXILIARIES
 from cocor.auxiliary.base import Auxiliary
-from cocor.backbone import build_backbone, try_size
+from cocor.backbone import build_backbone, fixed_size, try_size
 from cocor.config.options import Config
-from cocor.distributed.collectives import World, broadcast_parameters, exchange, gather
+from cocor.distributed.collectives import World, broadcast_parameters, exchange, gather, main_first
 from cocor.methods import method_class
 from cocor.methods.base import Method, Ranks
 from cocor.methods.batchnorm import synchronise_batch_norm
 from cocor.objective.mmnn import MMNN, Constants, by_length
+from cocor.weights.load import load_encoder
 from loaders.errors import UserError
+
+_log = logging.getLogger(__name__)
 
 
 def build_method(config: Config, world: World) -> Method:
@@ -29,7 +32,7 @@ def build_method(config: Config, world: World) -> Method:
     if config.composite_size:
         try_size(backbone, config.backbone, config.composite_size, "--composite-size")
     if config.init is not None and not checkpoint.exists(config.resume, config.output):
-        load_backbone(backbone, config.init)
+        start_from(backbone, config)
     ranks = Ranks(world.rank, world.size, gather, exchange)
     method: Method = method_class(config.method).from_config(config, ranks, backbone)
     if config.sync_bn and world.size > 1:
@@ -64,16 +67,24 @@ def build_auxiliary(config: Config, method: Method, world: World) -> Auxiliary |
     return auxiliary
 
 
-def load_backbone(backbone: nn.Module, path: Path) -> None:
-    """Load all weights in ``path``, exported or a checkpoint, into ``backbone``.
+def start_from(backbone: nn.Module, config: Config) -> None:
+    """Load the encoder of ``--init``, of any origin that ``cocor-eval`` reads, into ``backbone``.
+
+    Position embeddings are resampled to ``--image-size``. A line in the log counts what was loaded.
 
     Raises:
-        UserError: the file is missing or unreadable, or its names and shapes are not all those of ``backbone``.
+        UserError: no weights there, or they are not all that ``backbone`` needs.
     """
-    weights = checkpoint.read_backbone(path)
-    wanted = backbone.state_dict()
-    unfit = sorted(set(weights) ^ set(wanted)) or sorted(k for k in wanted if weights[k].shape != wanted[k].shape)
+    with torch.random.fork_rng(devices=[]):  # the heads depend on the seed alone
+        encoder = main_first(lambda: load_encoder(str(config.init), architecture=config.backbone, stem=config.stem))
+    model = encoder.backbone
+    resample = getattr(model, "set_input_size", None)
+    if resample is not None and fixed_size(model) not in (None, config.image_size):
+        resample(img_size=config.image_size)
+    has, needs = ({name: value.shape for name, value in part.state_dict().items()} for part in (model, backbone))
+    unfit = sorted({name for name, _ in has.items() ^ needs.items()})
     if unfit:
-        count = f"{len(unfit)} of {len(wanted)} weights"
-        raise UserError(f"{path}: {count} do not fit --backbone and --stem, such as {unfit[0]}")
-    backbone.load_state_dict(weights)
+        what = f"{len(unfit)} of its tensors do not fit --backbone {config.backbone} --stem {config.stem}"
+        raise UserError(f"--init {config.init}: {what}, such as {unfit[0]}")
+    backbone.load_state_dict(model.state_dict())
+    _log.info(f"--init {encoder.describe()}")

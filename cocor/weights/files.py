@@ -96,6 +96,8 @@ def _read_pickle(path: Path) -> Any:
         if no_fault_of_a_file(error):
             raise
         text = str(error)
+        if "Unsupported operand" in text and path.read_bytes()[:1] not in (b"\x80", b"P"):  # neither pickle nor zip
+            raise UserError(f"{path}: damaged, or no file of weights: torch.save did not write it") from None
         if "Unsupported global" in text or "weights_only" in text:
             culprit = text.partition("GLOBAL ")[2].split(" ")[0] or "code"
             loaded = "torch.load(FILE, weights_only=False)"
