@@ -24,7 +24,7 @@ def evaluate() -> int:
 
 
 def export() -> int:
-    return _command("cocor-export", "cocor.eval.weights.export")
+    return _command("cocor-export", "cocor.eval.export_cli")
 
 
 def plot() -> int:

@@ -61,6 +61,11 @@ def panels(path: Path, count: int, columns: int | None = None, width: float = WI
         plt.close(figure)
 
 
+def end_at_100(axes: "Axes") -> None:
+    """End an axis of percentages at 100, where margins would take it further."""
+    axes.set_ylim(top=min(100, axes.get_ylim()[1]))
+
+
 def shown(name: str) -> str:
     """Escape ``name``: dollars begin formulas, underscores at the start hide legends."""
     text = printable(name).replace("$", r"\$")

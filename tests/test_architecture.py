@@ -78,8 +78,8 @@ def test_imports_of_a_folder_are_limited(source: str, allowed: tuple[str, ...]) 
     [
         ("cocor.monitor", {"cocor.train", "cocor.run", "cocor.resume", "cocor.cli"}),
         ("cocor.eval", {"cocor.train", "cocor.run", "cocor.cli", "cocor.monitor.plot"}),
-        ("loaders.prep", {"cocor.data", "cocor.cli", "cocor.eval.commands", "cocor.eval.datasets.archives",
-                          "cocor.eval.datasets.splits"}),
+        ("loaders.prep", {"cocor.data", "cocor.run_dir", "cocor.cli", "cocor.eval.commands",
+                          "cocor.eval.datasets.archives", "cocor.eval.datasets.splits"}),
     ],
 )  # fmt: skip
 def test_leaves_are_imported_by_few(leaf: str, users: set[str]) -> None:

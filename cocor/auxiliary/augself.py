@@ -43,7 +43,7 @@ class AugSelf(PairAuxiliary):
     """Predict differences of augmentations from pairs of features."""
 
     options = ("auxiliary_weight", "auxiliary_pairs", "augself_targets")
-    parameters = True
+    view_parameters = True
 
     ranges: Tensor
 

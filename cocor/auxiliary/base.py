@@ -25,7 +25,7 @@ class Auxiliary(nn.Module):
     options: tuple[str, ...] = ()  # that are for some auxiliaries only, this one among them
     composites = False  # whether it needs composites, which are rendered then
     original = False  # whether it needs the central crop, where there are no composites
-    parameters = False  # whether it needs those of the contrastive views, which are in the batch then
+    view_parameters = False  # whether it needs those of the contrastive views, which are in the batch then
     needs = ""  # what it takes of a method, in words
 
     def __init__(self, config: Config, method: Method) -> None:

@@ -34,7 +34,7 @@ class EquiMod(PairAuxiliary):
     """Predict embeddings of augmented images from those of the originals."""
 
     options = ("auxiliary_weight", "auxiliary_pairs", "auxiliary_temperature")
-    parameters = True
+    view_parameters = True
     original = True
 
     def __init__(self, config: Config, method: Method) -> None:

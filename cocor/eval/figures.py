@@ -18,7 +18,7 @@ from cocor.eval.probes.fewshot import ShotResult
 from cocor.eval.probes.invariance import Invariance
 from cocor.eval.probes.linear import Trial
 from cocor.eval.probes.spectrum import Spectrum
-from cocor.panels import WIDTH, legend, legend_text, panels, shown
+from cocor.panels import WIDTH, end_at_100, legend, legend_text, panels, shown
 from loaders.errors import UserError
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def draw_grid(path: Path, title: str, trials: Sequence[Trial], chosen: float) ->
             hollow = {"color": "C0", "markerfacecolor": "white", "label": "stopped at the limit"}
             axes.semilogx(*zip(*stopped, strict=True), "o", **hollow)
         axes.axvline(chosen, color="grey", linestyle="--", label=f"chosen: {chosen:.2g}")
+        end_at_100(axes)
 
 
 def draw_curve(path: Path, title: str, xlabel: str, curves: dict[str, dict[int, float]]) -> None:
@@ -58,6 +59,7 @@ def draw_curve(path: Path, title: str, xlabel: str, curves: dict[str, dict[int, 
         close = any(after < 1.6 * tick for tick, after in pairwise(ticks))
         axes.set_xticks(ticks, [str(tick) for tick in ticks], rotation=60 if close else 0)
         axes.minorticks_off()
+        end_at_100(axes)
 
 
 def draw_shots(path: Path, title: str, found: Sequence[ShotResult]) -> None:
@@ -71,6 +73,7 @@ def draw_shots(path: Path, title: str, found: Sequence[ShotResult]) -> None:
             errors = [stdev(row) if len(row) > 1 else 0.0 for row in part]
             axes.errorbar(counts, curve, errors, marker="o", capsize=4, label=name)
         axes.set_xticks(counts)
+        end_at_100(axes)
 
 
 def draw_consistency(path: Path, found: Sequence[Consistency]) -> None:

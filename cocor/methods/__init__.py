@@ -21,6 +21,9 @@ METHODS: dict[str, Any] = {
     "supcon": "cocor.methods.supcon:SupCon",
     "byol": "cocor.methods.byol:BYOL",
     "intl": "cocor.methods.intl:INTL",
+    "simclr": "cocor.methods.simclr:SimCLR",
+    "barlow": "cocor.methods.barlow:BarlowTwins",
+    "vicreg": "cocor.methods.vicreg:VICReg",
 }
 
 
@@ -34,7 +37,7 @@ class Spec:
     needs_labels: bool = False
     composites: bool = False
     original: bool = False
-    parameters: bool = False
+    view_parameters: bool = False
 
 
 def spec(name: str, table: Mapping[str, Any] = METHODS) -> Spec:

@@ -25,7 +25,7 @@ from cocor.step.compile import Step
 from cocor.step.step import Metrics, TrainingStep
 from loaders.batch import Batch
 from loaders.errors import UserError
-from loaders.text import printable
+from loaders.text import counted, printable
 
 FILE = "faults.jsonl"
 EVERY = 50  # steps
@@ -110,7 +110,8 @@ class HealthMonitor:
         if accuracy > best:
             self._best_knn = accuracy, epoch
         elif accuracy < FALLEN * best and best - accuracy > 5 * math.sqrt(best * (1 - best) / queries):
-            finding = f"k-NN accuracy has fallen from {best:.1%} after {when} epochs to {accuracy:.1%} after {epoch}"
+            peak = f"{best:.1%} after {counted(when, 'epoch')}"
+            finding = f"k-NN accuracy has fallen from {peak} to {accuracy:.1%} after {epoch}"
             self._warn("k-NN", f"{finding}: the features get worse; try a lower --lr")
 
     def _not_finite(self, at: int, step: int, losses: list[dict[str, float]], labelled: bool) -> None:

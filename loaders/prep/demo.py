@@ -45,8 +45,13 @@ PALETTES = ("astronaut.png", "chelsea.png", "coffee.png", "ihc.png", "motorcycle
 
 
 def or_demo(path: Path) -> Path:
-    """Return ``path``, or the demo's folder if it is "demo" and there is no such file."""
-    return make_demo() if str(path) == DEMO and not path.exists() else path
+    """Return ``path``, or the demo's folder if it :func:`is_demo`."""
+    return make_demo() if is_demo(path) else path
+
+
+def is_demo(path: Path) -> bool:
+    """Tell whether ``path`` is "demo", and no folder of images has that name."""
+    return str(path) == DEMO and (not path.exists() or (path / "config.yaml").exists())  # a run may be called so, too
 
 
 def make_demo(folder: Path | None = None) -> Path:

@@ -22,7 +22,7 @@ from loaders.prep.byte_ranges import Locator
 from loaders.prep.encode import storable_header
 from loaders.prep.pool import in_order, one_at_a_time
 from loaders.prep.source import Source
-from loaders.text import printable
+from loaders.text import counted, printable
 
 Status = Literal["good", "repair", "reject"]
 _SHOWN = 12  # lines of each list on the screen
@@ -82,7 +82,8 @@ def scan(source: Source, max_pixels: int, workers: int | None, stop: bool, repor
 def print_summary(source: Source, summary: Summary) -> None:
     """Print one screen on what a scan found."""
     total = sum(summary.statuses.values())
-    print(f"{printable(source.path)} ({source.kind}): {total:,} images, {len(source.classes):,} classes")
+    classes = counted(len(source.classes), "class")
+    print(f"{printable(source.path)} ({source.kind}): {counted(total, 'image')}, {classes}")
     print(f"  {summary.statuses['good']:,} good: upright JPEGs, stored as they are")
     print(f"  {summary.statuses['repair']:,} to repair: readable; cocor-prep convert stores them as upright RGB JPEGs")
     for note, count in summary.notes.most_common(_SHOWN):

@@ -21,7 +21,7 @@ import torch
 from helpers.hostile import Harm, Refused, damaged, one_line_or_none, refusal, run_train
 
 import loaders.jit
-from cocor.eval.weights.export import main as export
+from cocor.eval.export_cli import main as export
 from cocor.eval.weights.load import load_encoder
 from cocor.models import build_backbone
 from cocor.train import main as train

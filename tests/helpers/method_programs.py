@@ -20,7 +20,7 @@ from timm.models import register_model
 from timm.models.resnet import BasicBlock, ResNet
 from torch import Tensor, nn
 
-from cocor.auxiliary import AUXILIARIES
+from cocor.auxiliary import AUXILIARIES, equimod
 from cocor.config.options import Config
 from cocor.config.resolve import resolve
 from cocor.data import labelled_loader, open_data, training_loader, training_plan
@@ -54,9 +54,11 @@ ON_TWO = {"plain": {"consistency": "none"}, "abs": {"consistency": "abs", "hyper
 
 
 def with_auxiliaries() -> dict[str, dict[str, Any]]:
-    """Name and options of every auxiliary, with each method that it goes with."""
+    """Name and options of every auxiliary with MoCo and SimSiam, if it goes with them; of multiview with all."""
     found = {}
     for auxiliary, method, pairs in product(list(AUXILIARIES)[1:], METHODS, ("views", "composites")):
+        if auxiliary != "multiview" and method not in ("moco", "simsiam"):
+            continue
         options = {"auxiliary": auxiliary, "method": method, "auxiliary_pairs": pairs, "consistency": "none"}
         in_pairs = "auxiliary_pairs" in spec(auxiliary, AUXILIARIES).options
         with suppress(UserError):
@@ -109,6 +111,7 @@ def steps(config: Config, world: World, mmnn: nn.Module | None, pairs: list[tupl
 
 
 def work(images: Path, world: World, file: Path) -> None:
+    equimod._HIDDEN = 16  # thousands would take minutes to send
     results: dict[str, dict[str, Any]] = {"float64": {}, "float32": {}}
     plain = resolve(SMALL | {"data": images})
     pairs, mmnn = batches(plain, world), build_target(plain, world)  # fitting an MMNN takes a second

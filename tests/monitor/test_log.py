@@ -19,7 +19,8 @@ from helpers.manual_clock import wound_by_hand
 
 import cocor.log
 from cocor.distributed.collectives import World
-from cocor.log import METRICS, RunLog, duration, set_up_logging
+from cocor.log import RunLog, duration, set_up_logging
+from cocor.run_dir import METRICS
 
 CPU = torch.device("cpu")
 MAIN, OTHER = World(0, 0, 1, CPU), World(1, 1, 1, CPU)
@@ -88,6 +89,26 @@ def test_speed_and_waiting_are_those_of_the_loop(tmp_path: Path, monkeypatch: py
     assert closed == [1, 2, 3]
     for line, share, rate in zip(records(tmp_path), (0.75, 0.6), (20, 16), strict=True):
         assert (line["data_wait_share"], line["images_per_s"]) == (pytest.approx(share), pytest.approx(rate))
+
+
+def test_a_slow_run_shows_that_it_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its first step at once, then a line each half minute, and once what would make it faster."""
+    clock = wound_by_hand(cocor.log, monkeypatch)
+    caplog.set_level(logging.INFO)
+    log = run_log(tmp_path, total_steps=7000, log_every=50)
+    for step in range(1, 6):
+        clock.sleep(20)
+        log.step(step, 0, 0.1, {"loss": torch.tensor(1.0)})
+    log.close()
+    assert caplog.messages == [
+        "epoch 0  step 1/7000  loss 1.0000",
+        "epoch 0  step 3/7000  loss 1.0000  20.0 s a step  38h52m left",
+        "that is 1.6 days; what shortens it: a GPU, a smaller --backbone or --image-size, fewer --epochs",
+        "epoch 0  step 5/7000  loss 1.0000  20.0 s a step  38h51m left",
+    ]
+    assert records(tmp_path) == []
 
 
 def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
@@ -165,7 +186,7 @@ def test_a_terminal_shows_a_bar_in_place_of_lines(tmp_path: Path) -> None:
     assert run.returncode == 0, shown
     assert "4/4" in shown and "loss 1.0000" in shown and "waiting for data" in shown and "a message" in shown
     assert "epoch 0" not in shown
-    assert (tmp_path / "log.txt").read_text().count("epoch 0") == 2
+    assert (tmp_path / "log.txt").read_text().count("epoch 0") == 3  # the first step has one of its own
 
 
 def test_durations_read_well() -> None:

@@ -124,4 +124,6 @@ def test_verify_looks_at_pixels_without_checksums(prep: Prep, many_photos: Path,
     data[at : at + 200] = bytes(200)
     path.write_bytes(data)
     code, said, _ = prep.run("verify", path)
-    assert code == 2 and said.startswith("00000007: damaged: its pixels do not fill the image\n") and "1 faults" in said
+    assert (
+        code == 2 and said.startswith("00000007: damaged: its pixels do not fill the image\n") and "1 fault\n" in said
+    )

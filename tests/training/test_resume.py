@@ -82,7 +82,7 @@ class TestOtherRanks:
         interrupted(whole, folder, step=2)
         two = runs.run(*flags(**options, output=folder, cpu_ranks=2), "--resume")
         assert two.returncode == 0, two.stderr
-        assert "other ranks, the same batches and steps: 1 ranks, 8 images a rank" in two.stderr
+        assert "other ranks, the same batches and steps: 1 rank, 8 images a rank" in two.stderr
         assert "2 x cpu, fp32, eager, 4 images a step and rank" in (folder / "log.txt").read_text()
         left, right = runs.flat(final_state(whole)), runs.flat(final_state(folder))
         assert left.keys() == right.keys()
@@ -110,7 +110,7 @@ class TestOtherRanks:
         assert main(again(copied, photo_folder)) == 2
         line = error(capsys)
         assert "2 ranks, 4 images a rank, 4 images to a BatchNorm, 2 BatchNorm groups of keys in the checkpoint" in line
-        assert "1 ranks, 8 images a rank, 8 images to a BatchNorm" in line and "--force-ranks" in line
+        assert "1 rank, 8 images a rank, 8 images to a BatchNorm" in line and "--force-ranks" in line
         assert main(again(copied, photo_folder, "--force-ranks")) == 0
         assert "as asked (--force-ranks)" in (copied / "log.txt").read_text() + capsys.readouterr().err
         assert "force_ranks" not in (copied / "config.yaml").read_text()
@@ -229,7 +229,7 @@ class TestOtherMachines:
     ) -> None:
         asked = load(["--config", str(plain / "config.yaml")])
         assert (asked.gpus, asked.workers, asked.precision) == (0, 1, "fp32")  # as the flags said
-        assert "# no GPUs here, 1 threads a loader" in (plain / "config.yaml").read_text()
+        assert "# 0 GPUs here, 1 thread a loader" in (plain / "config.yaml").read_text()
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         folder = tmp_path / "run"
         assert main(flags(data=photo_folder, output=folder, epochs=1, **PLAIN, workers=0, gpus=None)) == 0
@@ -324,7 +324,7 @@ class TestFolderInUse:
         assert lock.is_locked
         lock.release()
         assert main(flags(data=tmp_path / "gone", output=plain)) == 2  # before data is read
-        assert f"--output {plain} is in use" in error(capsys)
+        assert f"--output {plain} holds an earlier run" in error(capsys)
 
 
 @pytest.mark.gpu

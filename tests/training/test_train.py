@@ -34,7 +34,8 @@ def assert_same_losses(one: Path, other: Path) -> None:
 
 class TestRunFolder:
     def test_it_holds_what_the_documentation_says(self, unbroken: Path) -> None:
-        names = {"config.yaml", "log.txt", "metrics.jsonl", "checkpoints", "backbone.safetensors", "views.png", ".lock"}
+        names = {"config.yaml", "log.txt", "metrics.jsonl", "checkpoints", "backbone.safetensors", ".lock"}
+        names |= {"views.png", "plot.png"}
         assert {path.name for path in unbroken.iterdir()} == names
         with Image.open(unbroken / "views.png") as sheet:
             assert sheet.width > 6 * 144  # original, two views, three composites
