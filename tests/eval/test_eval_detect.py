@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,9 @@ def test_fpn_on_coco_equals_pycocotools(coco: Path, tmp_path: Path, capsys: Caps
     assert "| AP | AP50 | AP75 |" in out and f"1 training images left out, such as {TRAIN:012d}.jpg: no object" in out
 
 
-def test_c4_on_voc_resumes_to_the_same(voc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_c4_on_voc_resumes_to_the_same(
+    voc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
+) -> None:
     flags = ("--iterations", "4", "--checkpoint-every", "2")
     assert call(voc, tmp_path / "whole", *flags) == 0
     saved, save = [], checkpoint.save
@@ -90,6 +93,23 @@ def test_c4_on_voc_resumes_to_the_same(voc: Path, tmp_path: Path, monkeypatch: p
     whole, part = ((tmp_path / name / "detect_c4.json").read_text() for name in ("whole", "part"))
     assert whole == part
     assert call(voc, tmp_path / "part", *flags, "--lr", "0.5") == 2
+    assert "was made with lr 0.0025, not 0.5; choose another --output" in capsys.readouterr().err
+
+
+def test_bfloat16_gives_float32_features() -> None:
+    encoder, images = load_encoder("random:test_resnet"), torch.rand(2, 3, 64, 64)
+    half, exact = (
+        build_detector("c4", encoder, 20, RECIPES["voc0712"], kind).backbone(images)
+        for kind in (torch.bfloat16, torch.float32)
+    )
+    assert half.dtype == torch.float32 and not torch.equal(half, exact)
+    assert torch.allclose(half, exact, atol=0.1)
+
+
+def test_pycocotools_is_asked_for(voc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
+    monkeypatch.setitem(sys.modules, "pycocotools", None)
+    assert call(voc, tmp_path) == 2
+    assert "needs pycocotools: pip install pycocotools" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["voc0712", "coco"])

@@ -63,8 +63,9 @@ def detection(args: argparse.Namespace, encoder: Encoder, folder: Path) -> Detec
     kind = torch.bfloat16 if half else torch.float32
     torch.manual_seed(recipe.seed)
     model = build_detector(args.detector, encoder, len(train.classes), recipe, kind)
-    identity = {"detector": args.detector, "encoder": encoder.digest, "classes": ", ".join(train.classes)}
-    losses = fine_tune(model, train, recipe, work, identity | {"precision": str(kind)})
+    identity = {"detector": args.detector, "encoder": encoder.digest, "images": str(len(train.images))}
+    identity |= {"classes": ", ".join(train.classes), "precision": str(kind)}
+    losses = fine_tune(model, train, recipe, work, identity)
     boxes, read = detect_objects(model, test, work)
     write_text(folder / "detections.json", json.dumps(boxes) + "\n")
     found = average_precision(read, boxes)

@@ -58,8 +58,7 @@ def fine_tune(
     settings = {**{name: str(value) for name, value in asdict(recipe).items()}, **identity}
     first, losses = _resumed(model, optimiser, settings, work.folder)
     todo = range(first, recipe.iterations)
-    keys = batches.keys(todo)
-    stream = decoded(train.images, keys, work.workers, work.on_error)
+    stream = decoded(train.images, batches.keys(todo), work.workers, work.on_error)
     for iteration, batch in zip(todo, track(stream, len(todo), "fine-tuning", "iterations"), strict=True):
         torch.manual_seed(recipe.seed + iteration)  # sizes and sampled boxes are those of an unbroken run
         for group in optimiser.param_groups:
