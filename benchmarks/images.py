@@ -7,7 +7,7 @@ most of ImageNet's files.
 import hashlib
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,25 +35,11 @@ _SIZE, _QUALITY = (500, 375), 97  # most of ImageNet's files have this size; abo
 _FOLDERS, _CLASSES, _VERSION = 8, 1000, 2  # of made-up images; made-up labels; part of the folder's name
 
 
-@dataclass(frozen=True, eq=False)
-class Images:
-    """Chosen images, picklable, with the fields of an ImageDataset."""
+def open_images(folder: Path, most: int) -> ImageDataset:
+    """Open at most ``most`` images of ``folder``, evenly spaced, and read each once.
 
-    root: Path
-    names: list[str]
-    sizes: np.ndarray
-    plain: np.ndarray
-    file_sizes: np.ndarray | None
-
-    def dataset(self) -> ImageDataset:
-        """Build the data set, with made-up labels, so that any folder will do."""
-        labels = np.arange(len(self.names), dtype=np.int64) % _CLASSES
-        classes = [f"{i:04d}" for i in range(_CLASSES)]
-        return ImageDataset(self.root, self.names, labels, classes, self.sizes, self.plain, file_sizes=self.file_sizes)
-
-
-def open_images(folder: Path, most: int) -> Images:
-    """Open at most ``most`` images of ``folder``, evenly spaced, and read each once."""
+    Their labels are made up, so that any folder will do.
+    """
     if is_beton(folder):
         raise UserError(f"{folder}: this benchmark starts from image files; give their folder")
     dataset = open_folder(folder, on_error="skip", quiet=True)
@@ -61,17 +47,18 @@ def open_images(folder: Path, most: int) -> Images:
     dataset = dataset.subset(chosen)
     for path in dataset.paths:
         Path(path).read_bytes()
-    return Images(dataset.root.absolute(), dataset.names, dataset.sizes, dataset.plain, dataset.file_sizes)
+    labels, classes = np.arange(len(dataset), dtype=np.int64) % _CLASSES, [f"{i:04d}" for i in range(_CLASSES)]
+    return replace(dataset, root=dataset.root.absolute(), labels=labels, classes=classes)
 
 
-def describe(images: Images) -> dict[str, Any]:
+def describe(images: ImageDataset) -> dict[str, Any]:
     """Count the images and average their pixels and kilobytes."""
-    kilobytes = [(images.root / name).stat().st_size / 1000 for name in images.names]
+    assert images.file_sizes is not None
     return {
         "name": images.root.name,
         "images": len(images.names),
         "mean_pixels": float(images.sizes.prod(1, dtype=np.int64).mean()),
-        "mean_kilobytes": float(np.mean(kilobytes)),
+        "mean_kilobytes": float(images.file_sizes.mean()) / 1000,
     }
 
 
@@ -84,12 +71,10 @@ def line(description: dict[str, Any]) -> str:
     )
 
 
-def store(images: Images) -> Path:
-    """Convert ``images`` to a ``.beton`` file in the cache folder, unless it is there."""
-    dataset = images.dataset()
+def store(dataset: ImageDataset) -> Path:
+    """Convert images to a ``.beton`` file in the cache folder, unless it is there."""
     fingerprint = hashlib.sha256(dataset.digest.encode())  # a digest is of names and pixel sizes only: not enough here
-    for status in (Path(path).stat() for path in dataset.paths):
-        fingerprint.update(f"{status.st_size} {status.st_mtime_ns}\n".encode())
+    fingerprint.update(np.array([dataset.file_sizes, dataset.file_times]).tobytes())
     path = cache_folder() / f"{fingerprint.hexdigest()[:16]}.beton"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

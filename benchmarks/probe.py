@@ -18,12 +18,11 @@ import torch
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks.common import script, write_json
+from benchmarks.common import describe_machine, machine_line, script, write_json
 from cocor.eval.features import Features
 from cocor.eval.probes.linear import PENALTIES, linear_probe
 from cocor.eval.probes.softmax_regression import SoftmaxRegression
 from loaders.arguments import Parser, above_zero, positive, whole, writable
-from loaders.cpus import available_cores
 from loaders.progress import patience
 
 _ITERATIONS = 5000  # at most, of either solver
@@ -84,9 +83,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    machine = f"{torch.get_num_threads()} CPU threads"
-    if device.type == "cuda":
-        machine = f"{torch.cuda.get_device_name(device)}, {available_cores()} CPU cores"
+    machine = machine_line(describe_machine())
     size = options.images, options.dimensions, options.classes
     print(f"{size[0]:,} x {size[1]:,} features, {size[2]} classes, {machine}")
     train = draw(*size, seed=1)
@@ -98,8 +95,10 @@ def main() -> None:
     count = len(PENALTIES)
     print(f"{count} penalties and refit: {seconds:.1f} s, {iterations:,} iterations, {converged} of {count} converged")
     print(f"test top-1 {found.top1:.2%} at penalty {found.penalty:.3g}")
-    numbers: dict[str, object] = {"size": size, "machine": machine, "grid_seconds": seconds}
-    numbers |= {"iterations": iterations, "converged": converged, "top1": found.top1, "penalty": found.penalty}
+    numbers = {
+        "size": size, "machine": machine, "grid_seconds": seconds, "iterations": iterations, "converged": converged,
+        "top1": found.top1, "penalty": found.penalty,
+    }  # fmt: skip
     if options.json:
         write_json(options.json, numbers)  # now, as scikit-learn may take longer than anyone waits
     if options.no_sklearn:

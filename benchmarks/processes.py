@@ -31,7 +31,6 @@ def alone(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def in_processes(jobs: list[Job], seconds: float) -> list[Any]:
     """Run all jobs at once, each in a process: results, or texts that say why not."""
-    default = multiprocessing.get_start_method()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     running: list[tuple[Any, Any]] = []
@@ -39,7 +38,7 @@ def in_processes(jobs: list[Job], seconds: float) -> list[Any]:
     try:
         for job in jobs:
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_run, args=(sender, default, *job))
+            process = context.Process(target=_run, args=(sender, *job))
             process.start()
             sender.close()
             running.append((process, receiver))
@@ -64,9 +63,8 @@ def in_processes(jobs: list[Job], seconds: float) -> list[Any]:
     return answers
 
 
-def _run(sender: Any, start_method: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _run(sender: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    multiprocessing.set_start_method(start_method, force=True)  # of worker processes: as in anybody's program
     try:
         answer = function(*arguments)
     except UserError as error:

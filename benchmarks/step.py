@@ -191,7 +191,7 @@ def measure_row(config: Config, execution: Execution, steps: int, device: torch.
 def noise(config: Config, count: int, device: torch.device, dtype: torch.dtype, plain: bool = False) -> Batch:
     """Draw a batch of noise; ``plain``: the original alone, as of labelled batches."""
     generator = torch.Generator(device).manual_seed(count)
-    lengths = 0 if plain or config.consistency == "none" else len(config.lengths)
+    lengths = len(config.lengths) if config.has_composites and not plain else 0
 
     def images(*shape: int) -> Tensor:
         size = (config.image_size, config.image_size, 3)

@@ -33,8 +33,7 @@ Baselines draw their own random numbers, so they do equal work on average, not t
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
@@ -55,8 +54,6 @@ from loaders.arguments import Parser, above_zero, not_negative, positive, share,
 from loaders.errors import UserError
 from loaders.files import check_file
 
-Place = tuple[Contender, Stage]
-
 
 def main() -> None:
     started, options = time.monotonic(), arguments()
@@ -72,27 +69,18 @@ def main() -> None:
         check_file("--save", targets[-1])
     number = options.images or (64 if options.quick else 512)
     chosen = alone(open_images, options.data or make_photographs(number), number)
-    cases, executor, data = list[Case](), None, describe(chosen)
+    cases, data = list[Case](), describe(chosen)
     print(machine_line(machine), line(data), settings, header(COLUMNS), sep="\n", flush=True)
 
-    def measured(place: Place) -> Case:
-        return measure(*place, chosen, settings)
-
-    def write() -> None:
+    for contender, stage in places_of(options, settings):
+        cases.append(measure(contender, stage, chosen, settings))
+        print(case_line(cases[-1]), flush=True)
         content = {"benchmark": "throughput", "machine": machine, "data": data, "settings": asdict(settings)}
-        content |= {"cells": [asdict(case) for case in cases], "executor": executor, "ratios": list(ratios(cases))}
+        content |= {"cells": [asdict(case) for case in cases], "ratios": list(ratios(cases))}
         for target in targets:
             write_json(target, content)
-
-    for case in in_pairs(measured, places_of(options, settings), together=options.quick):
-        cases.append(case)
-        print(case_line(case), flush=True)
-        write()
-    if not options.loader:
-        executor = try_executor(options.quick)
-    print("", summary(cases), "", *ratio_lines(cases, executor), sep="\n", flush=True)
+    print("", summary(cases), "", *ratio_lines(cases), sep="\n", flush=True)
     print(f"took {time.monotonic() - started:.0f} s")
-    write()
     if options.plot:
         plot(cases, machine_line(machine), options.plot)
 
@@ -113,7 +101,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--hw-decoder-load", type=share, default=0.65, help="share of JPEGs for the GPU's decoder")
     add("--backbone", help="timm name of the trained encoder (default: resnet50; on CPUs resnet18)")
     add("--execution", choices=get_args(Execution)[1:], help="of the training step (default: graph; eager on CPUs)")
-    add("--quick", action="store_true", help="small and short, two cases at a time: no measurement")
+    add("--quick", action="store_true", help="small and short: no measurement")
     add("--json", type=writable, metavar="FILE", help="write all figures to FILE, after every row")
     add("--save", action="store_true", help="write them to benchmarks/results/throughput-<device>.json")
     add("--plot", type=writable, metavar="FILE.png", help="draw samples/s (needs matplotlib)")
@@ -138,42 +126,11 @@ def settings_of(options: argparse.Namespace, machine: dict[str, Any]) -> Setting
     )  # fmt: skip
 
 
-def places_of(options: argparse.Namespace, settings: Settings) -> Iterator[Place]:
+def places_of(options: argparse.Namespace, settings: Settings) -> Iterator[tuple[Contender, Stage]]:
     """Yield the cases to measure; training on a CPU only if asked for."""
     stages: Sequence[Stage] = options.stage or (STAGES if settings.on_gpu or options.quick else STAGES[:-1])
     for contender in options.loader or CONTENDERS:
         yield from ((contender, stage) for stage in STAGES_OF[contender] if stage in stages)
-
-
-def in_pairs(measured: Callable[[Place], Case], places: Iterable[Place], together: bool) -> Iterator[Case]:
-    """Yield the cases in order; ``together``, for tests, two at a time."""
-    if not together:
-        yield from map(measured, places)
-        return
-    pool = ThreadPoolExecutor(2)
-    try:
-        yield from pool.map(measured, places)
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def try_executor(quick: bool) -> dict[str, Any] | None:
-    """Run :func:`executor_against_pillow`, or print why not."""
-    try:
-        return alone(executor_against_pillow, *((2, 32, 1) if quick else (16, 224, 3)))
-    except UserError as error:
-        print(f"no comparison of the CPU executor with Pillow: {error}")
-        return None
-
-
-def executor_against_pillow(samples: int, size: int, repeats: int) -> dict[str, Any]:
-    """Compare the CPU executor with Pillow on one core, like ``kernel.py --cpu``."""
-    import torch  # here: torch.compile's cache key names the first module that has it, as which others know another
-
-    from benchmarks.kernel import make_work, measure
-
-    torch.set_num_threads(1)
-    return measure(make_work(samples, size, seed=0), repeats)
 
 
 if __name__ == "__main__":

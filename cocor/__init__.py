@@ -1,3 +1,3 @@
 """Pre-train image encoders with CoCor, contrastive learning with consistent views."""
 
-__version__ = "0.1.0"
+from loaders import __version__ as __version__

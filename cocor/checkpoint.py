@@ -33,7 +33,7 @@ def save(folder: Path, state: Mapping[str, Any], *, keep: int, milestones: int =
     """Write ``state``, with ``"step"`` finished steps, to a file in ``folder``.
 
     Of the files up to that step, only the newest ``keep`` stay, and all whose step is a multiple of ``milestones`` (0:
-    none). Tensors are copied to the CPU; prefixes of wrappers (``module.``, ``_orig_mod.``) are removed from the keys.
+    none).
 
     Raises:
         UserError: the disk is full or the folder not writable; what was there is still there.
@@ -52,11 +52,7 @@ def save(folder: Path, state: Mapping[str, Any], *, keep: int, milestones: int =
 
 
 def write(state: object, path: Path) -> None:
-    """Call ``torch.save``, but raise the system's own error.
-
-    Raises:
-        OSError: the file cannot be written, as on a full disk.
-    """
+    """Call ``torch.save``, but raise the system's own OSError, as on a full disk."""
     with path.open("wb") as file:
         try:
             torch.save(state, file)
@@ -88,14 +84,10 @@ def load(path: Path) -> dict[str, Any]:
         OSError, MemoryError, RuntimeError: it cannot be read for want of handles or memory, and may be sound.
     """
     if path.is_dir():
-        raise UserError(
-            f"{path}: is a folder; name a file, such as one of a run's {FOLDER} or its backbone.safetensors"
-        )
+        raise UserError(f"{path}: is a folder; name a file, such as a run's backbone.safetensors")
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint")
     try:
-        if is_compressed(path):
-            raise UserError(f"{path} is no checkpoint of cocor: it is compressed")
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()  # torch itself does not look at the checksums
         if broken is not None:
@@ -112,21 +104,10 @@ def load(path: Path) -> dict[str, Any]:
     return state
 
 
-def is_compressed(path: Path) -> bool:
-    """Tell whether this is a zip file with compressed parts, which torch never writes."""
-    # A small one could fill all memory.
-    if not zipfile.is_zipfile(path):
-        return False
-    with zipfile.ZipFile(path) as archive:
-        return any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist())
-
-
 def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """Load the newest sound checkpoint in ``folder``; None if there are none.
 
-    Raises:
-        UserError: there are checkpoints, but none that loads.
-        OSError, MemoryError, RuntimeError: as in :func:`load`.
+    UserError if there are some, but none that loads; other errors as in :func:`load`.
     """
     paths = _listed(folder)
     for path in paths:
@@ -144,9 +125,8 @@ def find(resume: str, output: Path) -> tuple[Path, dict[str, Any]] | None:
 
     It names a checkpoint, or the folder of a run for its newest; ``auto`` is the run's own folder.
 
-    Raises:
-        UserError: nothing loads there, or the run's own folder holds later checkpoints, which would be mixed up with
-            those to come.
+    UserError if nothing loads there, or the run's own folder holds later checkpoints, which would be mixed up with
+    those to come.
     """
     own = output / FOLDER
     if resume == "auto":
@@ -207,11 +187,7 @@ def changed_images(state: Mapping[str, Any], digest: str, files: Mapping[str, st
 
 
 def read_backbone(path: Path) -> dict[str, Tensor]:
-    """Read the backbone's weights from an exported file or a checkpoint.
-
-    Raises:
-        UserError: missing or damaged file, or no backbone in it.
-    """
+    """Read the backbone's weights from an exported file or a checkpoint; else UserError."""
     if path.suffix == ".safetensors":
         try:
             return safetensors.torch.load_file(path)
@@ -242,27 +218,19 @@ def export_backbone(backbone: nn.Module, path: Path, metadata: Mapping[str, obje
 def portable(state: Any, place: str = "checkpoint") -> Any:
     """Convert ``state`` to CPU tensors and plain containers, which load anywhere.
 
-    Keys lose the prefixes of compiled and distributed wrappers. TypeError, naming the path (``place``), for anything
-    that cannot be converted.
+    TypeError, naming the path (``place``), for anything that cannot be converted.
     """
     if isinstance(state, Tensor):
         tensor = state.detach().cpu()
         # A view would drag its whole storage into the file.
         return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
     if isinstance(state, Mapping):
-        named = zip(_names(state), state.values(), strict=True)
-        return {key: portable(value, f"{place}.{key}") for key, value in named}
+        return {key: portable(value, f"{place}.{key}") for key, value in state.items()}
     if isinstance(state, list | tuple):
         return [portable(value, f"{place}[{position}]") for position, value in enumerate(state)]
     if type(state) in _PLAIN:  # subclasses such as numpy.float64 need code of their own to load
         return state
     raise TypeError(f"{place} is a {type(state).__name__}, which a checkpoint must not hold")
-
-
-def _names(mapping: Mapping[Any, Any]) -> list[Any]:
-    names = [key.replace("_orig_mod.", "") if isinstance(key, str) else key for key in mapping]
-    wrapped = names and all(isinstance(name, str) and name.startswith("module.") for name in names)
-    return [name.removeprefix("module.") for name in names] if wrapped else names
 
 
 def _listed(folder: Path) -> list[Path]:

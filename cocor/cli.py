@@ -6,12 +6,10 @@ Exit codes: 0 done, 1 a bug, 2 a user's mistake, 75 stopped by a signal, 130 Ctr
 # Little is imported here: until _command() has begun, Ctrl-C shows a traceback.
 import importlib
 import os
-import select
 import signal
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 UNREAD = 128 + signal.SIGPIPE  # a shell's exit code for programs that SIGPIPE ends
 _LOST = ("Connection closed by peer", "Connection reset by peer", "remote process exit")  # gloo's and NCCL's words
@@ -26,7 +24,7 @@ def evaluate() -> int:
 
 
 def export() -> int:
-    return _command("cocor-export", "cocor.eval.weights.export")
+    return _command("cocor-export", "cocor.eval.export_cli")
 
 
 def plot() -> int:
@@ -50,17 +48,11 @@ def _command(name: str, module: str, first: Callable[[], None] | None = None) ->
     SIGINT has its default action during the import: Python would raise KeyboardInterrupt wherever it is while PyTorch
     loads, and print a traceback.
     """
-    open_streams()
     handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not if ignored, as for background jobs
     if handled:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from cocor.distributed.report import USER_ERROR
 
-    try:
-        Path.cwd()
-    except OSError as error:  # Intel's library would say that PyTorch cannot be loaded
-        print(f"{name}: error: the current folder cannot be used: {error.strerror}; cd to another one", file=sys.stderr)
-        return USER_ERROR
     try:
         if first is not None and (code := command(name, first)):
             return code
@@ -105,7 +97,6 @@ def command(name: str, body: Callable[[], None]) -> int:
 
     die_with_launcher()
     cuda_env.use_all()
-    open_streams()
     print_everything()
     # PyTorch's own, at the first torch.func.jvp of a process.
     warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", FutureWarning)
@@ -121,7 +112,8 @@ def command(name: str, body: Callable[[], None]) -> int:
         message, code = _explain(name, error)
         if message:
             report(message, code)
-    drop_unwritten(sys.stderr)  # Python would end with exit code 120
+    for stream in (sys.stdout, sys.stderr):
+        drop_unwritten(stream)  # Python would end with exit code 120
     return code
 
 
@@ -134,7 +126,7 @@ def _explain(name: str, error: Exception) -> tuple[str, int]:
 
     if isinstance(error, Ended):
         return (f"{name}: {error}" if isinstance(error, Stopped) else str(error)), error.code
-    if isinstance(error, OSError) and _reader_has_gone() and isinstance(error, BrokenPipeError):
+    if isinstance(error, BrokenPipeError):
         return "", UNREAD
     if mistake := str(error) if isinstance(error, UserError) else explain(error):
         return f"{name}: error: {mistake}", USER_ERROR
@@ -152,29 +144,3 @@ def listen() -> None:
     """Let Ctrl-C raise KeyboardInterrupt, unless it is ignored."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def open_streams() -> None:
-    """Open closed standard streams on the null device.
-
-    The next file to be opened would otherwise get the stream's descriptor, and with it whatever libraries print.
-    """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            nowhere = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
-            os.set_inheritable(nowhere, True)  # by ranks and data workers
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
-
-
-def _reader_has_gone() -> bool:
-    """Tell whether nobody can read stdout any more, and drop what cannot be written."""
-    from cocor.distributed.report import drop_unwritten
-
-    poll = select.poll()
-    poll.register(1, 0)  # errors only
-    gone = bool(poll.poll(0))
-    drop_unwritten(sys.stdout)
-    return gone

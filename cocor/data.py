@@ -60,15 +60,11 @@ def open_data(config: Config) -> Data:
     unlabelled = int((train.labels < 0).sum())
     by_labels = spec(config.method).needs_labels
     if by_labels and unlabelled:
-        raise UserError(
-            f"{config.data}: --method {config.method} learns from the label of every image, {unlabelled:,} of "
-            f"{len(train):,} have none; pass --labels FILE or another --method"
-        )
+        lack = f"{unlabelled:,} of {len(train):,} images have no label, which --method {config.method} needs"
+        raise UserError(f"{config.data}: {lack}; pass --labels FILE or another --method")
     if len(train.classes) == 1 and (config.learns_targets or by_labels):
-        raise UserError(
-            f"{config.data}: holds one class, {printable(train.classes[0])}, so that its labels say nothing; give a "
-            "folder of several class folders, or train without labels (--mmnn constants, another --method)"
-        )
+        mistake = f"holds one class, {printable(train.classes[0])}, so that its labels say nothing"
+        raise UserError(f"{config.data}: {mistake}; give a folder of several, or use --mmnn constants")
     held_out = None
     if held_out_root is not None:
         classes = train.classes or None
@@ -130,10 +126,8 @@ def _labelled(config: Config, train: ImageDataset) -> ImageDataset | None:
     if (train.labels < 0).all():
         above = folder_above(train.root)
         hint = f"; if it is one class of several, give {printable(above)}" if above else ""
-        raise UserError(
-            f"{config.data}: no labels, which the MMNN learns from; pass --labels FILE, --mmnn constants, "
-            f"or --consistency none{hint}"
-        )
+        remedy = f"pass --labels FILE, --mmnn constants, or --consistency none{hint}"
+        raise UserError(f"{config.data}: no labels, which the MMNN learns from; {remedy}")
     labelled = _shown_labels(config, train)
     if config.shuffle_labels:
         order = np.random.default_rng(config.seed).permutation(len(labelled))
@@ -146,10 +140,8 @@ def _shown_labels(config: Config, train: ImageDataset) -> ImageDataset:
     if config.label_split is not None:
         labelled = train.subset(read_label_split(config.label_split, train))
         if (labelled.labels == labelled.labels[0]).all():
-            raise UserError(
-                f"{config.label_split}: lists images of one class, {printable(train.classes[labelled.labels[0]])}, so "
-                "that their labels say nothing; list some of several classes (cocor-prep labels does)"
-            )
+            only = printable(train.classes[labelled.labels[0]])
+            raise UserError(f"{config.label_split}: lists images of one class, {only}, so that labels say nothing")
         return labelled
     return train.subset(stratified_split(train.labels, config.label_fraction, config.seed))
 
@@ -157,12 +149,16 @@ def _shown_labels(config: Config, train: ImageDataset) -> ImageDataset:
 def training_plan(config: Config) -> ViewPlan:
     """Plan the views of the unlabelled batches (paper, "Experimental settings")."""
     contrastive = tuple(_augmentation(config, view) for view in range(2))
-    if config.consistency == "none":
-        return ViewPlan(config.image_size, config.seed, contrastive, original="none", lengths=())
+    if not config.has_composites:
+        return ViewPlan(
+            config.image_size, config.seed, contrastive, original="center" if config.has_center else "none",
+            lengths=(), parameters=config.has_parameters,
+        )  # fmt: skip
     return ViewPlan(
         config.image_size, config.seed, contrastive, original="shared" if config.recipe == "paper" else "weak",
         originals=config.released_originals, original_scale=(config.crop_scale_min, 1.0), lengths=config.lengths,
         pool=config.pool, magnitudes=config.magnitudes, order=config.composite_order, weak=contrastive[0],
+        parameters=config.has_parameters,
     )  # fmt: skip
 
 

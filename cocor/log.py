@@ -2,8 +2,8 @@
 
     metrics.jsonl   one JSON object a line: {"kind": "train", "step": 100, "loss": ..., "images_per_s": ..., ...}
 
-Metrics are of the global batch, ``data_wait_share`` is the mean over ranks, and memory the main rank's. Only that rank
-writes files; other ranks print warnings to stderr.
+Metrics are of the global batch, ``gradient_*`` and ``data_wait_share`` means over ranks, and memory the main rank's.
+Only that rank writes files; other ranks print warnings to stderr.
 """
 
 import errno
@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,12 +25,15 @@ from tqdm import tqdm
 
 from cocor.distributed.collectives import World, mean_over_ranks
 from cocor.distributed.report import drop_unwritten
+from cocor.run_dir import METRICS
 from loaders.files import replacing
 
 Item = TypeVar("Item")
 
-METRICS = "metrics.jsonl"
+PICTURE = "picture"  # kind of a record that names a picture in the folder
 _RECENT = 10  # log intervals over which the time left is estimated
+_LINE_EVERY_S = 30.0  # where --log-every is not reached
+_LONG_S = 24 * 3600.0
 _log = logging.getLogger(__name__)
 
 
@@ -147,16 +150,20 @@ class RunLog:
         folder: the run folder; its metrics.jsonl is cut back to ``start_step``, so a resumed run repeats no line.
         batch_size: images per step over all ranks.
         again: kinds of records also dropped at ``start_step``, as they will be logged again (at step 0: all).
+        listener: called with every record.
     """
 
     def __init__(
         self, folder: Path, world: World, *, batch_size: int, total_steps: int, log_every: int, start_step: int = 0,
-        again: Collection[str] = (),
+        again: Collection[str] = (), listener: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:  # fmt: skip
         self.world, self.batch_size, self.total_steps, self.log_every = world, batch_size, total_steps, log_every
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
-        self._last_step = start_step
+        self._last_step, self._listener = start_step, listener
+        self._first: tuple[int, float] | None = None  # the first step of this start, and when it was finished
+        self._line_at = -math.inf  # when the last line was shown
+        self._advised = False
         self._clock, self._recent = Clock(world.device), deque[tuple[int, float]](maxlen=_RECENT)
         self._file, self._size, self._warned_of_full_disk = None, 0, False
         if world.main:
@@ -178,7 +185,9 @@ class RunLog:
         """
         # Sums stay on the device and are read with one transfer every log_every steps.
         self._add(metrics)
+        self._bar.update()
         if step % self.log_every and step < self.total_steps:
+            self._show_slow_step(step, epoch, metrics)
             return None
         means = self._read()  # waits for the device, so that the times below include its work
         seconds, waited = self._clock.read()
@@ -191,7 +200,7 @@ class RunLog:
         if self.world.device.type == "cuda":
             means["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         record = self.event("train", step, epoch, means)
-        self._show(step, steps, epoch, means)
+        self._show(step, epoch, means)
         return record
 
     def event(self, kind: str, step: int, epoch: int, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,6 +211,8 @@ class RunLog:
         record = {"kind": kind, "step": step, "epoch": epoch, "time_s": round(time.time(), 3)}
         record |= {key: _plain(value) for key, value in values.items()}
         line = json.dumps(record, allow_nan=False).encode() + b"\n"
+        if self._listener is not None:
+            self._listener(record)
         if self._file is None:
             return record
         try:
@@ -238,15 +249,43 @@ class RunLog:
         self._sums, self._counts = {}, {}
         return _with_deviations(result)
 
-    def _show(self, step: int, steps: int, epoch: int, values: Mapping[str, Any]) -> None:
+    def _show_slow_step(self, step: int, epoch: int, metrics: Mapping[str, Tensor]) -> None:
+        """Show the first step at once, and a later one if the last line is half a minute old."""
+        now = time.monotonic()
+        if not self.world.main or now - self._line_at < _LINE_EVERY_S:
+            return
+        loss = f"  loss {metrics['loss'].item():.4f}" if "loss" in metrics else ""  # waits for the device
+        self._first = self._first or (step, time.monotonic())
+        text, left = "", 0.0
+        if step > self._first[0]:
+            pace = (now - self._first[1]) / (step - self._first[0])
+            left = pace * (self.total_steps - step)
+            text = f"  {pace:.1f} s a step  {duration(left)} left"
+        self._log_line(f"epoch {epoch}  step {step}/{self.total_steps}{loss}{text}")
+        self._advise(left)
+
+    def _advise(self, left: float) -> None:
+        """Say once what shortens a run of more than a day."""
+        if left > _LONG_S and not self._advised:
+            self._advised = True
+            shorter = "a smaller --backbone or --image-size, fewer --epochs"
+            remedy = "more --gpus, --lengths-per-step 1" if self.world.device.type == "cuda" else f"a GPU, {shorter}"
+            _log.info(f"that is {left / _LONG_S:.1f} days; what shortens it: {remedy}")
+
+    def _log_line(self, line: str) -> None:
+        self._line_at = time.monotonic()
+        _log.info(line, extra={"in_bar": True})
+
+    def _show(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
         loss = f"loss {values['loss']:.4f}  " if "loss" in values else ""
         state = f"{loss}lr {values['lr']:.3g}  {values['images_per_s']:.0f} images/s"
         state += f"  waiting for data {values['data_wait_share']:.0%}"
         self._bar.set_postfix_str(state, refresh=False)
-        self._bar.update(steps)
         if self.world.main:
-            line = f"epoch {epoch}  step {step}/{self.total_steps}  {state}  {duration(values['time_left_s'])} left"
-            _log.info(line, extra={"in_bar": True})
+            left = values["time_left_s"]
+            self._log_line(f"epoch {epoch}  step {step}/{self.total_steps}  {state}  {duration(left)} left")
+            if len(self._recent) > 1:  # the first interval includes the warming up
+                self._advise(left)
 
 
 def _with_deviations(means: dict[str, float]) -> dict[str, float]:

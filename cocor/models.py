@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from cocor import checkpoint
+from cocor.auxiliary import AUXILIARIES
+from cocor.auxiliary.base import Auxiliary
 from cocor.config.options import Config
 from cocor.distributed.collectives import World, broadcast_parameters, exchange, gather
 from cocor.methods import method_class
@@ -108,6 +110,18 @@ def build_target(config: Config, world: World) -> nn.Module | None:
     return target.to(world.device)
 
 
+def build_auxiliary(config: Config, method: Method, world: World) -> Auxiliary | None:
+    """Build the auxiliary with its heads, equal on all ranks; None without any."""
+    if config.auxiliary == "none":
+        return None
+    auxiliary: Auxiliary = method_class(config.auxiliary, AUXILIARIES)(config, method)
+    if world.size > 1:
+        synchronise_batch_norm(auxiliary, world.device)
+    auxiliary = auxiliary.to(world.device)
+    broadcast_parameters(auxiliary)
+    return auxiliary
+
+
 def load_backbone(backbone: nn.Module, path: Path) -> None:
     """Load all weights in ``path``, exported or a checkpoint, into ``backbone``.
 
@@ -118,7 +132,6 @@ def load_backbone(backbone: nn.Module, path: Path) -> None:
     wanted = backbone.state_dict()
     unfit = sorted(set(weights) ^ set(wanted)) or sorted(k for k in wanted if weights[k].shape != wanted[k].shape)
     if unfit:
-        raise UserError(
-            f"{path}: {len(unfit)} of {len(wanted)} weights do not fit --backbone and --stem, such as {unfit[0]}"
-        )
+        count = f"{len(unfit)} of {len(wanted)} weights"
+        raise UserError(f"{path}: {count} do not fit --backbone and --stem, such as {unfit[0]}")
     backbone.load_state_dict(weights)

@@ -146,4 +146,4 @@ def _compare_ranks(run: Run, path: Path, state: Mapping[str, Any]) -> None:
 
 
 def _show(layout: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {what}" for what, count in layout.items())
+    return ", ".join(f"{count} {what.replace('s', '', count == 1)}" for what, count in layout.items())  # 1 rank

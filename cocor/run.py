@@ -11,7 +11,7 @@ from cocor.config.options import Config
 from cocor.data import Data, knn_loaders, labelled_loader, open_data, training_loader
 from cocor.distributed.collectives import AsyncMax, World, main_first
 from cocor.eval.probes.online_knn import OnlineKnn
-from cocor.models import build_method, build_target
+from cocor.models import build_auxiliary, build_method, build_target
 from cocor.monitor.health import HealthMonitor
 from cocor.step.compile import choose
 from cocor.step.step import TrainingStep
@@ -76,8 +76,12 @@ def build(config: Config, world: World) -> Run:
     loader = training_loader(config, data, world, precision)
     execution = choose(config, world, config.epochs * loader.steps_per_epoch)
     labelled = labelled_loader(config, data, world, precision, loader.steps_per_epoch)
+    auxiliary = build_auxiliary(config, method, world)
     target, classes = build_target(config, world), None if labelled is None else len(data.train.classes)
-    step = TrainingStep(config, method, target, classes, steps_per_epoch=loader.steps_per_epoch, precision=precision)
+    step = TrainingStep(
+        config, method, target, classes, steps_per_epoch=loader.steps_per_epoch, precision=precision,
+        auxiliary=auxiliary,
+    )  # fmt: skip
     evaluation = knn_loaders(config, data, world, precision) if world.main else None
     knn = OnlineKnn(config, *evaluation, precision) if evaluation is not None else None
     health = HealthMonitor(config, world, data.train.names)

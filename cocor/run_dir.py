@@ -1,6 +1,7 @@
 """Guard the folder of a run: never shared by two runs, never emptied by accident.
 
-runs/NAME/  config.yaml  log.txt  metrics.jsonl  checkpoints/  backbone.safetensors  views.png  (faults.jsonl)  .lock
+runs/NAME/  config.yaml  log.txt  metrics.jsonl  checkpoints/  backbone.safetensors  views.png  plot.png  .lock
+            (faults.jsonl  tracking/)
 """
 
 import logging
@@ -22,16 +23,22 @@ from cocor.config.options import Config
 from loaders.datasets.layout import training_splits
 from loaders.errors import UserError, explain
 from loaders.files import TEMPORARY, check_file, check_folder
-from loaders.text import printable
+from loaders.prep.demo import is_demo
+from loaders.text import counted, printable
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
 LOG = "log.txt"
+METRICS = "metrics.jsonl"
+TRACKING = "tracking"
+VIEWS, PLOT = "views.png", "plot.png"
 _LOCK = ".lock"
 _PATIENCE = 30.0  # seconds to wait for the lock: schedulers restart a command while the old process is still dying
 _PACKAGES = ("torch", "torchvision", "timm", "numpy")  # on whose versions a result may depend
 _MARK = "# cocor "  # how the line of versions begins in a run's config.yaml
-_OF_A_RUN = frozenset({CONFIG, LOG, "metrics.jsonl", CHECKPOINTS, "backbone.safetensors", "views.png", "faults.jsonl"})
+_OF_A_RUN = frozenset(
+    {CONFIG, LOG, METRICS, CHECKPOINTS, TRACKING, VIEWS, PLOT, "backbone.safetensors", "faults.jsonl"}
+)
 _log = logging.getLogger(__name__)
 
 
@@ -43,7 +50,7 @@ def check(config: Config) -> None:
     """
     folder = config.output
     for place in () if config.loader == "synthetic" else (config.data, config.val_data):
-        if place is not None and training_splits(place) is None:
+        if place is not None and not is_demo(place) and training_splits(place) is None:
             refuse_overlap(folder, place)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output {folder} is a file; choose another --output")
@@ -82,11 +89,7 @@ def claim(config: Config, lock: FileLock) -> None:
 
 
 def take(lock: FileLock) -> None:
-    """Wait for ``lock`` and hold it.
-
-    Raises:
-        UserError: another process still holds it after half a minute.
-    """
+    """Wait for ``lock`` and hold it; UserError if another process has it after half a minute."""
     if lock.is_locked:
         return
     folder = Path(lock.lock_file).parent
@@ -117,7 +120,6 @@ def prepare(config: Config, given: Config, images: Sequence[Path], lock: FileLoc
     except OSError as error:
         raise UserError(f"--output {folder}: cannot be made: {error.strerror}; choose another --output") from None
     take(lock)
-    check(config)
     if config.overwrite:
         _empty(folder)
     elif not resumes and checkpoints(folder / CHECKPOINTS):  # while this one waited for the lock
@@ -172,7 +174,7 @@ def _accept(config: Config, is_run: bool) -> None:
         if not own:
             raise UserError(f"--output {folder} holds another run than --resume; choose another --output")
     else:
-        raise UserError(f"--output {folder} is in use; pass --resume, --overwrite, or another --output")
+        raise UserError(f"--output {folder} holds an earlier run; pass --resume, --overwrite, or another --output")
 
 
 def refuse_overlap(folder: Path, images: Path) -> None:
@@ -184,17 +186,14 @@ def refuse_overlap(folder: Path, images: Path) -> None:
 
 def _empty(folder: Path) -> None:
     """Remove all of a run but its lock."""
-    try:
-        for entry in sorted(folder.iterdir(), key=lambda entry: entry.name == CONFIG):  # last, as it marks a run
-            if entry.name == _LOCK:
-                continue
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink()
-        (folder / CHECKPOINTS).mkdir()
-    except OSError as error:
-        raise UserError(f"--output {folder}: cannot be emptied: {error.strerror}; choose another --output") from None
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name == CONFIG):  # last, as it marks a run
+        if entry.name == _LOCK:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+    (folder / CHECKPOINTS).mkdir()
 
 
 def _save_config(config: Config, given: Config) -> None:
@@ -204,7 +203,7 @@ def _save_config(config: Config, given: Config) -> None:
     """
     found = ", ".join(f"{name} {version}" for name, version in versions().items())
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    machine = f"{config.gpus or 'no'} GPUs here, {config.workers} threads a loader"
+    machine = f"{counted(config.gpus or 0, 'GPU')} here, {counted(config.workers, 'thread')} a loader"
     kept = replace(config, gpus=given.gpus, workers=given.workers)
     kept.save(config.output / CONFIG, f"{printable(command)}\n{found}\n{machine}")
 
@@ -222,13 +221,12 @@ def check_pair() -> None:
     except (ImportError, RuntimeError, OSError) as error:
         if explain(error):  # a full disk, say, not a library that does not fit
             raise
-        torch = _version("torch")
+        torch, why = _version("torch"), " ".join(str(error).split())[:200]
         major, minor, *_ = [*torch.split("."), ""]
         fitting = f"==0.{15 + int(minor)}.*" if major == "2" and minor.isdecimal() else ""
-        raise UserError(
-            f"torchvision {_version('torchvision')} does not work with torch {torch} "
-            f"({' '.join(str(error).split())[:200]}); install the pair: pip install torch=={torch} torchvision{fitting}"
-        ) from None
+        remedy = f"install the pair: pip install torch=={torch} torchvision{fitting}"
+        mistake = f"torchvision {_version('torchvision')} does not work with torch {torch} ({why})"
+        raise UserError(f"{mistake}; {remedy}") from None
 
 
 def _version(package: str) -> str:

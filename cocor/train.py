@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -34,16 +34,17 @@ from cocor.distributed import launch, signals
 from cocor.distributed.collectives import World, gather, on_main
 from cocor.distributed.env import STARTED, RankEnv
 from cocor.distributed.report import report
-from cocor.log import RunLog, duration, set_up_logging
-from cocor.monitor import dry_run, profile
+from cocor.log import PICTURE, RunLog, duration, set_up_logging
+from cocor.monitor import dry_run, plot, profile, track
 from cocor.monitor.health import SkipNonFinite
+from cocor.monitor.metrics_file import read_run
 from cocor.monitor.view_sheet import save_view_sheet
 from cocor.run import Run, build
-from cocor.step.compile import executable, uncompiled
+from cocor.step.compile import executable
 from cocor.step.step import Metrics
 from loaders.batch import Batch
 from loaders.errors import UserError
-from loaders.text import printable
+from loaders.text import counted, printable
 
 _SHOWN = 12  # names of skipped files in the log
 _log = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ def _run(arguments: list[str]) -> None:
                 print(f"cocor-train: warning: {line}", file=sys.stderr)
         if env.launcher is None and given.trains:
             run_dir.check(given)
+            track.check(given.track or ())
         if env.launcher is None and given.profile:
             run_dir.check_trace(given)
         launch.run(given, arguments, lambda config, world: train(config, world, given), "cocor.train")
@@ -90,14 +92,14 @@ def train(config: Config, world: World, given: Config) -> None:
         on_main(lambda: run_dir.prepare(config, given, roots, lock, resumes=resumes))
         set_up_logging(world, config.output / run_dir.LOG)
         describe(run, checkpoint_read)
+        trackers = (config.track or ()) if world.main else ()
+        tracking = track.Tracking(trackers, track.Tracked(config.output, config.to_dict(), run.done))
+        stack.callback(lambda: tracking.close(run.done == run.total))
         log = RunLog(
             config.output, world, batch_size=config.batch_size, total_steps=run.total, log_every=config.log_every,
-            start_step=run.done, again=("knn",) if run.knn_is_due else (),
+            start_step=run.done, again=("knn",) if run.knn_is_due else (), listener=tracking,
         )  # fmt: skip
-        try:
-            fit(run, stack.enter_context(closing(log)))
-        except torch.OutOfMemoryError as error:
-            raise UserError(f"GPU out of memory: lower --batch-size, or use more GPUs ({error})") from None
+        fit(run, stack.enter_context(closing(log)))
 
 
 def resuming_after_restart(config: Config) -> Config:
@@ -115,30 +117,32 @@ def resuming_after_restart(config: Config) -> Config:
 
 def objective(config: Config) -> str:
     """Name what is minimised: ``moco + CoCor (preset tuned: ...)``."""
+    method = config.method if config.auxiliary == "none" else f"{config.method} + {config.auxiliary}"
     if config.consistency == "none":
-        return config.method
+        return method
     names = dict.fromkeys([config.preset, *PRESETS])  # a method's two presets may be equal
     presets = {name: resolve({"method": config.method, "preset": name}) for name in names}
     keys = ("consistency", "consistency_weight", "consistency_beta")
     same = (name for name, other in presets.items() if all(getattr(other, k) == getattr(config, k) for k in keys))
     targets = "no targets" if config.mmnn == "none" else f"{config.mmnn} targets"
     loss = f"{config.consistency}, weight {config.consistency_weight:g}, beta {config.consistency_beta:g}, {targets}"
-    return f"{config.method} + CoCor (preset {next(same, 'of its own')}: {loss})"
+    return f"{method} + CoCor (preset {next(same, 'of its own')}: {loss})"
 
 
 def describe(run: Run, checkpoint_read: Path | None) -> None:
     """Log what is about to be trained, and on what."""
     config, data = run.config, run.data
     if checkpoint_read is not None:
-        _log.info(f"going on from {checkpoint_read}: {run.done:,} of {run.total:,} steps done")
+        _log.info(f"going on from {checkpoint_read}: {run.done:,} of {counted(run.total, 'step')} done")
     elif config.resume is not None:
         _log.info(f"no checkpoint in {config.output} yet: starting anew")
     place = f"{run.world.size} x {run.world.device.type}, {config.precision}, {run.execution}"
+    share = counted(config.batch_size // run.world.size, "image")
     _log.info(objective(config))
-    _log.info(f"{config.backbone}, {place}, {config.batch_size // run.world.size} images a step and rank")
+    _log.info(f"{config.backbone}, {place}, {share} a step and rank")
     labels = "" if data.labelled is None else f", {len(data.labelled):,} of them with labels for the MMNN"
-    classes = f"in {len(data.train.classes):,} classes" if data.train.classes else "without labels"
-    _log.info(f"{len(data.train):,} images {classes}{labels}")
+    classes = f"in {counted(len(data.train.classes), 'class')}" if data.train.classes else "without labels"
+    _log.info(f"{counted(len(data.train), 'image')} {classes}{labels}")
     for images in (data.train, data.held_out):
         skipped = () if images is None else images.skipped
         for name, reason in skipped[:_SHOWN]:
@@ -165,21 +169,33 @@ def fit(run: Run, log: RunLog) -> None:
         measure_knn(run, log)
         if run.done == run.total:
             resume.save(run, must=True)
-    while run.done < run.total:
-        train_epoch(run, make_step, log)
-        finish_epoch(run, log)
+    if run.done < run.total:
+        while run.done < run.total:
+            train_epoch(run, make_step, log)
+            finish_epoch(run, log)
+        if run.world.main:
+            draw_curves(run, log)
     _log.info(f"done in {duration(time.monotonic() - started)}: {run.config.output}")
+
+
+def draw_curves(run: Run, log: RunLog) -> None:
+    """Draw plot.png, as ``cocor-plot`` does, if matplotlib is installed."""
+    output = run.config.output
+    with suppress(UserError):
+        plot.draw({output.resolve().name: read_run(output)}, output / run_dir.PLOT)
+        log.event(PICTURE, run.done, run.config.epochs, {"file": run_dir.PLOT})
 
 
 def train_epoch(run: Run, make_step: Callable[[Batch, Batch | None, int], Metrics], log: RunLog) -> None:
     """Train the rest of an epoch, with checkpoints when they are due."""
     config = run.config
     epoch, first = divmod(run.done, run.loader.steps_per_epoch)
-    sheet = config.output / "views.png"
+    sheet = config.output / run_dir.VIEWS
     with closing(run.pairs(epoch, first)) as batches:
         for batch, labelled in log.timed(batches):
             if run.world.main and not sheet.exists():
                 save_view_sheet(batch, sheet)
+                log.event(PICTURE, run.done, epoch, {"file": run_dir.VIEWS})
             # Dropout and the like: checkpoints need no generator state, and it does not matter who else draws from it.
             torch.manual_seed((config.seed * 1_000_003 + run.done * 4096 + run.world.rank) % 2**63)
             metrics = make_step(batch, labelled, run.done)
@@ -241,7 +257,7 @@ def measure_knn(run: Run, log: RunLog) -> None:
     """Measure k-NN accuracy on the main rank; a signal interrupts it. Collective."""
     finished = True
     if run.knn is not None:
-        with uncompiled():
+        with torch.compiler.set_stance("force_eager"):  # for its odd batch sizes
             result = run.knn(run.step.method.backbone, interrupted=signals.requested)
         finished = result is not None
         if result is not None:
@@ -249,6 +265,6 @@ def measure_knn(run: Run, log: RunLog) -> None:
             values = {"accuracy": result.accuracy, "k": result.k, "queries": result.queries, "bank": result.bank}
             log.event("knn", run.done, epoch, values)
             note = f" ({result.note})" if result.note else ""
-            _log.info(f"k-NN accuracy after {epoch} epochs: {result.accuracy:.1%}{note}")
+            _log.info(f"k-NN accuracy after {counted(epoch, 'epoch')}: {result.accuracy:.1%}{note}")
             run.health.check_knn(result.accuracy, result.queries, epoch)
     (run.knn_is_due,) = map(bool, run.any_rank.now(not finished))

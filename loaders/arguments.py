@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from loaders import __version__
 from loaders.errors import UserError
 from loaders.files import check_file
 from loaders.text import printable
@@ -18,6 +19,11 @@ _MOST = 2**31 - 1
 
 class Parser(argparse.ArgumentParser):
     """Raise :class:`UserError` where argparse would print its usage and exit."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if " " not in self.prog:  # not of a command's commands
+            self.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
 
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ")

@@ -22,6 +22,8 @@ class Batch:
     - ``composites`` (L, B, 3, H, W): one composite view a length, in the order of the plan's lengths.
     - ``composition`` (L, B, 14) uint8: how often each basic augmentation of :mod:`loaders.views.ops` was applied.
     - ``label`` (B,) int64, -1 where there is none; ``index`` (B,) int64, the sample's place in the data set.
+    - ``parameters`` (V, B, 16) float32: what was done to each contrastive view, the numbers of
+      :data:`loaders.views.parameters.PARAMETERS`; None unless the plan asks for them.
     """
 
     views: Tensor
@@ -30,6 +32,7 @@ class Batch:
     composition: Tensor
     label: Tensor
     index: Tensor
+    parameters: Tensor | None = None
 
 
 class Loader(Protocol):

@@ -57,7 +57,6 @@ def replacing(path: Path) -> Iterator[Path]:
         yield temporary
         sync(temporary)
         temporary.replace(path)
-        sync_rename(path.parent)
     except OSError as error:
         advice = remedy(error.errno, "free some space or choose another --output")
         raise UserError(f"cannot write {path.name} in {path.parent}: {error.strerror or error}; {advice}") from error
@@ -72,17 +71,8 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def sync_rename(folder: Path) -> None:
-    """Flush the names in ``folder`` to the disk."""
-    try:
-        sync(folder)
-    except OSError as error:  # from some network file systems
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):
-            raise
-
-
 def sync(path: Path) -> None:
-    """Flush a file or folder to the disk."""
+    """Flush a file to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

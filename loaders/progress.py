@@ -63,13 +63,15 @@ class Pulse:
 
 
 @contextmanager
-def patience(text: str) -> Iterator[None]:
-    """Print ``text`` and the elapsed seconds every 30 s while the block runs."""
+def patience(text: str, first: float | None = None) -> Iterator[None]:
+    """Print ``text`` and the elapsed seconds every 30 s, or first after ``first``, while the block runs."""
     began, over = time.monotonic(), threading.Event()
 
     def say() -> None:
-        while not over.wait(_LINE_EVERY_S):
+        wait = first or _LINE_EVERY_S
+        while not over.wait(wait):
             print(f"{text}: {time.monotonic() - began:.0f} s so far", file=sys.stderr, flush=True)
+            wait = _LINE_EVERY_S
 
     thread = threading.Thread(target=say, daemon=True)
     thread.start()

@@ -24,6 +24,11 @@ def printable(name: str | os.PathLike[str]) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def counted(count: int, noun: str) -> str:
+    """Return ``1 step``, ``2,000 steps``; a noun in -s, as class, takes -es."""
+    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
+
+
 def print_everything() -> None:
     """Let standard streams escape what they cannot encode: ``print`` would raise."""
     for stream in (sys.stdout, sys.stderr):

@@ -120,7 +120,7 @@ def corner_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def unbroken(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """MoCo + CoCor, two epochs through DALI, with a checkpoint after every step. Read only, do not change."""
     folder = tmp_path_factory.mktemp("runs") / "unbroken"

@@ -8,6 +8,8 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
+from scipy import stats
+
 from benchmarks.common import markdown
 from benchmarks.evidence.runner import Training
 from cocor.monitor.metrics_file import epochs_of, lengths_of, read_run
@@ -15,6 +17,8 @@ from cocor.panels import legend, panels
 from loaders.errors import UserError
 
 NAMES = {"moco": "MoCo v2", "simsiam": "SimSiam", "supcon": "SupCon", "byol": "BYOL", "intl": "INTL"}
+_KEPT = {"mean_r2": "composition kept, R^2, %", "hue": "hue, %", "turn": "quarter turn, %", "same_hue": "same hue, %"}
+_FEWEST = 3  # seeds of which a deviation, an interval and a p value say anything
 _KINDS = ("similarity", "target")
 _MOST_SIMILARITIES, _MOST_INSIDE = 6, 6  # panels of single variants; names in a legend that fits beside the curves
 _COLOURS, _STYLES = 10, ("-", "--", ":")  # of curves in one panel
@@ -46,19 +50,35 @@ def measured(training: Training) -> Run:
         "images_per_s": round(statistics.median(rates), 1) if rates else math.nan,
         "last": {key: value for key, value in (steps[-1] if steps else {}).items() if isinstance(value, float)},
     }  # fmt: skip
-    if training.linear and record["linear"]:
-        run["linear"] = json.loads((training.folder / "linear" / "linear.json").read_text())["result"]["top1"]
+    results = {name: training.folder / name / f"{name}.json" for name in training.probes if name in record}
+    probes = {name: json.loads(path.read_text())["result"] for name, path in results.items()}
+    if "linear" in probes:
+        run["linear"] = probes["linear"]["top1"]
+    if "invariance" in probes:
+        run["invariance"] = {key: probes["invariance"][0][key] for key in _KEPT}
     return run
 
 
-def spread(values: Sequence[float], scale: float = 100.0, sign: str = "") -> str:
-    """Format mean and deviation of what was measured: ``76.3 ± 0.4``."""
-    known = [value * scale for value in values if not math.isnan(value)]
-    if not known:
-        return "-"
-    deviation = f" ± {statistics.stdev(known):.1f}" if len(known) > 1 else ""
-    missing = f" ({len(known)} of {len(values)})" if len(known) < len(values) else ""
-    return f"{statistics.fmean(known):{sign}.1f}{deviation}{missing}"
+def values(of_seeds: Sequence[float], scale: float = 100.0) -> str:
+    """Format what was measured: ``68.3, 68.1``; of three and more ``76.3 ± 0.4``."""
+    known = [value * scale for value in of_seeds if not math.isnan(value)]
+    missing = f" ({len(known)} of {len(of_seeds)})" if len(known) < len(of_seeds) else ""
+    if len(known) < _FEWEST:
+        return ", ".join(f"{value:.1f}" for value in known) + missing if known else "-"
+    return f"{statistics.fmean(known):.1f} ± {statistics.stdev(known):.1f}{missing}"
+
+
+def gain(differences: Sequence[float]) -> str:
+    """Format paired differences: ``+2.8, +4.6``; of three and more with interval and p.
+
+    The interval is Student's, of 95 %, and p that of the two-sided paired t test.
+    """
+    percent = [100 * value for value in differences if not math.isnan(value)]
+    if len(percent) < _FEWEST:
+        return ", ".join(f"{value:+.1f}" for value in percent) or "-"
+    test = stats.ttest_1samp(percent, 0.0)
+    low, high = test.confidence_interval(0.95)
+    return f"{statistics.fmean(percent):+.1f} [{low:+.1f}, {high:+.1f}], p {test.pvalue:.2g}"
 
 
 def grouped(runs: Sequence[Run]) -> dict[tuple[str, str], list[Run]]:
@@ -71,23 +91,25 @@ def table(runs: Sequence[Run]) -> str:
     accuracies: dict[str, Callable[[Run], float]] = {"k-NN accuracy, %": lambda run: run["knn"][-1][1]}
     if any("linear" in run for run in runs):
         accuracies["linear accuracy, %"] = lambda run: run.get("linear", math.nan)
+    kept = _KEPT if any("invariance" in run for run in runs) else {}
     titles = ["method", *(title for name in accuracies for title in (name, "gain over plain")), "seeds", "epochs",
-              "minutes", "images/s", "similarity / target", "gradient share"]  # fmt: skip
+              "minutes", "images/s", "similarity / target", "gradient share", *kept.values()]  # fmt: skip
     lines, groups = [], grouped(runs)
     for (method, variant), group in groups.items():
         line = [f"{NAMES[method]} {group[0]['title']}"]
         plain = {run["seed"]: run for run in groups.get((method, "plain"), []) if variant != "plain"}
         for value in accuracies.values():
-            gains = [value(run) - value(plain[run["seed"]]) for run in group if run["seed"] in plain]
-            line += [spread([value(run) for run in group]), spread(gains, sign="+")]
+            line += [values([value(run) for run in group])]
+            line += [gain([value(run) - value(plain[run["seed"]]) for run in group if run["seed"] in plain])]
         last = {(kind, n): statistics.fmean(run[kind][n][-1][1] for run in group)
                 for kind in ("similarity", "target") for n in group[0][kind]}  # fmt: skip
         ends = [f"{last['similarity', n]:.2f}/{last['target', n]:.2f}" for n in sorted(group[0]["target"])]
         norms = [[run["last"].get(f"gradient_{kind}") for kind in ("consistency", "contrastive")] for run in group]
         line += [str(len(group)), "/".join(dict.fromkeys(f"{run['knn'][-1][0]:.0f}" for run in group)),
-                 spread([run["minutes"] for run in group], 1.0),
+                 values([run["minutes"] for run in group], 1.0),
                  f"{statistics.fmean(run['images_per_s'] for run in group):,.0f}", " ".join(ends) or "-",
-                 spread([one / (one + other) for one, other in norms if None not in (one, other)])]  # fmt: skip
+                 values([one / (one + other) for one, other in norms if None not in (one, other)])]  # fmt: skip
+        line += [values([run.get("invariance", {}).get(key, math.nan) for run in group]) for key in kept]
         lines.append(line)
     return markdown(titles, lines)
 

@@ -1,7 +1,7 @@
 """Runner of a study: trainings as processes, several at a time.
 
-Beside the folder of run NAME, ``NAME.txt`` and ``NAME.linear.txt`` hold what is printed, and ``NAME.done.json`` flags,
-settings, machine and the probe's images, so that other flags, configurations or defaults are noticed, not mixed in.
+Beside the folder of run NAME, ``NAME.txt`` and ``NAME.PROBE.txt`` hold what is printed, and ``NAME.done.json`` flags,
+settings, machine and the probes' images, so that other flags, configurations or defaults are noticed, not mixed in.
 """
 
 import json
@@ -11,9 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -33,7 +33,7 @@ _STOPPED = {signals.STOPPED, signals.INTERRUPTED, 128 + signal.SIGTERM, -signal.
 
 @dataclass(frozen=True)
 class Training:
-    """Run of a study; ``settings`` affect its steps, ``linear`` is data of its probe."""
+    """Run of a study; ``settings`` affect its steps, ``probes`` name the data of each."""
 
     method: str
     variant: Variant
@@ -41,7 +41,7 @@ class Training:
     folder: Path
     flags: dict[str, Any]
     settings: dict[str, Any]
-    linear: Path | None = None
+    probes: Mapping[str, Path] = field(default_factory=dict)  # by command of cocor-eval
 
     def beside(self, ending: str) -> Path:
         return self.folder.with_name(f"{self.folder.name}.{ending}")
@@ -60,21 +60,26 @@ class Training:
         if changed:
             words = ", ".join(sorted(changed))
             raise UserError(f"{self.folder}: a finished run with other {words}; choose another --output")
-        return self.linear is None or record["linear"] == str(self.linear)
+        return self.probe() is None
+
+    def probe(self) -> str | None:
+        """Return the next command of cocor-eval that has not been run."""
+        record = self.record()
+        return next((name for name, data in self.probes.items() if record.get(name) != str(data)), None)
 
     def mark(self) -> None:
         """Record that the run is trained or, if that was recorded before, evaluated."""
         flags = {key: str(value) for key, value in self.flags.items()}
-        new = {"flags": flags, "settings": self.settings, "machine": describe_machine(), "linear": None}
-        record = self.record()
-        write_json(self.beside("done.json"), record | {"linear": str(self.linear)} if record else new)
+        new = {"flags": flags, "settings": self.settings, "machine": describe_machine()}
+        record, probe = self.record(), self.probe()
+        write_json(self.beside("done.json"), record | {probe: str(self.probes[probe])} if record and probe else new)
 
     def command(self) -> list[str]:
         """Return the command of the training or, once that is done, of the evaluation."""
         words, values = ["cocor.train"], self.flags | {"output": self.folder, "resume": "auto"}
-        if self.record():  # architecture, stem and image size are stored with the weights
-            words, gpu = ["cocor.eval.cli", "linear", str(self.folder)], "yes" if int(self.flags["gpus"]) else "no"
-            values = {"data": self.linear, "output": self.folder / "linear", "gpu": gpu}
+        if self.record() and (probe := self.probe()):  # architecture, stem and size are stored with the weights
+            words, gpu = ["cocor.eval.cli", probe, str(self.folder)], "yes" if int(self.flags["gpus"]) else "no"
+            values = {"data": self.probes[probe], "output": self.folder / probe, "gpu": gpu}
         return [sys.executable, "-P", "-m", *words, *(f"{flag(key)}={value}" for key, value in values.items())]
 
 
@@ -91,8 +96,8 @@ def run_all(
     shared = {"OMP_NUM_THREADS": "1"} if jobs > 1 and not gpus else {}
 
     def execute(training: Training, slot: int, name: str) -> int:
-        probe = ": linear probe" if training.record() else ""
-        output = training.beside("linear.txt" if probe else "txt")
+        probe = training.probe() if training.record() else None
+        output = training.beside(f"{probe}.txt" if probe else "txt")
         output.parent.mkdir(parents=True, exist_ok=True)
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "start_new_session": True}
         # unbuffered, else the reason of a failure may not be the last line
@@ -103,7 +108,7 @@ def run_all(
                 return signals.STOPPED
             process = subprocess.Popen(training.command(), env=environment, stdout=file, **streams)
             running.add(process)
-        say(f"started {name}{probe}")
+        say(f"started {name}{f': {probe} probe' if probe else ''}")
         code = process.wait()
         running.remove(process)
         if code and code not in _STOPPED:

@@ -22,6 +22,8 @@ class Variant:
 PLAIN = Variant("plain", "plain", {"consistency": "none"})
 COCOR = Variant("cocor", "+ CoCor")
 CONSTANTS = Variant("constants", "+ CoCor, constants", {"mmnn": "constants"})
+PULL: Flags = {"mmnn": "none"}
+PLAIN_AS_LONG = Variant("plain-as-long", "plain, as long as + CoCor", PLAIN.flags, like="cocor")
 CENTRE: Flags = {
     "consistency_beta": 8.0, "consistency_weight": 10.0,
     "mmnn_shape": "concave", "mmnn_optimiser": "sgd", "mmnn_lr": 0.5,
@@ -52,7 +54,35 @@ def _tune(words: str, **flags: Any) -> Variant:
 STUDIES: dict[str, list[Variant]] = {
     "core": [PLAIN, COCOR, CONSTANTS],
     "cocor": [PLAIN, COCOR],
-    "clock": [PLAIN, COCOR, Variant("plain-as-long", "plain, as long as + CoCor", PLAIN.flags, like="cocor")],
+    "clock": [PLAIN, COCOR, PLAIN_AS_LONG],
+    "decisive": [  # do learned targets do anything that a pull towards more views does not?
+        PLAIN,
+        COCOR,
+        CONSTANTS,
+        Variant("no-target", "+ pull, no target", PULL),
+        Variant("near-1", "+ CoCor, constants 0.99 0.985 0.98", CONSTANTS.flags | {"constants": "0.99,0.985,0.98"}),
+        Variant("shuffled", "+ CoCor, shuffled labels", {"shuffle_labels": True}),
+        Variant("clean-view", "+ pull to the clean view", PULL | {"pool": "identity"}),
+        Variant("multiview", "composites as positives", {"consistency": "none", "auxiliary": "multiview"}),
+        Variant("strong-view", "a composite as second view", {"consistency": "none", "auxiliary": "strongview"}),
+        Variant("heavy", "+ CoCor, weight 30", {"consistency_weight": 30.0}),
+        Variant("heavy-no-target", "+ pull, no target, weight 30", PULL | {"consistency_weight": 30.0}),
+        Variant("heaviest", "+ CoCor, weight 100", {"consistency_weight": 100.0}),
+        Variant("heaviest-no-target", "+ pull, no target, weight 100", PULL | {"consistency_weight": 100.0}),
+        PLAIN_AS_LONG,
+    ],
+    "cheap": [  # ahead of the plain method at equal time?
+        PLAIN,
+        COCOR,
+        PLAIN_AS_LONG,
+        Variant("one-length", "+ CoCor, one length a step", {"lengths_per_step": 1}),
+        Variant("one-pull", "+ pull, one length a step", PULL | {"lengths_per_step": 1}),
+        Variant(
+            "one-small-pull",
+            "+ pull, one length of 24 pixels a step",
+            PULL | {"lengths_per_step": 1, "composite_size": 24},
+        ),
+    ],
     "mmnn": [COCOR, CONSTANTS],
     "hypergradient": _each("hypergradient", "exact", "taylor", "released"),
     "lengths": [PLAIN, *_each("lengths", "1", "2", "3", "5", "10", "1,2,3")],

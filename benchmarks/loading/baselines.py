@@ -2,8 +2,7 @@
 
 DALI's graph is written for speed: each file is decoded once, a contrastive view takes one colour operator, and a blur
 if it gets one. torchvision is used as in tutorials: a worker opens a file, makes its views one by one and sends float32
-tensors. libjpeg-turbo is called through FFCV's library, so that the FFCV loader is compared with the same decoder, or
-through torchvision's if FFCV is not installed.
+tensors. libjpeg-turbo is called by simplejpeg.
 """
 
 import shutil
@@ -13,12 +12,10 @@ from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
-from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import v2
 
 from benchmarks.loading.stages import FULL, PLAIN, Stage
@@ -178,28 +175,6 @@ def to_batch(views: list[Tensor], device: torch.device, dtype: torch.dtype) -> B
 
 def pillow_decode(data: bytes) -> object:
     return Image.open(BytesIO(data)).convert("RGB")
-
-
-def turbo_decoder() -> tuple[Decode, str]:
-    """Return libjpeg-turbo, and the name of the library that it is called through."""
-    try:
-        from ffcv.libffcv import imdecode
-    except ImportError:
-        tensor = lambda data: torch.frombuffer(bytearray(data), dtype=torch.uint8)  # noqa: E731
-        return lambda data: decode_jpeg(tensor(data), mode=ImageReadMode.RGB), "libjpeg-turbo through torchvision.io"
-    room = np.empty(1, np.uint8)
-
-    def decode(data: bytes) -> object:
-        nonlocal room
-        width, height = Image.open(BytesIO(data)).size
-        if len(room) < height * width * 3:
-            room = np.empty(height * width * 3, np.uint8)
-        pixels = room[: height * width * 3].reshape(height, width, 3)
-        if imdecode(np.frombuffer(data, np.uint8), pixels, height, width, height, width):
-            raise ValueError("libjpeg-turbo cannot decode this image")
-        return pixels
-
-    return decode, "libjpeg-turbo through FFCV"
 
 
 def decodable(decode: Decode, name: str, paths: Sequence[str]) -> tuple[list[bytes], str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.images import Images, store
+from benchmarks.images import store
 from benchmarks.loading.contenders import Contender, Request, Source, labelled, open_source, premade, synthetic_batch
 from benchmarks.loading.stages import Stage, views_of
 from benchmarks.loading.timing import Window, completed, milliseconds, time_together, time_windows
@@ -31,6 +31,7 @@ from cocor.models import build_method, build_target
 from cocor.step.compile import choose, executable
 from cocor.step.cudagraph import WARM_UP
 from cocor.step.step import TrainingStep
+from loaders.datasets.dataset import ImageDataset
 from loaders.datasets.stored import open_stored
 from loaders.views.order import CyclicOrder
 
@@ -98,15 +99,15 @@ class _Rank:
     note: str = ""
 
 
-def measure(contender: Contender, stage: Stage, images: Images, settings: Settings) -> Measured | Absent:
+def measure(contender: Contender, stage: Stage, images: ImageDataset, settings: Settings) -> Measured | Absent:
     """Measure a case on all ranks at once."""
-    beton = _beton(images) if contender == "ffcv" else None
-    if isinstance(beton, str):
-        return Absent(contender, stage, beton)
+    source = _beton(images) if contender == "ffcv" else images
+    if isinstance(source, str):
+        return Absent(contender, stage, source)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = int(listener.getsockname()[1])
-    jobs = [(_measure_rank, (contender, stage, images, beton, settings, rank, port)) for rank in range(settings.ranks)]
+    jobs = [(_measure_rank, (contender, stage, source, settings, rank, port)) for rank in range(settings.ranks)]
     compiles = stage == "step" and settings.execution in ("compiled", "fused")
     answers = in_processes(jobs, 4 * settings.seconds + (_COMPILING if compiles else _PATIENCE))
     failures = [answer for answer in answers if isinstance(answer, str)]
@@ -114,14 +115,15 @@ def measure(contender: Contender, stage: Stage, images: Images, settings: Settin
 
 
 @cache
-def _beton(images: Images) -> Path | str:
+def _beton(images: ImageDataset) -> Path | str:
     """Convert the images for the FFCV loader, or say why that fails."""
     return in_processes([(store, (images,))], _CONVERTING)[0]
 
 
 def _measure_rank(
-    contender: Contender, stage: Stage, images: Images, beton: Path | None, settings: Settings, rank: int, port: int
+    contender: Contender, stage: Stage, source: ImageDataset | Path, settings: Settings, rank: int, port: int
 ) -> _Rank:
+    """Measure one rank on a data set, or on the ``.beton`` file at a path."""
     if settings.ranks > 1:  # as torchrun tells its ranks
         os.environ |= {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(settings.ranks),
@@ -129,7 +131,7 @@ def _measure_rank(
         }  # fmt: skip
     world = init(settings.on_gpu)
     request = Request(
-        contender, stage, images.dataset() if beton is None else open_stored(beton),
+        contender, stage, open_stored(source) if isinstance(source, Path) else source,
         settings.batch_size // settings.ranks, settings.size, world.device,
         torch.bfloat16 if settings.on_gpu else torch.float32, settings.workers, settings.hw_decoder_load,
         rank, settings.ranks,

@@ -10,6 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
+import simplejpeg
 import torch
 
 from benchmarks.loading import baselines
@@ -158,6 +159,6 @@ def _dali(request: Request) -> Source:
 
 
 def _decoder(request: Request) -> Source:
-    decoder, name = (baselines.pillow_decode, "Pillow") if request.contender == "pillow" else baselines.turbo_decoder()
-    files, note = baselines.decodable(decoder, name, request.dataset.paths)
+    decoder = baselines.pillow_decode if request.contender == "pillow" else simplejpeg.decode_jpeg
+    files, note = baselines.decodable(decoder, request.contender, request.dataset.paths)
     return _data_loader_decode(request, decoder, files, note)

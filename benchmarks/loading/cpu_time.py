@@ -1,7 +1,7 @@
 """CPU time of this process and its descendants, at known moments.
 
-A reading may take long, and the CPU works on meanwhile: over a wall-clock time taken elsewhere, CPU time could add up
-to more cores than there are. So processes are read in one go, which is repeated if it took more than a millisecond.
+A reading takes time, in which the CPU works on: over a wall-clock time taken elsewhere, CPU time could add up to more
+cores than there are. So a reading has its own moment, the middle of it.
 """
 
 import os
@@ -9,8 +9,6 @@ import resource
 import time
 from dataclasses import dataclass
 from pathlib import Path
-
-_TRIES, _SHORT = 20, 0.001  # seconds
 
 
 @dataclass(frozen=True)
@@ -28,17 +26,10 @@ class Reading:
 def read() -> Reading:
     """Take a reading. Without /proc, children count only once they have ended."""
     family = _descendants()
-    shortest, reading = float("inf"), Reading(0.0, 0.0)
-    for _ in range(_TRIES):
-        before = time.perf_counter()
-        ended = resource.getrusage(resource.RUSAGE_CHILDREN)  # those that were waited for
-        used = time.process_time() + ended.ru_utime + ended.ru_stime + sum(map(_used, family))
-        took = time.perf_counter() - before
-        if took < shortest:
-            shortest, reading = took, Reading(before + took / 2, used)
-        if took < _SHORT:
-            break
-    return reading
+    before = time.perf_counter()
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)  # those that were waited for
+    used = time.process_time() + ended.ru_utime + ended.ru_stime + sum(map(_used, family))
+    return Reading((before + time.perf_counter()) / 2, used)
 
 
 def _used(process: int) -> float:

@@ -61,12 +61,9 @@ def ratios(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
             }
 
 
-def ratio_lines(cases: Sequence[Case], executor: dict[str, Any] | None) -> list[str]:
-    """Format the ratios, and that of the CPU executor against Pillow."""
+def ratio_lines(cases: Sequence[Case]) -> list[str]:
+    """Format the ratios."""
     lines = [f"{r['name']}: {r['samples_per_s']:.2f}x samples/s, {r['per_core']:.2f}x a core" for r in ratios(cases)]
-    if executor is not None:
-        both = f"{executor['ratio']:.1f}x ({executor['box_ratio']:.1f}x box blur)"
-        lines.append(f"CPU executor / Pillow, views a core: {both}")
     return ["with all six views:", *lines] if lines else []
 
 

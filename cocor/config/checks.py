@@ -4,10 +4,11 @@ A flag that the other settings make irrelevant is a warning. Keys of a config fi
 several runs.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from cocor.auxiliary import AUXILIARIES
 from cocor.config.options import Config
 from cocor.config.parse import check_bounds, flag, shown
 from cocor.methods import METHODS, method_class, owners, spec
@@ -27,9 +28,10 @@ _MMNN = (
     *("mmnn_wait_epochs", "mmnn_warmup_epochs", "classifier_lr", "classifier_weight_decay"),
     *("labelled_batch_size", "label_split", "label_fraction", "shuffle_labels"),
 )
-_CONSISTENCY = (
-    *("preset", "consistency_weight", "consistency_beta", "lengths", "lengths_per_step", "composite_size", "pool"),
-    *("magnitudes", "composite_order", "recipe", "released_originals", "mmnn", "constants", *_MMNN),
+_CONSISTENCY = ("preset", "consistency_weight", "consistency_beta", "mmnn", "constants", *_MMNN)
+_COMPOSITES = (
+    *("lengths", "lengths_per_step", "composite_size", "pool", "magnitudes", "composite_order", "recipe"),
+    "released_originals",
 )
 _KNN = ("val_data", "knn_k", "knn_temperature")
 _IMAGES = ("data", "verify_data", "labels", "label_split", "label_fraction", "on_error", "knn_every", *_KNN)
@@ -44,6 +46,7 @@ NEEDS = (
     Need(("decay_biases",), "with --weight-decay above 0 or --optimiser lars",
          lambda c: c.weight_decay > 0 or c.optimiser == "lars"),
     Need(_CONSISTENCY, "with --consistency softplus|abs", lambda c: c.consistency != "none"),
+    Need(_COMPOSITES, "with --consistency softplus|abs or an --auxiliary of composites", lambda c: c.has_composites),
     Need(("consistency_beta",), "with --consistency softplus and targets",
          lambda c: c.consistency == "softplus" and c.mmnn != "none"),
     Need(("constants",), "with --mmnn learned|constants", lambda c: c.mmnn != "none"),
@@ -69,11 +72,16 @@ def needs() -> list[Need]:
         f"with --mmnn learned, --method {'|'.join(by_labels)} or --knn-every above 0",
         lambda c: c.method in by_labels or c.knn_every > 0 or c.learns_targets,
     )
-    return [*NEEDS, labels, *(_of_methods(key, methods) for key, methods in owners().items())]
+    return [*NEEDS, labels, *_of_owners("method", METHODS), *_of_owners("auxiliary", AUXILIARIES)]
 
 
-def _of_methods(key: str, methods: list[str]) -> Need:
-    return Need((key,), f"with --method {'|'.join(methods)}", lambda c: c.method in methods)
+def _of_owners(choice: str, table: Mapping[str, Any]) -> list[Need]:
+    """Return the conditions of options that are for some values of ``choice`` only."""
+
+    def need(key: str, names: list[str]) -> Need:
+        return Need((key,), f"with {flag(choice)} {'|'.join(names)}", lambda c: getattr(c, choice) in names)
+
+    return [need(key, names) for key, names in owners(table).items()]
 
 
 def warnings(config: Config, keys: Iterable[str], launched: bool = False) -> list[str]:
@@ -119,6 +127,8 @@ def check(config: Config) -> None:
             c.consistency == "abs" and c.execution in ("compiled", "fused"),
         f"--execution {c.execution}: LARS cannot be recorded; use compiled with --optimiser lars":
             c.optimiser == "lars" and c.execution in ("graph", "fused"),
+        f"hypergradient: {c.hypergradient} compares losses that --auxiliary {c.auxiliary} is no part of; use exact":
+            learned and c.hypergradient != "exact" and c.auxiliary != "none",
         "--mmnn none pulls alike on all views, which is no --consistency abs; leave that out":
             c.consistency == "abs" and c.mmnn == "none",
         "--cpu-ranks needs --gpus 0": c.cpu_ranks > 1 and bool(c.gpus),
@@ -139,8 +149,7 @@ def check_ranks(config: Config, ranks: int) -> None:
             raise UserError(f"{key}: {size} on {ranks} ranks is {size // ranks} each; BatchNorm needs 2")
     derives = config.consistency == "abs" and config.mmnn == "learned" and config.hypergradient == "exact"
     if derives and config.sync_bn and ranks > 1:
-        raise UserError(
-            "sync_bn: consistency abs needs forward derivatives, which synchronised BatchNorm lacks; "
-            "use --hypergradient taylor, --consistency softplus or --no-sync-bn"
-        )
+        remedy = "use --hypergradient taylor, --consistency softplus or --no-sync-bn"
+        raise UserError(f"sync_bn: consistency abs needs derivatives that synchronised BatchNorm lacks; {remedy}")
     method_class(config.method).check(config, ranks)
+    method_class(config.auxiliary, AUXILIARIES).check(config)

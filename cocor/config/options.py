@@ -12,13 +12,15 @@ from typing import Any, Literal
 
 import yaml
 
+from cocor.auxiliary import AUXILIARIES
 from cocor.config.parse import option
-from cocor.methods import METHODS
+from cocor.methods import METHODS, spec
 from loaders.files import write_text
 from loaders.views.ops import POOLS, Magnitudes, Order
 
 Loader = Literal["dali", "torch", "synthetic", "ffcv"]
 Consistency = Literal["softplus", "abs", "none"]
+Tracker = Literal["tensorboard", "wandb", "mlflow"]
 Execution = Literal["auto", "eager", "compiled", "graph", "fused"]
 
 # Options that --preset sets, over the method's own. Which are best depends on the method, so "tuned" leaves them to it.
@@ -114,6 +116,17 @@ class Config:
     classifier_lr: float = option(0.4, "learning rate of the classifier that guides the MMNN", low=0)
     classifier_weight_decay: float = option(1e-4, "its weight decay", low=0)
 
+    # Auxiliaries; each class lists the options that it uses
+    auxiliary: str = option("none", "objective beside the method's, of a rival of CoCor", choices=AUXILIARIES)
+    auxiliary_weight: float = option(1.0, "weight of its loss", low=0)
+    auxiliary_pairs: Literal["views", "composites"] = option(
+        "views", "what it compares: both contrastive views, or original and composites"
+    )
+    auxiliary_temperature: float = option(0.2, "temperature of its loss", low=1e-3)
+    augself_targets: tuple[Literal["crop", "color", "blur", "flip", "grey"], ...] = option(
+        ("crop", "color"), "differences of views to predict"
+    )
+
     # Contrastive views
     crop_scale_min: float = option(0.2, "least share of the image's area in a random crop", low=1e-3, high=1)
     brightness: float = option(0.4, "strength of the brightness jitter", low=0)
@@ -138,6 +151,7 @@ class Config:
 
     # Reports and checkpoints
     log_every: int = option(50, "steps between two log lines", low=1)
+    track: tuple[Tracker, ...] | None = option(None, "tools that also show the run; several: tensorboard,wandb")
     on_nan: Literal["stop", "skip"] = option("stop", "what to do about a step whose loss is NaN or infinite")
     log_samples: bool = option(False, "record the samples of every step in metrics.jsonl")
     checkpoint_every_epochs: int = option(1, "epochs between two checkpoints", low=1)
@@ -159,6 +173,23 @@ class Config:
     def learns_targets(self) -> bool:
         """Tell whether the MMNN is learned, which takes some labels (paper, eq. 4)."""
         return self.consistency != "none" and self.mmnn == "learned"
+
+    @property
+    def has_composites(self) -> bool:
+        """Tell whether a step trains on composites, which loaders then make."""
+        asked = spec(self.auxiliary, AUXILIARIES)
+        in_pairs = "auxiliary_pairs" in asked.options and self.auxiliary_pairs == "composites"
+        return self.consistency != "none" or asked.composites or in_pairs
+
+    @property
+    def has_center(self) -> bool:
+        """Tell whether a step needs the central crop as its original."""
+        return spec(self.auxiliary, AUXILIARIES).original and not self.has_composites
+
+    @property
+    def has_parameters(self) -> bool:
+        """Tell whether a step needs the parameters of the contrastive views."""
+        return spec(self.auxiliary, AUXILIARIES).view_parameters and self.auxiliary_pairs == "views"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for YAML and checkpoints: texts for paths, lists."""
@@ -183,7 +214,7 @@ ONE_START = frozenset({"resume", "overwrite", "dry_run", "profile", "verify_data
 FREE_TO_CHANGE = ONE_START | {
     *("preset", "data", "val_data", "labels", "label_split", "loader", "on_error", "output", "init"),
     *("gpus", "max_restarts", "cpu_ranks", "workers", "hw_decoder_load", "execution"),
-    *("log_every", "on_nan", "log_samples", "checkpoint_every_epochs", "checkpoint_every_minutes"),
+    *("log_every", "track", "on_nan", "log_samples", "checkpoint_every_epochs", "checkpoint_every_minutes"),
     *("keep_checkpoints", "keep_every_epochs", "knn_every", "knn_k", "knn_temperature"),
 }
 

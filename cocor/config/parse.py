@@ -237,23 +237,12 @@ def _metavar(kind: Any) -> str:
     return {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", bool: "BOOL"}[kind]
 
 
-class _AsWritten(str):
-    """The text of a YAML scalar that YAML would parse as a number or a date."""
+class _TextLoader(yaml.BaseLoader):
+    """YAML whose scalars stay text, as convert() knows the type of a key; repeated keys are an error."""
 
-    def __repr__(self) -> str:
-        return str(self)
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """YAML's safe subset, but repeated keys are an error, and numbers stay text."""
-
-    # YAML keeps the last of repeated keys in silence. It would parse 010 as eight, 1:30 as ninety, and the name of a
-    # folder 2024_01_02 as 20240102; convert() knows the type of a key.
+    # YAML would parse 010 as eight, 1:30 as ninety, and the name of a folder 2024_01_02 as 20240102.
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        if any(key.tag.endswith(":merge") for key, _ in node.value):
-            message = "<< is not known; name a file to build on with defaults:"
-            raise yaml.constructor.ConstructorError(None, None, message)
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
@@ -261,8 +250,8 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-for _kind in ("int", "float", "timestamp"):
-    _StrictLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", lambda loader, node: _AsWritten(node.value))
+_TextLoader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("(~|null|)$"), ["~", "n", ""])
+_TextLoader.add_constructor("tag:yaml.org,2002:null", lambda loader, node: None)
 
 
 def read_yaml(options: type, path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -298,10 +287,10 @@ def _as_in_a_shell(value: Any) -> Any:
 
 def _mapping(path: Path, origin: str) -> dict[Any, Any]:
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
+        values = yaml.load(path.read_text(encoding="utf-8"), _TextLoader)
     except OSError as error:
         raise UserError(f"--config {path}{origin}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, KeyError) as error:  # the last for `!!bool maybe`
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if values is None:
         return {}

@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from cocor.auxiliary import AUXILIARIES
 from cocor.config import parse
 from cocor.config.checks import check
 from cocor.config.options import BEFORE, PRESETS, Config
@@ -22,6 +23,7 @@ GROUPS = {  # the first field of each group
     "method": "model and optimisation",
     "queue_size": "methods",
     "consistency": "CoCor",
+    "auxiliary": "auxiliaries",
     "crop_scale_min": "contrastive views",
     "gpus": "machine",
     "log_every": "reports and checkpoints",
@@ -52,7 +54,11 @@ def load(argv: Sequence[str] | None = None) -> Config:
 
 def read(argv: Sequence[str] | None = None) -> tuple[Config, list[str]]:
     """Do as :func:`load`, and also return the keys of the flags that were given."""
-    titles = {key: ", ".join(spec(method).title for method in methods) for key, methods in owners().items()}
+    titles = {
+        key: ", ".join(spec(name, table).title for name in names)
+        for table in (METHODS, AUXILIARIES)
+        for key, names in owners(table).items()
+    }
     parser = parse.parser(Config, "cocor-train", _DESCRIPTION, GROUPS, _NOTES | _method_notes(), titles)
     flags, file = parse.read_flags(Config, parser, sys.argv[1:] if argv is None else argv)
     values = {} if file is None else parse.read_yaml(Config, file)
@@ -62,8 +68,9 @@ def read(argv: Sequence[str] | None = None) -> tuple[Config, list[str]]:
 
 
 def _method_notes() -> dict[str, str]:
-    """Describe defaults by method: ``default: 0.03; simsiam: 0.05``."""
-    plain, own = Config(), {method: spec(method).defaults for method in METHODS}
+    """Describe defaults by method or auxiliary: ``default: 0.03; simsiam: 0.05``."""
+    plain = Config()
+    own = {name: spec(name, table).defaults for table in (METHODS, AUXILIARIES) for name in table}
     notes = {}
     for key in dict.fromkeys(key for values in own.values() for key in values):
         general = getattr(plain, key)
@@ -74,15 +81,19 @@ def _method_notes() -> dict[str, str]:
 
 
 def resolve(values: Mapping[str, Any], name: str | None = None) -> Config:
-    """Complete ``values`` by the method's defaults, then the general, and check.
+    """Complete ``values`` by the auxiliary's defaults, the method's, the general; check.
 
     ``name`` (the config file's stem) names the default output folder.
     """
-    method = values.get("method", Config.method)
-    baseline = values.get("consistency", Config.consistency) == "none"
-    folder = Path("runs") / (name or f"{method}{'' if baseline else '_cocor'}")
+    method, auxiliary = values.get("method", Config.method), values.get("auxiliary", Config.auxiliary)
+    parts = [method]
+    if values.get("consistency", Config.consistency) != "none":
+        parts.append("cocor")
+    if auxiliary != "none":
+        parts.append(auxiliary)
+    folder = Path("runs") / (name or "_".join(parts))
     preset = PRESETS.get(values.get("preset", Config.preset), {})  # an unknown one fails below
-    defaults = spec(method).defaults | preset
+    defaults = spec(method).defaults | preset | spec(auxiliary, AUXILIARIES).defaults
     epochs = values.get("epochs", defaults.get("epochs", Config.epochs))
     if "warmup_epochs" in defaults:  # a short run has no room for the warm-up of a long one
         defaults = defaults | {"warmup_epochs": min(defaults["warmup_epochs"], epochs // 10)}

@@ -21,11 +21,13 @@ from torch.distributed.rendezvous import rendezvous
 
 from cocor.distributed.env import RankEnv
 from loaders.errors import UserError
+from loaders.progress import patience
 
 T = TypeVar("T")
 
 _BUCKET_BYTES = 64 * 2**20
 _TIMEOUT = timedelta(minutes=10)  # long enough for one rank to write a checkpoint to slow storage while others wait
+_PATIENCE_S = 10.0  # to wait in silence for ranks to meet
 _STEPS_AHEAD = 4  # that the host may run ahead of the GPU
 
 # Renamed in PyTorch 2.14, which warns about the old name.
@@ -60,8 +62,10 @@ def init(use_gpu: bool) -> World:
         torch.cuda.set_device(device)  # before anything else, or every rank would also open a context on GPU 0
     if env.size > 1:
         env.set_address()
+        leftover = "; if there are none, unset RANK and WORLD_SIZE" if env.launcher == "torchrun" else ""
         try:
-            store, _, _ = next(rendezvous("env://", env.rank, env.size, timeout=_TIMEOUT))
+            with patience(f"rank {env.rank} waits for others of {env.size}{leftover}", _PATIENCE_S):
+                store, _, _ = next(rendezvous("env://", env.rank, env.size, timeout=_TIMEOUT))
         except dist.DistNetworkError as error:
             if "EADDRINUSE" not in str(error):
                 raise

@@ -21,12 +21,9 @@ def report(message: str, code: int) -> None:
         if code not in (USER_ERROR, STOPPED, INTERRUPTED):
             message = f"rank {env.rank} failed\n{message}"
         content = {"message": message, "code": code, "time": time.time(), "timestamp": int(time.time())}
-        with suppress(OSError):
-            try:
-                Path(path).write_text(json.dumps(content))
-                return
-            except OSError:  # a full disk; PyTorch's launcher fails at half a report
-                Path(path).unlink(missing_ok=True)
+        with suppress(OSError):  # a full disk
+            Path(path).write_text(json.dumps(content))
+            return
     try:
         print(message, file=sys.stderr)
     except OSError:  # a closed terminal
@@ -36,19 +33,11 @@ def report(message: str, code: int) -> None:
 
 
 def drop_unwritten(stream: TextIO) -> None:
-    """Discard what ``stream`` buffers if it cannot be written.
+    """Flush ``stream``, or lead it to the null device if it cannot be written.
 
     Python would try again, and fail, at exit and in forked data workers.
     """
     try:
         stream.flush()
-    except (OSError, ValueError):
-        with suppress(OSError, ValueError):  # a stream without a file descriptor
-            number, nowhere = stream.fileno(), os.open(os.devnull, os.O_RDWR)
-            kept = os.dup(number)
-            os.dup2(nowhere, number)
-            with suppress(OSError, ValueError):
-                stream.flush()
-            os.dup2(kept, number)
-            for handle in (kept, nowhere):
-                os.close(handle)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

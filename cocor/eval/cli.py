@@ -5,11 +5,10 @@
 
 Weights may be of any origin. Numbers go to the terminal and, with the picture, to ``--output``. Under torchrun ranks
 share the encoding and the search for neighbours; solvers run on the main rank alone, except in ``transfer``, where
-every rank solves the same probe to stay in step. Exit codes: 0 done, 2 a user's mistake, 130 and 143 interrupted.
+every rank solves the same probe to stay in step. Exit codes: 0 done, 2 a user's mistake, 130 interrupted.
 """
 
 import argparse
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -47,16 +46,7 @@ def _run(options: argparse.Namespace) -> None:
     from cocor.eval import commands
 
     run: Callable[[argparse.Namespace], None] = getattr(commands, options.command)
-    before = signal.signal(signal.SIGTERM, _leave)
-    try:
-        commands.on_device(options, run)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _leave(number: int, frame: object) -> None:
-    """Leave on SIGTERM, through the ``finally`` clauses, which end the data workers."""
-    raise SystemExit(128 + number)
+    commands.on_device(options, run)
 
 
 def _parser() -> Parser:
@@ -108,6 +98,17 @@ def _parser() -> Parser:
     retrieval.add_argument("--neighbours", type=positive, default=8, help="columns of the sheet (default 8)")
     retrieval.add_argument("--seed", type=seed, default=0, help="another seed shows other queries (default 0)")
 
+    neighbours = _command(add, "neighbours", "nearest neighbours of one image, listed and as a contact sheet")
+    what = "a file, or the name of one of the images in --data"
+    neighbours.add_argument("image", metavar="IMAGE", help=what)
+    _data(neighbours)
+    neighbours.add_argument("--neighbours", type=positive, default=8, help="how many (default 8)")
+
+    embed = _command(add, "embed", "write features, names and labels to a file")
+    _data(embed)
+    how = "draw them in a plane, in colours of their classes; umap needs umap-learn"
+    embed.add_argument("--picture", choices=["tsne", "umap"], help=how)
+
     several = "for several encoders side by side"
     consistency = _command(add, "consistency", f"similarity of composites by length and augmentation, {several}", True)
     _data(consistency)
@@ -148,8 +149,12 @@ def _command(add, name: str, text: str, several: bool = False) -> argparse.Argum
     parser: argparse.ArgumentParser = add.add_parser(name, help=text, description=text, allow_abbrev=False)
     parser.add_argument("weights", nargs="+" if several else 1, metavar="WEIGHTS", help=_WEIGHTS)
     add_encoder_flags(parser)
-    usual = "eval/RUN" if name == "transfer" else "eval/RUN/DATA"
-    parser.add_argument("--output", type=Path, metavar="DIR", help=f"for numbers and pictures (default: {usual})")
+    if name == "embed":
+        where = ".parquet, .npz or .zarr (default: eval/RUN/DATA/features.npz)"
+        parser.add_argument("--output", type=Path, metavar="FILE", help=where)
+    else:
+        usual = "eval/RUN" if name == "transfer" else "eval/RUN/DATA"
+        parser.add_argument("--output", type=Path, metavar="DIR", help=f"for numbers and pictures (default: {usual})")
     how = parser.add_argument_group("features")
     crops = "default: the protocol's; ten: for training images only"
     how.add_argument("--crop", choices=["full", "central", "ten"], help=crops)

@@ -3,15 +3,16 @@
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from cocor.distributed import collectives
 from cocor.distributed.env import RankEnv
-from cocor.eval import figures, options
+from cocor.eval import embeddings, figures, options
 from cocor.eval.datasets.protocols import FINETUNE, KNN_K, RECIPES, WAY_SHOTS
 from cocor.eval.datasets.splits import Splits
 from cocor.eval.detect.command import detection, draw_detections
@@ -37,7 +38,7 @@ from loaders.prep.demo import or_demo
 def on_device(args: argparse.Namespace, run: Callable[[argparse.Namespace], None]) -> None:
     """Call ``run`` on its device, as one rank if torchrun started several.
 
-    Raises UserError if ``--gpu yes`` finds no GPU, or if the GPU or the machine runs out of memory.
+    Raises UserError if ``--gpu yes`` finds no GPU.
     """
     if args.gpu == "yes" and not torch.cuda.is_available():
         raise UserError("--gpu yes: PyTorch finds no GPU; leave the flag out to use the CPU")
@@ -49,16 +50,7 @@ def on_device(args: argparse.Namespace, run: Callable[[argparse.Namespace], None
     options.check_writable(args)
     if getattr(args, "data", None) is not None:
         args.data = or_demo(args.data)
-    try:
-        run(args)
-    except (MemoryError, OSError, RuntimeError) as error:
-        text, batch = str(error), f"lower --batch-size ({args.batch_size})"
-        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text:
-            raise UserError(f"the GPU's memory is full: {batch}, or use --gpu no") from None
-        words = "can't allocate memory", "Cannot allocate memory", "not enough memory"
-        if isinstance(error, MemoryError) or any(word in text for word in words):
-            raise UserError(f"too little memory: {batch}, --image-size or --workers") from None
-        raise
+    run(args)
     collectives.shutdown()
 
 
@@ -188,6 +180,52 @@ def retrieval(args: argparse.Namespace) -> None:
     found = retrieve(queries, bank, rows=rows, k=args.neighbours, seed=args.seed, device=device)
     report = _about(encoder, splits, train=bank, test=queries) | {"result": found.plain(test, train)}
     _finish(args, encoder, "retrieval", found.lines(), report, save_sheet, found, test, train)
+
+
+def neighbours(args: argparse.Namespace) -> None:
+    """List and draw the nearest neighbours of one image."""
+    dataset = options.chosen_images(args)
+    query, place = options.chosen_query(args.image, dataset)
+    if args.neighbours > (count := len(dataset) - (place is not None)):
+        raise UserError(f"--neighbours {args.neighbours}: there are {count:,} images; use that or fewer")
+    encoder = options.chosen_encoder(args, args.weights[0])
+    how = options.extraction(args, encoder)
+    features = features_of(encoder, dataset, how, "images")
+    own = features_of(encoder, query, replace(how, cache=None), "query") if place is None else None
+    if not args.world.main:
+        return
+    others = features.usable()
+    others = others[others != (-1 if place is None else place)]
+    bank, images = features.subset(others), dataset.subset(others.numpy())
+    own = own or features.subset(torch.tensor([place]))
+    found = retrieve(own, bank, rows=1, k=args.neighbours, device=args.world.device)
+    result = found.plain(query, images)
+    row = result["rows"][0]
+    lines = [f"nearest neighbours of {row['query']} among {len(bank):,} images:"]
+    lines += [f"  {value:.4f}  {name}" for value, name in zip(row["similarities"], row["neighbours"], strict=True)]
+    report = {"encoder": encoder.describe(), "result": result}
+    _finish(args, encoder, f"neighbours_{Path(args.image).stem}", lines, report, save_sheet, found, query, images)
+
+
+def embed(args: argparse.Namespace) -> None:
+    """Write features, names and labels to a file, and draw them in a plane."""
+    if args.picture:
+        embeddings.check_projection(args.picture)
+    dataset = options.chosen_images(args)
+    encoder = options.chosen_encoder(args, args.weights[0])
+    features = features_of(encoder, dataset, options.extraction(args, encoder), "images")
+    if not args.world.main:
+        return
+    found = embeddings.of_images(features, dataset, encoder.digest)
+    path = args.output or _folder(args, encoder) / "features.npz"
+    embeddings.save(path, found)
+    print(f"{len(found.names):,} images, {found.features.shape[1]} features each: {path}", flush=True)
+    if args.picture:
+        shown = np.linspace(0, len(found.names) - 1, min(embeddings.MOST_POINTS, len(found.names))).round().astype(int)
+        points = embeddings.project(found.features[shown], args.picture)
+        title = f"{encoder.name}, {args.picture} of {len(shown):,} images"
+        named = [found.classes[label] if label >= 0 else "" for label in found.labels[shown].tolist()]
+        print(figures.drawn(path.with_suffix(".png"), figures.draw_points, title, points, named))
 
 
 def consistency(args: argparse.Namespace) -> None:

@@ -10,7 +10,6 @@ Under torchrun every rank computes whole batches of a single process, so feature
 import hashlib
 import json
 import logging
-import os
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -23,12 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cocor.data import file_states
 from cocor.distributed.collectives import World, barrier, together
 from cocor.eval.crops import Crop, CropPlan
 from cocor.eval.probes.online_knn import evaluating
 from cocor.eval.weights.load import Encoder
 from loaders.datasets.dataset import ImageDataset, OnError
-from loaders.datasets.stored import StoredDataset
 from loaders.errors import UserError
 from loaders.files import replacing
 from loaders.open import LoaderName, open_loader
@@ -104,25 +103,12 @@ class Extraction:
     def key(self, encoder: Encoder, dataset: ImageDataset) -> str:
         """Return the name of a cache entry: equal for equal features."""
         parts: list[str | int] = [encoder.digest, encoder.architecture, encoder.stem, dataset.digest]
-        parts += [self.crop, self.filter, self.size, self.loader, str(self.precision), _files(dataset)]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+        parts += [self.crop, self.filter, self.size, self.loader, str(self.precision)]
+        return hashlib.sha256(json.dumps([*parts, file_states(dataset)]).encode()).hexdigest()[:32]
 
     def path(self, encoder: Encoder, dataset: ImageDataset) -> Path | None:
         """Return the file of the cache for these features."""
         return None if self.cache is None else self.cache / f"{self.key(encoder, dataset)}.safetensors"
-
-
-def _files(dataset: ImageDataset) -> str:
-    """Digest the files' sizes and modification times."""
-    paths = [str(dataset.file.path)] if isinstance(dataset, StoredDataset) else dataset.paths
-    found = np.zeros((len(paths), 2), np.int64)
-    for place, path in enumerate(paths):
-        try:
-            status = os.stat(path)  # noqa: PTH116 (a million Paths take seconds)
-        except OSError:
-            continue  # the loader will name it
-        found[place] = status.st_size, status.st_mtime_ns
-    return hashlib.sha256(found.tobytes()).hexdigest()
 
 
 def features_of(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: str = "features") -> Features:
@@ -132,30 +118,10 @@ def features_of(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: 
         UserError: images that cannot be read, or features that are not finite.
     """
     path = how.path(encoder, dataset)
-    found = _from_cache(path, len(dataset), how)
-    return _finished(_compute(encoder, dataset, how, name, path) if found is None else found, dataset, how, name)
-
-
-def features_of_two(
-    encoder: Encoder, train: ImageDataset, val: ImageDataset, both: ImageDataset, how: Extraction
-) -> list[Features]:
-    """Compute features of two sets, by one loader if ``both`` holds all their images."""
-    parts = {"training images": train, "validation images": val}
-    paths = [how.path(encoder, part) for part in parts.values()]
-    cached = [_from_cache(path, len(part), how) for path, part in zip(paths, parts.values(), strict=True)]
-    if all(found is None for found in cached) and len(both) == len(train) + len(val):  # loaders take seconds to start
-        whole = _compute(encoder, both, how, "training and validation images", None)
-        cached = list(whole.split([len(train), len(val)]))
-        for values, path in zip(whole.split([len(train), len(val)]), paths, strict=True):
-            _write_cache(values, path, how)
-    return [
-        _finished(_compute(encoder, part, how, name, path) if found is None else found, part, how, name)
-        for (name, part), path, found in zip(parts.items(), paths, cached, strict=True)
-    ]
-
-
-def _finished(values: Tensor, dataset: ImageDataset, how: Extraction, name: str) -> Features:
-    """Add the labels, -1 for images that could not be read; warn of these and of collapse."""
+    values = _from_cache(path, len(dataset), how)
+    if values is None:
+        values = _compute(encoder, dataset, how, name)
+        _write_cache(values, path, how)
     features = Features(values, torch.from_numpy(dataset.labels.copy()))
     usable = features.usable()
     features.labels[torch.isin(torch.arange(len(dataset)), usable, invert=True)] = -1
@@ -166,7 +132,7 @@ def _finished(values: Tensor, dataset: ImageDataset, how: Extraction, name: str)
     return features
 
 
-def _compute(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: str, path: Path | None) -> Tensor:
+def _compute(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: str) -> Tensor:
     began = time.perf_counter()
     values, left_out = _extract(encoder.backbone, dataset, how, name)
     seconds = time.perf_counter() - began
@@ -177,7 +143,6 @@ def _compute(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: str
         which = f"of {len(bad):,} of {len(values):,} images (first: number {int(bad[0])}) "
         raise UserError(f"{name}: features {which}are not finite; the weights are broken, or try --precision fp32")
     values[left_out] = torch.nan
-    _write_cache(values, path, how)
     return values
 
 
@@ -220,25 +185,27 @@ def _extract(backbone: nn.Module, dataset: ImageDataset, how: Extraction, name: 
         backbone.to(memory_format=torch.channels_last)
     left_out = torch.zeros(count, dtype=torch.bool)
     left_out[rows] = True
+    found = torch.zeros(count, *_shape(backbone, how))
 
-    def own() -> Tensor | None:
-        found: Tensor | None = None
+    def fill_own() -> None:
         with evaluating(backbone):
             for index, batch_features in encoded(backbone, dataset.subset(rows.numpy()), how, name):
-                if found is None:
-                    found = torch.zeros(count, *batch_features.shape[1:])
                 found[rows[index]], left_out[rows[index]] = batch_features, False
-        return found
 
-    found = together(own)
-    if world.size > 1:
-        found = _exchange(found, count, backbone, how)
-        shared = left_out.to(world.device, torch.int32)
-        dist.all_reduce(shared)
-        left_out = shared.bool().cpu()
-    if found is None:
-        raise UserError("a data set without images")
+    together(fill_own)
+    if world.size > 1:  # rows of other ranks are zero here, so the sums are exact
+        for part in (*found.split(_SHARED_ROWS), left_out):
+            shared = part.to(world.device, torch.float32)
+            dist.all_reduce(shared)
+            part.copy_(shared)
     return found, left_out
+
+
+def _shape(backbone: nn.Module, how: Extraction) -> tuple[int, ...]:
+    """Return the shape of an image's features: (D,), or (10, D) of ten crops."""
+    with torch.no_grad(), evaluating(backbone):
+        width = encode(backbone, torch.zeros(1, 3, how.size, how.size, device=how.world.device), how).shape[1]
+    return (10, width) if how.crop == "ten" else (width,)
 
 
 def encoded(backbone: nn.Module, dataset: ImageDataset, how: Extraction, name: str) -> Iterator[tuple[Tensor, Tensor]]:
@@ -274,20 +241,6 @@ def _rows_of_rank(count: int, batch_size: int, world: World) -> np.ndarray:
     """Choose the images of every ``size``-th batch: the batches are those of a single process."""
     rows = np.arange(count, dtype=np.int64)
     return rows[rows // batch_size % world.size == world.rank]
-
-
-def _exchange(found: Tensor | None, count: int, backbone: nn.Module, how: Extraction) -> Tensor:
-    """Add the rows of all ranks. Rows of other ranks are zero here, so the sum is exact."""
-    if found is None:  # fewer batches than ranks
-        with torch.no_grad(), evaluating(backbone):
-            views = CropPlan(crop=how.crop).views
-            width = backbone(torch.zeros(1, 3, how.size, how.size, device=how.world.device)).shape[1]
-        found = torch.zeros(count, width) if views == 1 else torch.zeros(count, views, width)
-    for part in found.split(_SHARED_ROWS):
-        shared = part.to(how.world.device)
-        dist.all_reduce(shared)
-        part.copy_(shared)
-    return found
 
 
 def _warn_of_collapse(values: Tensor, name: str) -> None:

@@ -10,12 +10,15 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from cocor.eval.probes.consistency import Consistency
 from cocor.eval.probes.fewshot import ShotResult
 from cocor.eval.probes.invariance import Invariance
 from cocor.eval.probes.linear import Trial
 from cocor.eval.probes.spectrum import Spectrum
-from cocor.panels import WIDTH, legend, legend_text, panels, shown
+from cocor.panels import WIDTH, end_at_100, legend, legend_text, panels, shown
 from loaders.errors import UserError
 
 if TYPE_CHECKING:
@@ -43,6 +46,7 @@ def draw_grid(path: Path, title: str, trials: Sequence[Trial], chosen: float) ->
             hollow = {"color": "C0", "markerfacecolor": "white", "label": "stopped at the limit"}
             axes.semilogx(*zip(*stopped, strict=True), "o", **hollow)
         axes.axvline(chosen, color="grey", linestyle="--", label=f"chosen: {chosen:.2g}")
+        end_at_100(axes)
 
 
 def draw_curve(path: Path, title: str, xlabel: str, curves: dict[str, dict[int, float]]) -> None:
@@ -55,6 +59,7 @@ def draw_curve(path: Path, title: str, xlabel: str, curves: dict[str, dict[int, 
         close = any(after < 1.6 * tick for tick, after in pairwise(ticks))
         axes.set_xticks(ticks, [str(tick) for tick in ticks], rotation=60 if close else 0)
         axes.minorticks_off()
+        end_at_100(axes)
 
 
 def draw_shots(path: Path, title: str, found: Sequence[ShotResult]) -> None:
@@ -68,6 +73,7 @@ def draw_shots(path: Path, title: str, found: Sequence[ShotResult]) -> None:
             errors = [stdev(row) if len(row) > 1 else 0.0 for row in part]
             axes.errorbar(counts, curve, errors, marker="o", capsize=4, label=name)
         axes.set_xticks(counts)
+        end_at_100(axes)
 
 
 def draw_consistency(path: Path, found: Sequence[Consistency]) -> None:
@@ -107,6 +113,22 @@ def draw_spectra(path: Path, found: Sequence[Spectrum]) -> None:
             label = f"{shown(one.name)}: effective rank {one.effective_rank:.0f}"
             values = [value if value > lowest else float("nan") for value in one.singular_values]
             axes.semilogy(range(1, 1 + len(values)), values, label=label)
+
+
+def draw_points(path: Path, title: str, points: npt.NDArray[np.float32], classes: Sequence[str]) -> None:
+    """Draw points (N, 2) in the colours of their ``classes``, grey where "" stands; a legend names up to 20."""
+    known, own = sorted(set(classes) - {""}), np.array(classes)
+    with panels(path, 1, width=1.6 * WIDTH) as (axes,):
+        from matplotlib import colormaps
+
+        colours = colormaps["tab10" if len(known) <= 10 else "tab20" if len(known) <= 20 else "hsv"]
+        for number, name in enumerate(["", *known], start=-1):
+            color = "lightgrey" if not name else colours(number if len(known) <= 20 else number / len(known))
+            label = shown(name) if name and len(known) <= 20 else None
+            across, up = points[own == name].T
+            axes.scatter(across, up, s=6, color=color, label=label, linewidths=0)
+        axes.set(title=shown(title), xticks=[], yticks=[])
+        legend(axes, loc="center left", bbox_to_anchor=(1, 0.5), markerscale=2)
 
 
 def draw_table(path: Path, rows: dict[str, dict[str, float]], title: str) -> None:

@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cocor.eval.datasets.protocols import PROTOCOLS, TRANSFER, VIEWS, WAY_SHOTS
 from cocor.eval.datasets.splits import Splits, open_named, open_splits
-from cocor.eval.features import Extraction, Features, features_of, features_of_two
+from cocor.eval.embeddings import check_output
+from cocor.eval.features import Extraction, Features, features_of
 from cocor.eval.probes.consistency import Subject
 from cocor.eval.probes.fewshot import check_shots, check_ways
 from cocor.eval.probes.linear import check_splits
@@ -20,7 +22,10 @@ from cocor.eval.weights.load import Encoder, load_encoder
 from loaders.arguments import nearest
 from loaders.datasets.beton import is_beton
 from loaders.datasets.dataset import ImageDataset
+from loaders.datasets.decode import Header, describe
+from loaders.datasets.labels import NameLookup
 from loaders.datasets.layout import SPLITS, TRAIN
+from loaders.datasets.size_index import inspect
 from loaders.errors import UserError
 from loaders.files import check_folder
 from loaders.open import open_images
@@ -30,7 +35,10 @@ Named = TypeVar("Named", Encoder, Subject)
 
 def check_writable(args: argparse.Namespace) -> None:
     """Raise UserError, before any work, if results or features cannot be written."""
-    check_folder("--output", args.output or Path("eval"))
+    if args.command == "embed" and args.output is not None:
+        check_output(args.output)
+    else:
+        check_folder("--output", args.output or Path("eval"))
     if "cache" in args:
         check_folder("--cache", args.cache)
 
@@ -73,6 +81,21 @@ def chosen_images(args: argparse.Namespace) -> ImageDataset:
         if bare or is_beton(args.data):
             return open_images(args.data, on_error=args.on_error, workers=args.workers)
     return chosen_splits(args).test
+
+
+def chosen_query(image: str, dataset: ImageDataset) -> tuple[ImageDataset, int | None]:
+    """Open ``image``, a file or a name in ``dataset``; and its place there, if it is one of its images."""
+    path = os.path.abspath(image)  # noqa: PTH100 (resolve() names what a link leads to)
+    place = dataset.paths.index(path) if path in dataset.paths else NameLookup(dataset.names).find(image)
+    if place is not None:
+        return dataset.subset([place]), place
+    if not Path(image).is_file():
+        raise UserError(f"{image}: no such file, nor an image of --data by that name")
+    found = inspect(path)
+    if not isinstance(found, Header):
+        raise UserError(f"{image}: {describe(found)}")
+    label, sizes, plain = np.array([-1]), np.array([[found.height, found.width]], np.int32), np.array([found.plain])
+    return ImageDataset(Path(path).parent, [Path(path).name], label, [], sizes, plain), None
 
 
 def refuse_ten_crops(args: argparse.Namespace) -> None:
@@ -136,11 +159,14 @@ def features_of_splits(
     """
     looking = extraction(args, encoder)
     learning = replace(looking, crop="ten") if args.crop == "ten" else looking
-    if learn_from_val or learning == looking:
-        train, val = features_of_two(encoder, splits.train, splits.val, splits.learned_from(), learning)
+    for_val = learning if learn_from_val else looking
+    both, counts = splits.learned_from(), [len(splits.train), len(splits.val)]
+    if for_val == learning and len(both) == sum(counts):  # one loader for both, as its start takes seconds
+        whole = features_of(encoder, both, learning, "training and validation images")
+        train, val = map(Features, whole.values.split(counts), whole.labels.split(counts))
     else:
         train = features_of(encoder, splits.train, learning, "training images")
-        val = features_of(encoder, splits.val, looking, "validation images")
+        val = features_of(encoder, splits.val, for_val, "validation images")
     return train, val, features_of(encoder, splits.test, looking, "test images")
 
 

@@ -7,6 +7,7 @@ The class (a :class:`cocor.methods.base.Method`) owns its defaults, options and 
 import ast
 import importlib
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
@@ -25,41 +26,46 @@ METHODS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Spec:
-    """Literals in the body of the class of a :class:`cocor.methods.base.Method`."""
+    """Literals in the body of the class of a method or of an auxiliary."""
 
     title: str  # the name of the class
     defaults: dict[str, Any] = field(default_factory=dict)
     options: tuple[str, ...] = ()
     needs_labels: bool = False
+    composites: bool = False
+    original: bool = False
+    view_parameters: bool = False
 
 
-def spec(method: str) -> Spec:
-    """Return what the class of ``method`` declares, without importing it."""
-    entry = _entry(method)
+def spec(name: str, table: Mapping[str, Any] = METHODS) -> Spec:
+    """Return what the class called ``name`` in ``table`` declares, without importing it."""
+    entry = _entry(name, table)
     if isinstance(entry, str):
         return _read(entry)
-    return Spec(entry.__name__, **{key.name: getattr(entry, key.name) for key in fields(Spec)[1:]})
+    declared = {key.name: getattr(entry, key.name) for key in fields(Spec)[1:] if hasattr(entry, key.name)}
+    return Spec(entry.__name__, **declared)
 
 
-def owners() -> dict[str, list[str]]:
-    """Map each option that is for some methods only to these methods."""
-    keys = dict.fromkeys(key for method in METHODS for key in spec(method).options)
-    return {key: [method for method in METHODS if key in spec(method).options] for key in keys}
+def owners(table: Mapping[str, Any] = METHODS) -> dict[str, list[str]]:
+    """Map each option that is for some names of ``table`` only to these names."""
+    keys = dict.fromkeys(key for name in table for key in spec(name, table).options)
+    return {key: [name for name in table if key in spec(name, table).options] for key in keys}
 
 
-def method_class(method: str) -> Any:
-    """Import the class of ``method``."""
-    entry = _entry(method)
+def method_class(name: str, table: Mapping[str, Any] = METHODS) -> Any:
+    """Import the class called ``name`` in ``table``."""
+    entry = _entry(name, table)
     if not isinstance(entry, str):
         return entry
     module, _, name = entry.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
-def _entry(method: str) -> Any:
-    if method not in METHODS:  # of a checkpoint, whose program has added it
-        raise UserError(f"method {method}: unknown here; there are {', '.join(METHODS)}")
-    return METHODS[method]
+def _entry(name: str, table: Mapping[str, Any]) -> Any:
+    if name not in table:  # of a checkpoint, whose program has added it
+        what = "method" if table is METHODS else "auxiliary"
+        raise UserError(f"{what} {name}: unknown here; there are {', '.join(table)}")
+    return table[name]
 
 
 @cache

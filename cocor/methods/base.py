@@ -5,7 +5,7 @@ optimiser and calls ``after_step``. In each of these forward passes BatchNorm no
 statistics; only ``contrastive`` updates the running statistics, which evaluation uses.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
@@ -89,6 +89,7 @@ class Method(nn.Module):
 
     backbone: nn.Module
     metrics: dict[str, Tensor]
+    kept: list[Tensor] | None = None  # features of the contrastive views, while an auxiliary asks for them
     total_steps: int = 1  # of the run, for what a method schedules itself
 
     def __init__(self, backbone: nn.Module, ranks: Ranks) -> None:
@@ -120,6 +121,18 @@ class Method(nn.Module):
         """Return formula and value of the loss of guessing; None if there is none."""
         return None
 
+    @classmethod
+    def views_with_gradient(cls, config: Config) -> int:
+        """Count the contrastive views of which :meth:`features` computes features."""
+        return 2
+
+    def features(self, images: Tensor) -> Tensor:
+        """Compute features (N, D) of contrastive views by the backbone, with gradient."""
+        features = self.backbone(images)
+        if self.kept is not None:
+            self.kept.append(features)
+        return features
+
     def loss_of(self, views: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the loss of views (V, B, 3, H, W), and embeddings (B, d) of the first."""
         raise NotImplementedError
@@ -142,6 +155,14 @@ class Method(nn.Module):
         """
         with batch_statistics_only(self):
             return self.loss_of(views, labels)[0]
+
+    def further_positive(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Compute the loss of one more view (B, 3, H, W) of the images, a scalar.
+
+        For use between ``contrastive`` and ``after_step``: what the view is attracted to (keys, projections) is that of
+        ``contrastive``, and gets no gradient.
+        """
+        raise NotImplementedError
 
     def encode(self, images: Tensor) -> Tensor:
         """Embed images (N, 3, H, W) by backbone and head: normalised (N, d) with gradient."""
@@ -176,6 +197,17 @@ class Predicting(Method):
 
     projector: nn.Module
     predictor: nn.Module
+    targets: Sequence[Tensor] = ()  # projections of the last contrastive views that predictions aimed at, detached
+
+    def error(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """Compute the loss of one prediction (B, d) of one target (B, d)."""
+        raise NotImplementedError
+
+    def further_positive(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Predict the projections of all contrastive views from one more view."""
+        with batch_statistics_only(self):
+            prediction = self.predictor(self.projector(self.backbone(images)))
+        return torch.stack([self.error(prediction, target) for target in self.targets]).sum()
 
     def encode(self, images: Tensor) -> Tensor:
         """Embed images by backbone and projector."""

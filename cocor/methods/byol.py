@@ -54,11 +54,13 @@ class BYOL(Predicting):
     def loss_of(self, views: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
         """Compute the loss, in [0, 8]; also return the projections of the first view."""
         with torch.no_grad():
-            first, second = (self.target_projector(self.target_backbone(images)) for images in views)
-        projections = [self.projector(self.backbone(images)) for images in views]
+            first, second = self.targets = [self.target_projector(self.target_backbone(images)) for images in views]
+        projections = [self.projector(self.features(images)) for images in views]
         predictions = [self.predictor(projection) for projection in projections]
-        loss = prediction_error(predictions[0], second) + prediction_error(predictions[1], first)
-        return loss, projections[0]
+        return self.error(predictions[0], second) + self.error(predictions[1], first), projections[0]
+
+    def error(self, prediction: Tensor, target: Tensor) -> Tensor:
+        return prediction_error(prediction, target)
 
 
 def prediction_error(prediction: Tensor, target: Tensor) -> Tensor:

@@ -50,14 +50,12 @@ class INTL(Method):
     @classmethod
     def check(cls, config: Config, ranks: int) -> None:
         if config.batch_size >= config.embedding_dim:
-            raise UserError(
-                f"embedding_dim: INTL whitens the {config.batch_size} images of a batch among each other, which takes "
-                f"more dimensions than images, not {config.embedding_dim}; raise embedding_dim or lower batch_size"
-            )
+            least = f"batch_size: {config.batch_size}, as INTL whitens the images of a batch among each other"
+            raise UserError(f"embedding_dim: {config.embedding_dim} must be more than {least}; raise or lower one")
 
     def loss_of(self, views: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
         """Compute the loss; also return the embeddings of the first view."""
-        embeddings = [self.projector(self.backbone(images)) for images in views]
+        embeddings = [self.projector(self.features(images)) for images in views]
         # In float64: GPUs round the factors of float32 products (TF32), and Newton's steps magnify that.
         with torch.autocast(views.device.type, enabled=False):
             whole = [joined(_precise(part), self.ranks) for part in embeddings]

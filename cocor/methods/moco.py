@@ -33,6 +33,8 @@ from cocor.methods.base import (
 from cocor.methods.batchnorm import group_batch_norm
 from loaders.errors import UserError
 
+Logits = tuple[Tensor, Tensor]  # of a query's own key (B,) and of the queue (B, K)
+
 
 class MoCo(Method):
     """MoCo v2 on ``backbone`` with a queue of ``queue_size`` keys.
@@ -65,6 +67,7 @@ class MoCo(Method):
         self.register_buffer("queue", normalised(start))
         self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
+        self.logits: list[Logits] = []  # of the step's queries, detached
         self._keys: list[Tensor] = []  # all ranks' keys of the step under way, for each view with queries
 
     @classmethod
@@ -74,10 +77,8 @@ class MoCo(Method):
         local, groups = config.batch_size // ranks, key_bn_groups(config.key_bn_splits, ranks)
         if local % groups or local // groups < 2:
             fitting = max(n for n in range(1, groups + 1) if local % n == 0 and local // n >= 2)
-            raise UserError(
-                f"key_bn_splits: {config.key_bn_splits} does not cut a batch of {config.batch_size} on {ranks} ranks "
-                f"into equal groups of 2 or more; try {fitting * ranks}"
-            )
+            batch = f"{config.batch_size} images on {ranks} ranks into equal groups of 2 or more"
+            raise UserError(f"key_bn_splits: {config.key_bn_splits} does not cut {batch}; try {fitting * ranks}")
 
     @classmethod
     def remark(cls, config: Config, images: int) -> str:
@@ -104,9 +105,10 @@ class MoCo(Method):
             self._keys = [self._encode_keys(images) for images in self._of_keys(views)]
         queries = [self.encode(images) for images in self._of_queries(views)]
         logits = [self._logits(*pair) for pair in zip(queries, self._keys, strict=True)]
-        loss = _mean([_info_nce(positive, negative) for positive, negative in logits])
+        loss = _mean([_info_nce(*pair) for pair in logits])
+        self.logits = [(positive.detach(), negative.detach()) for positive, negative in logits]
         with torch.no_grad():
-            accuracy = _mean([(positive > negative.amax(1)).float().mean() for positive, negative in logits])
+            accuracy = _mean([(positive > negative.amax(1)).float().mean() for positive, negative in self.logits])
         spread = feature_std(self.ranks.gather(queries[0].detach()))
         self.metrics = {"loss": loss.detach(), "top1": accuracy, "feature_std": spread}
         return loss
@@ -120,6 +122,20 @@ class MoCo(Method):
             queries = [self.encode(images) for images in self._of_queries(views)]
         return _mean([_info_nce(*self._logits(*pair)) for pair in zip(queries, self._keys, strict=True)])
 
+    @classmethod
+    def views_with_gradient(cls, config: Config) -> int:
+        return 1 + config.symmetric
+
+    def further_positive(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Contrast queries of one more view with the step's keys and the queue."""
+        return _mean([_info_nce(*pair) for pair in self.contrast(images)])
+
+    def contrast(self, images: Tensor) -> list[Logits]:
+        """Compute the logits of one more view (B, 3, H, W), for each of the step's keys."""
+        with batch_statistics_only(self):
+            queries = self.encode(images)
+        return [self._logits(queries, keys) for keys in self._keys]
+
     def _of_queries(self, views: Tensor) -> list[Tensor]:
         return [views[0], views[1]] if self.symmetric else [views[0]]
 
@@ -129,7 +145,7 @@ class MoCo(Method):
 
     def encode(self, images: Tensor) -> Tensor:
         """Embed images by the query encoder, with its head."""
-        return normalised(self.head(self.backbone(images)))
+        return normalised(self.head(self.features(images)))
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -145,7 +161,7 @@ class MoCo(Method):
         self.queue.index_copy_(0, slots, enqueued.to(self.queue.dtype))
         self.pointer.copy_((self.pointer + count) % size)
         self.step += 1
-        self._keys = []
+        self._keys, self.logits = [], []
         keys: list[Tensor] = [*self.key_backbone.parameters(), *self.key_head.parameters()]
         queries: list[Tensor] = [*self.backbone.parameters(), *self.head.parameters()]
         torch._foreach_lerp_(keys, queries, 1.0 - self.momentum)
@@ -165,7 +181,7 @@ class MoCo(Method):
     def _encode_key(self, images: Tensor) -> Tensor:
         return normalised(self.key_head(self.key_backbone(images)))
 
-    def _logits(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    def _logits(self, queries: Tensor, keys: Tensor) -> Logits:
         """Compute logits of a query's own key (B,) and of the queue (B, K), in float32.
 
         ``keys`` are those of all ranks.

@@ -55,16 +55,15 @@ class SimSiam(Predicting):
 
     def loss_of(self, views: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
         """Compute the negative cosine; also return the projections of the first view."""
-        first, second = (self.projector(self.backbone(images)) for images in views)
-        similarity = _cosine(self.predictor(first), second) + _cosine(self.predictor(second), first)
-        return -0.5 * similarity, first
+        first, second = (self.projector(self.features(images)) for images in views)
+        self.targets = first.detach(), second.detach()
+        return self.error(self.predictor(first), second) + self.error(self.predictor(second), first), first
+
+    def error(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """Average half the negative cosine over the batch; the target gets no gradient."""
+        return -0.5 * (normalised(prediction) * normalised(target.detach())).sum(1).mean()
 
 
 def _hidden_layer(width: int, dim: int) -> list[nn.Module]:
     # A linear layer before a BatchNorm needs no bias: it would be subtracted again.
     return [nn.Linear(width, dim, bias=False), nn.BatchNorm1d(dim), nn.ReLU(inplace=True)]
-
-
-def _cosine(prediction: Tensor, projection: Tensor) -> Tensor:
-    """Average over the batch; the projection carries no gradient."""
-    return (normalised(prediction) * normalised(projection.detach())).sum(1).mean()

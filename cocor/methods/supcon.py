@@ -30,14 +30,24 @@ class SupCon(Method):
         """Compute the global loss; also return the embeddings of the first view."""
         assert labels is not None
         embeddings = torch.stack([self.encode(images) for images in views], 1)
+        self._embeddings = embeddings.detach()
+        return self._loss(embeddings, labels), embeddings[:, 0]
+
+    def further_positive(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Compute the loss of one more view and the contrastive ones, detached."""
+        assert labels is not None
+        return self._loss(torch.cat([self.embed_composite(images)[:, None], self._embeddings], 1), labels)
+
+    def _loss(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """Compute the global loss of embeddings (B, V, d)."""
         everything = joined(embeddings, self.ranks)  # ordered by rank, then sample, then view
-        labels = self.ranks.gather(labels).repeat_interleave(len(views))
-        with torch.autocast(views.device.type, enabled=False):
-            return supervised_contrastive(everything.flatten(0, 1), labels, self.temperature), embeddings[:, 0]
+        labels = self.ranks.gather(labels).repeat_interleave(embeddings.shape[1])
+        with torch.autocast(embeddings.device.type, enabled=False):
+            return supervised_contrastive(everything.flatten(0, 1), labels, self.temperature)
 
     def encode(self, images: Tensor) -> Tensor:
         """Embed images by backbone and head."""
-        return normalised(self.head(self.backbone(images)))
+        return normalised(self.head(self.features(images)))
 
 
 def supervised_contrastive(embeddings: Tensor, labels: Tensor, temperature: float) -> Tensor:

@@ -16,6 +16,7 @@ from cocor.log import duration
 from cocor.step.compile import executable
 from cocor.step.cudagraph import WARM_UP
 from loaders.batch import Batch
+from loaders.text import counted
 
 if TYPE_CHECKING:  # run.py imports this folder
     from cocor.run import Run
@@ -47,14 +48,17 @@ def report(run: "Run") -> None:
         print(f"memory: {_memory(run.world.device)}")
         # The first step pays for warming up; loaders run ahead, so the last ones show the rate of the networks.
         rate = fmean(seconds[-turns:])
-        print(f"time: {rate:.3f} s a step, {run.total:,} steps, about {duration(rate * run.total)} if data keeps up")
+        whole = f"{counted(run.total, 'step')}, about {duration(rate * run.total)}"
+        print(f"time: {rate:.3f} s a step, {whole} if data keeps up")
         sys.stdout.flush()
 
 
 def _shapes(batch: Batch) -> list[str]:
     lines = []
     for field in fields(batch):
-        tensor: Tensor = getattr(batch, field.name)
+        tensor: Tensor | None = getattr(batch, field.name)
+        if tensor is None:
+            continue
         lines.append(f"{field.name}: {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} {tensor.device}")
     return lines
 
@@ -65,7 +69,8 @@ def _model(run: "Run") -> list[str]:
     backbone = sum(p.numel() for p in method.backbone.parameters())
     return [
         f"{run.config.backbone}: {backbone / 1e6:.1f} M parameters; {run.config.method} trains {trained / 1e6:.1f} M",
-        f"steps: {run.loader.steps_per_epoch:,} an epoch, {run.config.epochs} epochs, {run.world.size} ranks",
+        f"steps: {run.loader.steps_per_epoch:,} an epoch, {counted(run.config.epochs, 'epoch')}, "
+        f"{counted(run.world.size, 'rank')}",
     ]
 
 

@@ -25,7 +25,7 @@ from cocor.step.compile import Step
 from cocor.step.step import Metrics, TrainingStep
 from loaders.batch import Batch
 from loaders.errors import UserError
-from loaders.text import printable
+from loaders.text import counted, printable
 
 FILE = "faults.jsonl"
 EVERY = 50  # steps
@@ -35,7 +35,7 @@ NEAR_CHANCE = 0.005  # relative distance of the loss from that of guessing
 FALLEN = 0.75  # of the best k-NN accuracy; a fall must also exceed five standard errors of the queries' accuracy
 DEAD_GRADIENT = 1e-8  # norm of the MMNN's gradient over the encoder's learning rate; 1e-3 where the MMNN learns
 STILL, NEAR = 0.002, 0.02  # movement of targets that have not moved; distance of a target that is at its similarity
-_LOSSES = ("loss", "contrastive_loss", "consistency_loss", "labelled_loss")
+_LOSSES = ("loss", "contrastive_loss", "consistency_loss", "auxiliary_loss", "labelled_loss")
 _COLUMNS = (*_LOSSES, "contrastive_feature_std", "hypergradient_norm", "skipped")  # not every step has all of them
 _log = logging.getLogger(__name__)
 
@@ -110,7 +110,8 @@ class HealthMonitor:
         if accuracy > best:
             self._best_knn = accuracy, epoch
         elif accuracy < FALLEN * best and best - accuracy > 5 * math.sqrt(best * (1 - best) / queries):
-            finding = f"k-NN accuracy has fallen from {best:.1%} after {when} epochs to {accuracy:.1%} after {epoch}"
+            peak = f"{best:.1%} after {counted(when, 'epoch')}"
+            finding = f"k-NN accuracy has fallen from {peak} to {accuracy:.1%} after {epoch}"
             self._warn("k-NN", f"{finding}: the features get worse; try a lower --lr")
 
     def _not_finite(self, at: int, step: int, losses: list[dict[str, float]], labelled: bool) -> None:

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cocor import cli
-from cocor.log import METRICS
 from cocor.monitor.metrics_file import Record, epochs_of, lengths_of, read_run
-from cocor.panels import check_picture, legend, panels, shown
+from cocor.panels import check_picture, end_at_100, legend, panels, shown
+from cocor.run_dir import METRICS
 from loaders.arguments import Parser
 from loaders.errors import UserError
 from loaders.files import check_file, write_text
@@ -125,13 +125,15 @@ def _draw_knn(axes: "Axes", runs: Runs) -> None:
             label, line = f"{name}: {knn[-1][1]:.1f} %", _line(records)
             axes.plot(*zip(*knn, strict=True), line, color=f"C{number}", marker=".", label=label)
     axes.set(title="k-NN on held-out images", xlabel="epoch", ylabel="top-1 accuracy (%)")
+    end_at_100(axes)
 
 
 def _draw_curve(axes: "Axes", runs: Runs, key: str, title: str, unit: str, factor: float) -> None:
     for number, (name, records) in enumerate(runs.items()):  # a run has one colour in all panels
         epochs, values = _curve(records, key)
         if values:
-            axes.plot(epochs, [factor * v for v in values], _line(records), color=f"C{number}", label=name)
+            line = _line(records) if len(values) > 1 else "."  # which a single value has none of
+            axes.plot(epochs, [factor * v for v in values], line, color=f"C{number}", label=name)
     axes.set(title=title, xlabel="epoch", ylabel=unit)
     if key in ("images_per_s", "data_wait_share", "lr"):
         axes.set_ylim(bottom=0)
@@ -142,7 +144,7 @@ def _draw_similarities(axes: "Axes", name: str, records: list[Record]) -> None:
         for what, line, label in (("similarity", "-", f"length {length}"), ("target", "--", None)):
             epochs, values = _curve(records, f"{what}_{length}")
             if values:
-                axes.plot(epochs, values, line, color=f"C{number}", label=label)
+                axes.plot(epochs, values, line if len(values) > 1 else ".", color=f"C{number}", label=label)
     axes.set(title=name, xlabel="epoch", ylabel="latent similarity (dashed: target)")
     legend(axes)
 

@@ -11,21 +11,20 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from cocor import run_dir
+from cocor.auxiliary import AUXILIARIES
 from cocor.config.options import Config, labelled_batch_size
 from cocor.distributed.collectives import barrier
 from cocor.methods import method_class
 from cocor.step.compile import compile_backbones
 from loaders.batch import Batch
-from loaders.errors import UserError
 
 if TYPE_CHECKING:  # run.py imports this folder
     from cocor.run import Run
@@ -104,7 +103,9 @@ def report(run: "Run") -> None:
     if views:
         seconds["views"] = views / TRACED * steps
     print("\n".join(table(run.config, seconds, steps, run.world.size)))
-    path = _save(trace, run_dir.trace(run.config))
+    path = run_dir.trace(run.config)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    trace.export_chrome_trace(str(path))
     print(f"\ntrace of {TRACED} steps, for chrome://tracing or ui.perfetto.dev: {path}")
     sys.stdout.flush()
 
@@ -138,6 +139,8 @@ def costs(config: Config, ranks: int) -> dict[str, float]:
     """Compute each part's cost in F, where 1 F is a forward pass over the batch."""
     # A pass is taken to cost in proportion to its pixels, as it does in a convolutional network.
     model: dict[str, float] = {"contrastive": method_class(config.method).cost * (1 + config.symmetric)}
+    if config.auxiliary != "none":
+        model["auxiliary"] = method_class(config.auxiliary, AUXILIARIES).cost(config)
     if config.consistency != "none":
         originals = config.released_originals if config.recipe == "released" else 1
         pixels = (config.composite_size / config.image_size) ** 2 if config.composite_size else 1
@@ -164,14 +167,3 @@ def _endless(run: "Run") -> Generator[_Pair, None, None]:
         with closing(run.pairs(epoch, 0)) as batches:
             yield from batches
         epoch += 1
-
-
-def _save(trace: profile, path: Path) -> Path:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        trace.export_chrome_trace(str(path))
-    except (OSError, RuntimeError) as error:
-        with suppress(OSError):
-            path.unlink(missing_ok=True)  # half of it
-        raise UserError(f"--output: cannot write {path}: {error}") from None
-    return path

@@ -81,10 +81,7 @@ def check_constants(constants: Mapping[int, float], shape: Shape = "concave") ->
     if any(slope >= 0 for slope in slopes):
         raise UserError("constants: the similarity must fall with every length")
     if shape == "concave" and any(later > earlier + 1e-6 for earlier, later in pairwise(slopes)):
-        raise UserError(
-            "constants: --mmnn-shape concave, so similarities must not fall more slowly at longer lengths; "
-            "change them, or use --mmnn-shape monotone or --mmnn constants"
-        )
+        raise UserError("constants: with --mmnn-shape concave they must fall ever faster; use --mmnn-shape monotone")
 
 
 class Constants(nn.Module):

@@ -12,8 +12,7 @@ import logging
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,7 +23,6 @@ from cocor.step.cudagraph import GraphedStep
 from cocor.step.step import Metrics, TrainingStep
 from loaders.batch import Batch
 from loaders.errors import UserError
-from loaders.files import user_cache
 
 _log = logging.getLogger(__name__)
 Step = Callable[[Batch, Batch | None, int], Metrics]
@@ -81,25 +79,8 @@ def executable(step: TrainingStep, execution: str, parallel: bool | None = None)
 
 def compile_backbones(step: TrainingStep, backend: str = "inductor") -> None:
     """Compile the backbones of ``step`` in place, at their first use."""
-    _keep_compiled_code()
     # The passes of a step differ in gradients, batch size and whether running statistics move: each is compiled apart.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
     for name, module in step.method.named_children():
         if name.endswith("backbone"):
             module.compile(dynamic=False, backend=backend)
-
-
-def _keep_compiled_code() -> None:
-    """Let torch.compile cache beside our other caches, not in /tmp."""
-    variable, folder = "TORCHINDUCTOR_CACHE_DIR", user_cache() / "compiled"
-    if Path(os.environ.get(variable, "torchinductor_")).name.startswith("torchinductor_"):  # PyTorch's own default
-        with suppress(OSError):  # then PyTorch's has to do
-            folder.mkdir(parents=True, exist_ok=True)
-            os.environ[variable] = str(folder)
-
-
-@contextmanager
-def uncompiled() -> Iterator[None]:
-    """Run compiled modules as written, for evaluation and its odd batch sizes."""
-    with torch.compiler.set_stance("force_eager"):
-        yield

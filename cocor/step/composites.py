@@ -2,7 +2,7 @@
 
     begin   embeddings, targets and similarities, length by length, each with its gradient
     finish  the consistency loss of all lengths together (``cocor.objective.consistency``)
-    gradient, add   slope_l times the gradient of length l, on top of the contrastive gradient
+    add     slope_l times the gradient of length l, on top of the contrastive gradient
 
 The gradient of each length is kept by itself, because the exact hyper-gradient needs its inner product with the
 cross-entropy's. The consistency loss then needs no backward pass of its own: its gradient is a linear combination.
@@ -119,20 +119,20 @@ class CompositeTerm:
         consistency = self.consistency(torch.stack(lengths.similarity), lengths.target)
         return CompositeGradients(consistency, lengths.target, lengths.originals, lengths.gradients)
 
-    def gradient(self, composites: CompositeGradients) -> list[Tensor]:
-        """Combine the lengths' gradients into this rank's of the consistency loss."""
+    def add(self, composites: CompositeGradients) -> dict[str, Tensor]:
+        """Add the consistency loss's gradient, of all lengths, to the contrastive one in ``.grad``.
+
+        Returns the norms of both on this rank's own images. Their means over ranks are logged: the norms of the global
+        batch would take both gradients to travel apart, twice as much as their sum.
+        """
         gradients = composites.gradients
         slopes = [1.0] * len(gradients) if self._of_samples else composites.consistency.slope
-        total = torch._foreach_mul(list(gradients[0]), slopes[0])
+        added = torch._foreach_mul(list(gradients[0]), slopes[0])
         for number in range(1, len(gradients)):
-            torch._foreach_add_(total, torch._foreach_mul(list(gradients[number]), slopes[number]))
-        return list(total)
-
-    def add(self, gradient: list[Tensor]) -> dict[str, Tensor]:
-        """Add the consistency ``gradient`` to ``.grad``; return the norms of both parts."""
+            torch._foreach_add_(added, torch._foreach_mul(list(gradients[number]), slopes[number]))
         total = [parameter.grad for parameter in self._parameters if parameter.grad is not None]  # all of them
-        norms = [torch.stack(torch._foreach_norm(part)).norm() for part in (total, gradient)]
-        torch._foreach_add_(total, gradient)
+        norms = [torch.stack(torch._foreach_norm(part)).norm() for part in (total, added)]
+        torch._foreach_add_(total, added)
         return {"gradient_contrastive": norms[0], "gradient_consistency": norms[1]}
 
     def originals(self, batch: Batch) -> Tensor:
@@ -147,8 +147,7 @@ class CompositeTerm:
 
     def _gradients(self, similarity: Tensor, target: Tensor, lengths: int) -> Sequence[Tensor]:
         """Return gradients of a length's mean similarity or, for abs, of its loss."""
-        # The slope of the softplus loss depends on the mean alone, so gradient() can multiply by it later; that of
-        # the abs
+        # The slope of the softplus loss depends on the mean alone, so add() can multiply by it later; that of the abs
         # loss differs between samples.
         output = self._loss(similarity[None], target[None]).loss / lengths if self._of_samples else similarity.mean()
         return torch.autograd.grad(output, self._parameters, materialize_grads=True)

@@ -2,8 +2,6 @@
 
 import gc
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 import torch
@@ -101,11 +99,12 @@ class GraphedStep:
         self._step.optimiser.zero_grad(set_to_none=True)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        gc.collect()  # an older graph that is freed during a capture would break it
+        gc.collect()
+        gc.disable()  # an older graph that is freed during a capture would break it
         # Other threads (loaders, NCCL's watchdog) go on using the device meanwhile.
         recording = torch.cuda.graph(graph, self._memory, self._stream, capture_error_mode="thread_local")
         try:
-            with _no_garbage_collection(), recording:
+            with recording:
                 metrics = self._step.compute(*inputs)
                 values = torch.cat([value.detach().float().flatten() for value in metrics.values()])
         except RuntimeError as error:
@@ -115,22 +114,14 @@ class GraphedStep:
             reason = str(error.__context__ or error).strip().splitlines()[0]
             problem = f"--execution: this network's step cannot be recorded as a CUDA graph ({reason})"
             raise UserError(f"{problem}; use --execution compiled or eager") from error
+        finally:
+            gc.enable()
         return _Recording(graph, inputs, {name: value.shape for name, value in metrics.items()}, values)
 
 
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
 def _tensors(batch: Batch | None) -> list[Tensor]:
-    return [] if batch is None else [getattr(batch, field.name) for field in fields(batch)]
+    every = [] if batch is None else [getattr(batch, field.name) for field in fields(batch)]
+    return [tensor for tensor in every if tensor is not None]
 
 
 def _layout(batch: Batch | None) -> list[tuple[object, ...]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from timm.optim.lars import Lars
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cocor.config.options import Config
@@ -53,12 +53,14 @@ class Cosine:
         return self.final + (1.0 - self.final) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def build_optimiser(config: Config, method: Method) -> Optimizer:
-    """Build the encoder's optimiser; the caller is to respect ``fixed_lr``."""
+def build_optimiser(config: Config, method: Method, heads: nn.Module | None = None) -> Optimizer:
+    """Build the optimiser of encoder and ``heads``; the caller is to respect ``fixed_lr``."""
     groups: list[dict[str, Any]] = [
         {**group, "params": [p for p in group["params"] if p.requires_grad]}  # timm freezes some
         for group in method.parameter_groups(config.weight_decay)
     ]
+    if heads is not None and (own := list(heads.parameters())):
+        groups.append({"params": own, "weight_decay": config.weight_decay, "fixed_lr": False})
     if not config.decay_biases:
         groups = [part for group in groups for part in _split(group)]
     if config.optimiser == "lars":

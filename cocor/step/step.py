@@ -1,7 +1,8 @@
 """Make a training step: contrastive loss, consistency loss, update of the MMNN.
 
     1. encoder    gradient of the contrastive loss, plus slope_l times the gradient of the similarity of each length l
-                  (paper, eq. 3); one SGD step to theta'
+                  (paper, eq. 3); one SGD step to theta'. An auxiliary (``cocor.auxiliary``) adds its gradient to the
+                  first, or changes its views
     2. MMNN       gradient of the labelled cross-entropy at theta' through that step (``cocor.objective.hypergradient``)
     3. classifier gradient of the same cross-entropy (paper, eq. 4 and algorithm 1)
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from cocor.auxiliary.base import Auxiliary
 from cocor.config.options import Config
 from cocor.distributed.collectives import mean_over_ranks, reduce_gradients
 from cocor.methods.base import Method
@@ -40,12 +42,14 @@ class TrainingStep:
     """Method, MMNN and classifier with their optimisers; a call makes one step.
 
     ``target`` maps composition vectors to similarities: an MMNN (then ``classes`` must be given), constants, or None
-    for the plain method. ``steps_per_epoch`` scales the schedules.
+    for the plain method. ``steps_per_epoch`` scales the schedules. ``auxiliary`` is trained by the encoder's optimiser.
     """
 
     def __init__(self, config: Config, method: Method, target: nn.Module | None, classes: int | None, *,
-                 steps_per_epoch: int, precision: torch.dtype = torch.float32) -> None:  # fmt: skip
+                 steps_per_epoch: int, precision: torch.dtype = torch.float32,
+                 auxiliary: Auxiliary | None = None) -> None:  # fmt: skip
         self.config, self.method, self.target, self.precision = config, method, target, precision
+        self.auxiliary = auxiliary
         self.device = next(method.parameters()).device
         self.timer: Timer = nullcontext  # a context per part of the step, see cocor.monitor.profile
         self.streams = Streams()  # on which the lengths run, concurrently with the contrastive part
@@ -54,7 +58,7 @@ class TrainingStep:
         total = config.epochs * steps_per_epoch
         self.schedule = Cosine(total, warmup=config.warmup_epochs * steps_per_epoch, final=config.final_lr)
         method.total_steps = total
-        self.optimiser = build_optimiser(config, method)
+        self.optimiser = build_optimiser(config, method, auxiliary)
         self.parameters = [p for group in self.optimiser.param_groups for p in group["params"]]
         self.composites: CompositeTerm | None = None
         if target is not None:
@@ -108,37 +112,35 @@ class TrainingStep:
         Returns detached metrics: scalars (), and values per length (L,).
         """
         self.optimiser.zero_grad(set_to_none=True)
-        term, composites, added = self.composites, None, list[Tensor]()
+        term, composites = self.composites, None
         lengths = term.begin(batch, self.timer) if term is not None else None
-        with self.timer("contrastive"):
-            with self.autocast():
-                contrastive = self.method.contrastive(batch.views, batch.label)
-            contrastive.backward()
+        contrastive, auxiliary = self._contrast(batch)
         metrics: Metrics = {f"contrastive_{name}": value for name, value in self.method.metrics.items()}
+        if auxiliary is not None:
+            metrics["auxiliary_loss"] = auxiliary
 
         if term is not None and lengths is not None:
             composites = term.finish(lengths)
             for parameter in self.parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            added = term.gradient(composites)
+            metrics |= term.add(composites)
             consistency = composites.consistency
             metrics |= {"consistency_loss": consistency.unweighted}
             metrics |= {"similarity": consistency.similarity, "target": consistency.target}
-        # Both parts travel, not just their sum: the norms that are logged are those of the global batch.
         with self.timer("communication"):
-            reduce_gradients([*(p.grad for p in self.parameters if p.grad is not None), *added])
-        if term is not None and added:
-            metrics |= term.add(added)
+            reduce_gradients([p.grad for p in self.parameters if p.grad is not None])
 
         if composites is not None and self.outer is not None and labelled is not None:
-            metrics |= self._step_all(self.outer, batch, labelled, contrastive.detach(), composites)
+            metrics |= self._step_all(self.outer, batch, labelled, contrastive, composites)
         else:
             with self.timer("optimiser"):
                 self.optimiser.step()
         with self.timer("optimiser"):
             self.method.after_step()
-        metrics["loss"] = contrastive.detach()
+        metrics["loss"] = contrastive
+        if auxiliary is not None:
+            metrics["loss"] = metrics["loss"] + self.config.auxiliary_weight * auxiliary
         if composites is not None:
             metrics["loss"] = metrics["loss"] + composites.consistency.loss.detach()
         return metrics
@@ -171,10 +173,37 @@ class TrainingStep:
     def parts(self) -> dict[str, Any]:
         """Return all modules and optimisers with a state, by name in a checkpoint."""
         parts: dict[str, Any] = {"method": self.method, "optimiser": self.optimiser}
+        if self.auxiliary is not None:
+            parts["auxiliary"] = self.auxiliary
         return parts if self.outer is None else parts | self.outer.parts()
 
     def autocast(self) -> AbstractContextManager[None]:
         return torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32)
+
+    def _contrast(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Add the gradients of method and auxiliary to ``.grad``; return both losses."""
+        method, auxiliary = self.method, self.auxiliary
+        if auxiliary is None:
+            with self.timer("contrastive"):
+                with self.autocast():
+                    contrastive = method.contrastive(batch.views, batch.label)
+                contrastive.backward()
+            return contrastive.detach(), None
+        with self.timer("contrastive"), self.autocast():
+            kept = method.kept = list[Tensor]()
+            contrastive = method.contrastive(auxiliary.views(batch), batch.label)
+            method.kept = None
+        with self.timer("auxiliary"):
+            # Leaves: the auxiliary's gradient stops there, and goes on through the backbone with the method's.
+            features = [one.detach().requires_grad_() for one in kept]
+            with self.autocast():
+                loss = auxiliary.loss(method, batch, features)
+            if loss is not None:
+                (self.config.auxiliary_weight * loss).backward()
+        reached = [(one, leaf.grad) for one, leaf in zip(kept, features, strict=True) if leaf.grad is not None]
+        with self.timer("contrastive"):
+            torch.autograd.backward([contrastive, *(one for one, _ in reached)], [None, *(grad for _, grad in reached)])
+        return contrastive.detach(), None if loss is None else loss.detach()
 
     def _step_all(self, outer: OuterObjective, batch: Batch, labelled: Batch, contrastive: Tensor,
                   composites: CompositeGradients) -> Metrics:  # fmt: skip

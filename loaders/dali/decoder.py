@@ -8,6 +8,7 @@ made again without what caused the error (:mod:`loaders.dali.recovery`).
 
 from collections import deque
 from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
 from typing import Any
@@ -17,12 +18,11 @@ import torch
 from torch import Tensor
 
 from loaders.dali.inputs import Feed, Pending, Request
-from loaders.dali.pipeline import build_pipeline, shared, working
+from loaders.dali.pipeline import build_pipeline, shared
 from loaders.dali.recovery import recover
 from loaders.kernels.resize import resize_crops
 from loaders.pipeline.jobs import Job
 from loaders.pipeline.loader import PipelineLoader
-from loaders.pipeline.threads import DaemonPool
 
 GPU_BATCH = 512
 """The fewest images that DALI decodes together on a GPU; smaller batches are joined to reach it."""
@@ -35,8 +35,7 @@ _LARGEST_HINT = 6500  # pixels a side up to which the hardware decoder's memory 
 class DaliDecoder:
     """Decoder of the jobs of ``loader``, one epoch at a time.
 
-    ``hw_decoder_load`` and ``read_at_once``: see :class:`loaders.dali.loader.DaliLoader`. An epoch may be closed by
-    another thread than the one that iterates over it.
+    ``hw_decoder_load`` and ``read_at_once``: see :class:`loaders.dali.loader.DaliLoader`.
     """
 
     def __init__(self, loader: PipelineLoader, feed: Feed, hw_decoder_load: float, read_at_once: int) -> None:
@@ -46,7 +45,7 @@ class DaliDecoder:
         # A GPU decodes large batches faster than small ones, and DALI costs the host the same for either.
         self._steps_at_once = -(-GPU_BATCH // loader.order.local_batch_size) if loader.on_gpu else 1
         self._pipeline: Any = None
-        self._pool: DaemonPool  # of the open epoch
+        self._pool: ThreadPoolExecutor  # of the open epoch
         self._requests: Iterator[Request] = iter(())
         self._again: deque[Request] = deque()  # to be made again after an error, before all others
         self._in_flight: deque[Request] = deque()
@@ -57,10 +56,9 @@ class DaliDecoder:
         first = start_step - start_step % self._steps_at_once
         threads = max(1, self._loader.workers)
         with (
-            DaemonPool(threads, "cocor-decode") as self._pool,
-            DaemonPool(self._read_at_once, "cocor-read") as readers,
+            ThreadPoolExecutor(threads, "cocor-decode") as self._pool,
+            ThreadPoolExecutor(self._read_at_once, "cocor-read") as readers,
             self._loader.prefetch(self._requests_of(epoch, first, readers)) as self._requests,
-            working(lambda: self._pipeline),
         ):
             try:
                 if self._pipeline is None:
@@ -75,7 +73,7 @@ class DaliDecoder:
             finally:
                 self._drain()
 
-    def _requests_of(self, epoch: int, first: int, readers: DaemonPool) -> Generator[Request, None, None]:
+    def _requests_of(self, epoch: int, first: int, readers: ThreadPoolExecutor) -> Generator[Request, None, None]:
         """Yield an epoch's requests from step ``first`` on, while files of the next are read."""
         jobs, pending = self._loader.jobs.epoch(epoch, first), deque[Pending]()
         while together := list(islice(jobs, self._steps_at_once)):

@@ -171,21 +171,21 @@ class Feed:
             self._report(logging.WARNING, _UNSAFE, sorted(used & refused.keys() - set(changed)))
         return request
 
+    def encoded(self, index: int) -> NDArray[np.uint8]:
+        """Read the file of one image as DALI gets it."""
+        file, at = np.zeros(self._reader.lengths[index], np.uint8), np.zeros(1, np.int64)
+        self._reader.read(at + index, at, file, np.empty(1, np.uint8))
+        return file
+
     def close(self) -> None:
         """Give free memory back to the system."""
         self._memory.clear()
 
     def _refused(self, pending: Pending) -> dict[int, int]:
-        """Return verdicts by image on files that DALI should not get, each read twice."""
-        # A network may hiccup once.
-        request, places = pending.request, pending.places[pending.verdicts != GOOD]
-        if not len(places):
-            return {}
-        index, verdicts = request.index[places], np.empty(len(places), np.uint8)
-        block, starts, _ = (part.numpy() for part in request.files)
-        self._reader.read(index, starts[places, 0], block, verdicts)
-        bad = verdicts != GOOD
-        return dict(zip(index[bad].tolist(), verdicts[bad].tolist(), strict=True))
+        """Return verdicts by image on files that DALI should not get."""
+        bad = pending.verdicts != GOOD
+        index = pending.request.index[pending.places[bad]]
+        return dict(zip(index.tolist(), pending.verdicts[bad].tolist(), strict=True))
 
     def _decode(self, index: int, boxes: NDArray[np.int32], out: NDArray[np.uint8]) -> UnusableImage | None:
         """Decode an image and write the PPM file of its crops, side by side, to ``out``; or say why it is unusable."""

@@ -50,17 +50,11 @@ class DaliLoader(PipelineLoader):
         self._decoder: DaliDecoder | None = None
 
     def crops(self, epoch: int, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
-        # Taken while the epoch is open: if a hung disk keeps it from ending, the next epoch makes a decoder of its own.
-        decoder, self._decoder = self._decoder or self._make_decoder(), None
-        try:
-            yield from decoder.crops(epoch, start_step)
-        finally:
-            self._decoder = decoder
+        if self._decoder is None:
+            self._decoder = DaliDecoder(self, self._feed, self._hw_decoder_load, self._read_at_once)
+        yield from self._decoder.crops(epoch, start_step)
 
     def close(self) -> None:
         super().close()
         self._feed.close()
         self._decoder = None
-
-    def _make_decoder(self) -> DaliDecoder:
-        return DaliDecoder(self, self._feed, self._hw_decoder_load, self._read_at_once)

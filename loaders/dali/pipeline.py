@@ -1,13 +1,8 @@
 """DALI's import, and its graph from file names to crops."""
 
-import atexit
 import importlib
-import threading
-import time
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -17,8 +12,6 @@ from torch.utils.dlpack import to_dlpack
 from loaders.errors import UserError, explain
 from loaders.views.plan import Filter
 
-_AT_EXIT = 2.0  # seconds; what has not ended by then ends with the process
-_working: list[Callable[[], Any]] = []  # each returns the pipeline of an open epoch, or None
 _INSTALL = "pip install nvidia-dali-cuda130, or choose another --loader"
 
 
@@ -107,31 +100,6 @@ def shared(files: tuple[Tensor, Tensor, Tensor], corners: Iterable[Tensor]) -> l
     tensors, (block, *places) = load_dali().tensors, files
     everything = tensors.TensorListCPU.broadcast(tensors.TensorCPU(to_dlpack(block)), len(places[0]))
     return [everything, *(tensors.TensorListCPU(to_dlpack(part)) for part in (*places, *corners))]
-
-
-@contextmanager
-def working(pipeline: Callable[[], Any]) -> Iterator[None]:
-    """Let the pipeline that ``pipeline()`` returns be stuck in a read at the exit."""
-    atexit.unregister(_end_working)
-    atexit.register(_end_working)  # registered after DALI's own hook, so it runs before that
-    _working.append(pipeline)
-    try:
-        yield
-    finally:
-        _working.remove(pipeline)
-
-
-def _end_working() -> None:
-    """Wait a moment for stuck pipelines, then hide them from DALI's exit hook, which would wait without limit."""
-    pipelines = [found for pipeline in list(_working) if (found := pipeline()) is not None]
-    threads = [threading.Thread(target=pipeline._shutdown, daemon=True) for pipeline in pipelines]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + _AT_EXIT
-    for pipeline, thread in zip(pipelines, threads, strict=True):
-        thread.join(max(0, deadline - time.monotonic()))
-        if thread.is_alive():
-            pipeline._pipes.discard(weakref.ref(pipeline))  # DALI's list of what to shut down
 
 
 def undecodable(files: Iterable[np.ndarray], sizes: np.ndarray) -> list[int]:

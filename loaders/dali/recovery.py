@@ -15,7 +15,6 @@ import torch
 from loaders.dali.inputs import Feed, Request
 from loaders.dali.pipeline import load_dali, undecodable
 from loaders.datasets.dataset import ImageDataset
-from loaders.datasets.stored import StoredDataset
 from loaders.errors import UnusableImage, UserError
 from loaders.pipeline.loader import PipelineLoader
 from loaders.text import printable
@@ -66,21 +65,11 @@ def _skip_unusable(loader: PipelineLoader, index: list[int], pool: Executor) -> 
 
 def _move_undecodable(dataset: ImageDataset, feed: Feed, index: list[int]) -> bool:
     """Move images that DALI's CPU decoder refuses to the host; False if none."""
-    files = (_encoded(dataset, i) for i in index)
-    found = [index[place] for place in undecodable(files, dataset.sizes[index])]
+    found = [index[place] for place in undecodable(map(feed.encoded, index), dataset.sizes[index])]
     feed.on_host[found] = True
     for name in dataset.bad_samples.unreported("undecodable", [dataset.names[i] for i in found]):
         _log.warning(f"{printable(name)}: DALI cannot decode it; decoded by Pillow from now on")
     return bool(found)
-
-
-def _encoded(dataset: ImageDataset, index: int) -> np.ndarray:
-    if isinstance(dataset, StoredDataset):
-        return dataset.encoded(index)
-    try:
-        return np.fromfile(dataset.paths[index], np.uint8)
-    except OSError:  # gone since Pillow decoded it; the next attempt will find that
-        return np.empty(0, np.uint8)
 
 
 def _move_largest(loader: PipelineLoader, feed: Feed, index: list[int], everything: np.ndarray) -> None:

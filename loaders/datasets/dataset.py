@@ -179,9 +179,8 @@ def _labels(listing: Listing, path: str | os.PathLike[str] | None) -> tuple[dict
     """Find labels by image place, and faults by name: labels or images on their own."""
     names = listing.names
     if path is not None:
-        labels, unknown = read_labels(Path(path), names)
-        missing = {name: f"no label in {printable(path)}" for i, name in enumerate(names) if i not in labels}
-        return labels, missing | dict(unknown)
+        labels, faults = read_labels(Path(path), names)
+        return labels, dict(faults)
     if listing.folders:
         labels = {i: name.partition("/")[0] for i, name in enumerate(names) if "/" in name}
         return labels, {name: "outside every class folder" for name in names if "/" not in name}

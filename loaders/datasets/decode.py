@@ -9,7 +9,6 @@
 
 import os
 import stat
-import struct
 from dataclasses import dataclass
 from functools import cache
 from typing import BinaryIO, Protocol
@@ -36,8 +35,6 @@ _EIGHT_BITS = ((np.arange(1 << 16) * 255 + 32767) // 65535).astype(np.uint8)  # 
 _TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
 _UPRIGHT = {orientation: Image.Transpose[turn] for orientation, turn in enumerate(_TURNS, start=2)}
 _JPEG = ("JPEG", "MPO")
-_TYPE_BYTES = dict(enumerate((1, 1, 2, 4, 8, 1, 1, 2, 4, 8, 4, 8), start=1))  # of the values of an EXIF tag, by type
-_MOST_CHUNKS = 1 << 20  # of a PNG; one with more is left to Pillow
 
 
 class ImageFault(Exception):
@@ -48,8 +45,9 @@ class ImageFault(Exception):
 class Header:
     """What an image's header says.
 
-    ``plain``: any correct decoder gives the pixels of :func:`decode`; ``upright_jpeg``: even one that reads only JPEG
-    and ignores the orientation tag does.
+    ``plain``: any correct decoder gives the pixels of :func:`decode`, unless it reads off-standard EXIF in another way,
+    which :mod:`loaders.datasets.file_reader` sees; ``upright_jpeg``: even one that reads only JPEG and ignores the
+    orientation tag does.
     """
 
     height: int
@@ -126,10 +124,7 @@ def read_header(file: BinaryIO) -> Header:
         orientation = orientation_of(image)
         width, height = image.size[::-1] if orientation >= 5 else image.size
         jpeg = image.format in _JPEG
-        if jpeg:  # DALI refuses stray bytes, and may crash in doing so
-            alike = exif_orientation(image) == orientation and not has_stray_bytes(file)
-        else:
-            alike = image.format == "PNG" and orientation == 1 and not _has_exif_chunk(file)
+        alike = orientation > 0 if jpeg else image.format == "PNG" and orientation == 1
         plain = alike and _has_plain_pixels(image)
         return Header(height, width, plain, upright_jpeg=plain and jpeg and orientation == 1)
 
@@ -180,67 +175,6 @@ def _has_plain_pixels(image: Image.Image) -> bool:
         return image.info.get("adobe_transform") != 0 and components[0][0] != ord("R")  # else stored as RGB
     tiles = getattr(image, "tile", None) or [(None, None, None, "")]
     return tiles[0][3] in ("L", "RGB")  # not 16 bits a channel
-
-
-def has_stray_bytes(file: BinaryIO) -> bool:
-    """Look for bytes between a JPEG's header segments, which libjpeg steps over."""
-    at = 2
-    while True:
-        file.seek(at)
-        marker = file.read(4)
-        if marker[:1] != b"\xff":
-            return True
-        if marker[1:2] == b"\xda":  # the pixels begin
-            return False
-        at += 1 if marker[1:2] == b"\xff" else 2 + int.from_bytes(marker[2:], "big")
-
-
-def exif_segments(image: Image.Image) -> list[bytes]:
-    """List the EXIF segments of a JPEG's header; further ones are off-standard."""
-    return [data for name, data in getattr(image, "applist", ()) if name == "APP1" and data.startswith(b"Exif")]
-
-
-def exif_orientation(image: Image.Image) -> int | None:
-    """Read a JPEG's EXIF orientation, 1 to 8; None where readers may differ.
-
-    They do in what is off-standard: Pillow goes by the first of two segments and skips a second prefix, DALI goes by
-    the last (or crashes), takes a value of any type and count, and gives up at a tag that leads out of the segment.
-    """
-    segments = exif_segments(image)
-    if not segments:
-        return 1
-    order = {b"Exif\0\0II*\0": "<", b"Exif\0\0MM\0*": ">"}.get(segments[0][:10])
-    if len(segments) > 1 or order is None:
-        return None
-    found: list[int] = []
-    data = segments[0][6:]
-    try:
-        (start,) = struct.unpack_from(f"{order}I", data, 4)
-        (count,) = struct.unpack_from(f"{order}H", data, start)
-        for entry in range(start + 2, start + 2 + 12 * count, 12):
-            tag, kind, number, at = struct.unpack_from(f"{order}HHII", data, entry)
-            length = _TYPE_BYTES.get(kind, 0) * number
-            if not length or (length > 4 and at + length > len(data)):
-                return None
-            if tag == ExifTags.Base.Orientation:
-                found += struct.unpack_from(f"{order}H", data, entry + 8) if (kind, number) == (3, 1) else (0,)
-    except struct.error:
-        return None
-    return (found or [1])[0] if len(found) < 2 and start >= 8 and set(found) <= {*range(1, 9)} else None
-
-
-def _has_exif_chunk(file: BinaryIO) -> bool:
-    """Look for EXIF anywhere in a PNG: decoders differ in whether they turn by it."""
-    at = 8
-    for _ in range(_MOST_CHUNKS):
-        file.seek(at)
-        length, kind = file.read(4), file.read(4)
-        if kind in (b"", b"IEND"):
-            return False
-        if kind == b"eXIf":
-            return True
-        at += 12 + int.from_bytes(length, "big")
-    return True
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -17,12 +17,17 @@ from loaders.datasets.dataset import ImageDataset
 from loaders.datasets.stored import StoredDataset
 from loaders.jit import jit
 
+Integers = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
+Sizes = NDArray[np.int32]
+
 GOOD, CHANGED, DAMAGED = range(3)
 """Verdicts. GOOD: safe to decode. CHANGED: missing, or of another length. DAMAGED: no whole JPEG or PNG of this
 size."""
 
 _XMP_ORIENTATION = tuple(b"tiff:Orientation")
 _TAIL = 1024  # bytes at a JPEG's end in which the end mark must lie
+_TYPE_BYTES = np.array([0, 1, 1, 2, 4, 8, 1, 1, 2, 4, 8, 4, 8])  # of the values of an EXIF tag, by type
 _PATH_BYTES = 4097  # the longest path that the system takes, with its zero
 _PPM = np.frombuffer(b"P6 00000 00000 255\n", np.uint8)  # what comes before the pixels: width, height, largest value
 
@@ -42,16 +47,10 @@ _close = _function("close", types.int32(types.int32))
 class Reader(Protocol):
     """Reader of images: the bytes of ``index[i]`` go to ``block`` at ``starts[i]``."""
 
-    lengths: NDArray[np.int64]
+    lengths: Integers
     """The bytes that each image of the data set takes in a block."""
 
-    def read(
-        self,
-        index: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        block: NDArray[np.uint8],
-        verdicts: NDArray[np.uint8],
-    ) -> None:
+    def read(self, index: Integers, starts: Integers, block: Bytes, verdicts: Bytes) -> None:
         """Read images ``index`` (N,) into ``block``, and set their ``verdicts`` (N,)."""
         ...
 
@@ -67,13 +66,7 @@ class FileReader:
         self._names = np.frombuffer(b"".join(names), np.uint8)
         self._ends = np.cumsum([len(name) for name in names], dtype=np.int64)
 
-    def read(
-        self,
-        index: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        block: NDArray[np.uint8],
-        verdicts: NDArray[np.uint8],
-    ) -> None:
+    def read(self, index: Integers, starts: Integers, block: Bytes, verdicts: Bytes) -> None:
         """See :class:`Reader`."""
         read_files(
             index, self._root, self._names, self._ends, self.lengths, self._sizes, starts, block, verdicts
@@ -94,13 +87,7 @@ class StoredReader:
         self._stored = beton.sizes_in_bytes[rows]
         self.lengths = self._stored + len(_PPM) * self._raw
 
-    def read(
-        self,
-        index: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        block: NDArray[np.uint8],
-        verdicts: NDArray[np.uint8],
-    ) -> None:
+    def read(self, index: Integers, starts: Integers, block: Bytes, verdicts: Bytes) -> None:
         """See :class:`Reader`."""
         copy_stored(
             index, self._data, self._places, self._stored, self._raw, self._sizes, starts, block, verdicts
@@ -117,15 +104,15 @@ def open_reader(dataset: ImageDataset) -> Reader:
 
 @jit
 def read_files(
-    index: NDArray[np.int64],
-    root: NDArray[np.uint8],
-    names: NDArray[np.uint8],
-    ends: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-    sizes: NDArray[np.int32],
-    starts: NDArray[np.int64],
-    block: NDArray[np.uint8],
-    verdicts: NDArray[np.uint8],
+    index: Integers,
+    root: Bytes,
+    names: Bytes,
+    ends: Integers,
+    lengths: Integers,
+    sizes: Sizes,
+    starts: Integers,
+    block: Bytes,
+    verdicts: Bytes,
 ) -> None:
     """Read the files of images ``index`` (N,) to ``starts`` (N,) in ``block``.
 
@@ -149,7 +136,7 @@ def read_files(
 
 
 @jit
-def _read_file(path: NDArray[np.uint8], status: NDArray[np.uint8], data: NDArray[np.uint8]) -> bool:
+def _read_file(path: Bytes, status: Bytes, data: Bytes) -> bool:
     """Fill ``data`` from the file at ``path``, ended by zero; False unless it is a regular file of just this length.
     ``status`` is room for what the system says about it."""
     handle = _open(path.ctypes.data, _FLAGS)
@@ -172,15 +159,15 @@ def _read_file(path: NDArray[np.uint8], status: NDArray[np.uint8], data: NDArray
 
 @jit
 def copy_stored(
-    index: NDArray[np.int64],
-    stored: NDArray[np.uint8],
-    places: NDArray[np.int64],
-    lengths: NDArray[np.int64],
+    index: Integers,
+    stored: Bytes,
+    places: Integers,
+    lengths: Integers,
     raw: NDArray[np.bool_],
-    sizes: NDArray[np.int32],
-    starts: NDArray[np.int64],
-    block: NDArray[np.uint8],
-    verdicts: NDArray[np.uint8],
+    sizes: Sizes,
+    starts: Integers,
+    block: Bytes,
+    verdicts: Bytes,
 ) -> None:
     """Copy images ``index`` (N,) of ``stored`` to ``starts`` (N,) in ``block``.
 
@@ -199,7 +186,7 @@ def copy_stored(
 
 
 @jit
-def _write_ppm_header(out: NDArray[np.uint8], height: int, width: int) -> None:
+def _write_ppm_header(out: Bytes, height: int, width: int) -> None:
     out[: len(_PPM)] = _PPM
     for digit in range(5):
         out[7 - digit] += width // 10**digit % 10
@@ -207,79 +194,63 @@ def _write_ppm_header(out: NDArray[np.uint8], height: int, width: int) -> None:
 
 
 @jit
-def judge(data: NDArray[np.uint8], height: int, width: int) -> int:
+def judge(data: Bytes, height: int, width: int) -> int:
     """Judge ``data``: GOOD for a whole, upright JPEG or PNG of this size, else DAMAGED.
 
     GOOD means that every decoder takes it for that.
     """
-    return GOOD if _is_jpeg(data, height, width) or _is_png(data, height, width) else DAMAGED
+    return GOOD if jpeg_orientation(data, height, width) or _is_png(data, height, width) else DAMAGED
 
 
 @jit
-def _is_jpeg(data: NDArray[np.uint8], height: int, width: int) -> bool:
-    """A JPEG of 8 bits and 1 or 3 channels, baseline or progressive, with nothing between the header's segments."""
+def jpeg_orientation(data: Bytes, height: int, width: int) -> int:
+    """The orientation 1 to 8 of a whole JPEG whose upright size this is; 0 where decoders may differ.
+
+    It has 8 bits and 1 or 3 channels, is baseline or progressive, and nothing lies between the header's segments.
+    """
     count = len(data)
     if count < 4 or data[0] != 0xFF or data[1] != 0xD8:
-        return False
+        return 0
     at, found_height, found_width, orientation, exif_segments = 2, 0, 0, 1, 0
     while True:
         if at + 4 > count or data[at] != 0xFF:
-            return False
+            return 0
         marker = data[at + 1]
         if marker == 0xFF:  # padding
             at += 1
             continue
         length, inside = _big(data, at + 2, 2), at + 4
         if marker <= 0x01 or 0xD0 <= marker <= 0xD9 or length < 2 or at + 2 + length > count:
-            return False
+            return 0
         if marker == 0xDA:  # the pixels begin
             break
         if 0xC0 <= marker <= 0xCF and marker != 0xC4 and marker != 0xC8 and marker != 0xCC:  # a frame
             if marker > 0xC2 or found_height or length < 8 or data[inside] != 8:
-                return False
+                return 0
             channels = data[inside + 5]
             if (channels != 1 and channels != 3) or length != 8 + 3 * channels:
-                return False
+                return 0
             found_height, found_width = _big(data, inside + 1, 2), _big(data, inside + 3, 2)
         elif marker == 0xE1 and length >= 8 and _is_text(data, inside, (69, 120, 105, 102, 0)):  # Exif
             exif_segments += 1
             orientation = _orientation(data[inside + 6 : at + 2 + length])
         elif marker == 0xE1 and _xmp_turns(data[inside : at + 2 + length]):
-            return False
+            return 0
         at += 2 + length
     if exif_segments > 1 or orientation == 0:
-        return False
+        return 0
     if orientation >= 5:
         found_height, found_width = found_width, found_height
     if found_height != height or found_width != width:
-        return False
-    whole = False
+        return 0
     for end in range(max(at, count - _TAIL), count - 1):
-        whole |= data[end] == 0xFF and data[end + 1] == 0xD9
-    return whole
+        if data[end] == 0xFF and data[end + 1] == 0xD9:
+            return orientation
+    return 0
 
 
 @jit
-def may_be_turned(data: NDArray[np.uint8]) -> bool:
-    """Whether a JPEG's header states an orientation other than upright, or may hide one from a simple reader."""
-    at = 2
-    while at + 4 <= len(data) and data[at] == 0xFF and data[at + 1] != 0xFF:
-        marker, length, inside = data[at + 1], _big(data, at + 2, 2), at + 4
-        if marker == 0xDA:  # the pixels begin
-            return False
-        if marker <= 0x01 or 0xD0 <= marker <= 0xD9 or length < 2 or at + 2 + length > len(data):
-            return True
-        if marker == 0xE1 and length >= 8 and _is_text(data, inside, (69, 120, 105, 102, 0)):  # Exif
-            if _orientation(data[inside + 6 : at + 2 + length]) != 1:
-                return True
-        elif marker == 0xE1 and _xmp_turns(data[inside : at + 2 + length]):
-            return True
-        at += 2 + length
-    return True
-
-
-@jit
-def _xmp_turns(segment: NDArray[np.uint8]) -> bool:
+def _xmp_turns(segment: Bytes) -> bool:
     """Whether XMP data states an orientation that Pillow turns by: tiff:Orientation="2" or above, or in a tag."""
     for at in range(len(segment) - 17):
         if segment[at] == ord("t") and _is_text(segment, at, _XMP_ORIENTATION):
@@ -290,7 +261,7 @@ def _xmp_turns(segment: NDArray[np.uint8]) -> bool:
 
 
 @jit
-def _is_png(data: NDArray[np.uint8], height: int, width: int) -> bool:
+def _is_png(data: Bytes, height: int, width: int) -> bool:
     """A PNG of 8 bits, grey or RGB, without transparency or orientation, whose chunks lead to its end."""
     count = len(data)
     if count < 33 or not _is_text(data, 0, (137, 80, 78, 71, 13, 10, 26, 10)):
@@ -314,29 +285,35 @@ def _is_png(data: NDArray[np.uint8], height: int, width: int) -> bool:
 
 
 @jit
-def _orientation(exif: NDArray[np.uint8]) -> int:
+def _orientation(exif: Bytes) -> int:
     """The orientation 1 to 8 that EXIF data states, 1 if none; 0 where decoders may differ on it."""
-    count = len(exif)
+    count, found = len(exif), 0
     if count < 8:
-        return 1
+        return 0
     little = exif[0] == ord("I")
     if exif[0] != exif[1] or not (little or exif[0] == ord("M")) or _number(exif, 2, 2, little) != 42:
         return 0
-    at, found = _number(exif, 4, 4, little), 1
-    entries = _number(exif, at, 2, little) if at + 2 <= count else 0
-    for entry in range(entries):
-        place = at + 2 + 12 * entry
+    start = _number(exif, 4, 4, little)
+    if start < 8 or start + 2 > count:
+        return 0
+    for entry in range(_number(exif, start, 2, little)):
+        place = start + 2 + 12 * entry
         if place + 12 > count:
-            break
+            return 0
+        kind, number = _number(exif, place + 2, 2, little), _number(exif, place + 4, 4, little)
+        length = number * _TYPE_BYTES[kind] if kind < len(_TYPE_BYTES) else 0
+        if length == 0 or (length > 4 and _number(exif, place + 8, 4, little) + length > count):
+            return 0  # DALI gives up at such a tag
         if _number(exif, place, 2, little) == 0x0112:
-            right = _number(exif, place + 2, 2, little) == 3 and _number(exif, place + 4, 4, little) == 1
             value = _number(exif, place + 8, 2, little)
-            found = value if right and found == 1 and 1 <= value <= 8 else 0
-    return found
+            if found or kind != 3 or number != 1 or not 1 <= value <= 8:
+                return 0
+            found = value
+    return found or 1
 
 
 @jit
-def _number(data: NDArray[np.uint8], at: int, count: int, little: bool) -> int:
+def _number(data: Bytes, at: int, count: int, little: bool) -> int:
     value = 0
     for i in range(count):
         value = value * 256 + int(data[at + (count - 1 - i if little else i)])
@@ -344,12 +321,12 @@ def _number(data: NDArray[np.uint8], at: int, count: int, little: bool) -> int:
 
 
 @jit
-def _big(data: NDArray[np.uint8], at: int, count: int) -> int:
+def _big(data: Bytes, at: int, count: int) -> int:
     return _number(data, at, count, False)
 
 
 @jit
-def _is_text(data: NDArray[np.uint8], at: int, text: tuple[int, ...]) -> bool:
+def _is_text(data: Bytes, at: int, text: tuple[int, ...]) -> bool:
     same = True
     for i in range(len(text)):
         same &= data[at + i] == text[i]

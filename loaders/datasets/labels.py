@@ -9,7 +9,6 @@ are comments. Faults are named by line.
 import codecs
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -36,8 +35,7 @@ class NameLookup:
     """Find images by relative name or, where unique, last name, suffixes or not.
 
     ``label_of`` are the images' class names, if they have any: ``class/name`` then means the image ``name`` of a flat
-    folder as well, since cocor-prep sorts such images into class folders (:func:`class_first`). A name that no line
-    can hold, as it has a line break, is found as :func:`loaders.text.printable` shows it.
+    folder as well, since cocor-prep sorts such images into class folders (:func:`class_first`).
     """
 
     def __init__(self, names: Sequence[str], label_of: Sequence[str | None] = ()) -> None:
@@ -46,14 +44,6 @@ class NameLookup:
 
     def find(self, name: str) -> int | None:
         """Find the image's place, or None."""
-        found = self._find(name)
-        return self._escaped._find(name) if found is None and "\\" in name else found
-
-    @cached_property
-    def _escaped(self) -> "NameLookup":
-        return NameLookup([printable(name) for name in self._names], self._label_of)
-
-    def _find(self, name: str) -> int | None:
         name = name.removeprefix("./")
         given = [name]
         if bare(name) != name:
@@ -112,7 +102,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_labels(path: Path, names: Sequence[str]) -> tuple[dict[int, str], list[tuple[str, str]]]:
-    """Read labels by image place, and (name, reason) of lines without an image.
+    """Read labels by image place, and (name, reason) of lines or images on their own.
 
     A line is ``name,label``, ``name<TAB>label`` or ``name label``; a header line is allowed. So are ImageNet's two
     official validation lists. A file without a label of any image is refused: no image is to blame for it.
@@ -125,7 +115,8 @@ def read_labels(path: Path, names: Sequence[str]) -> tuple[dict[int, str], list[
             f"{printable(path)}: labels no image of the data set; write lines of 'name,label' "
             f"with names such as {printable(names[0])}"
         )
-    return labels, unknown
+    missing = [(name, f"no label in {printable(path)}") for i, name in enumerate(names) if i not in labels]
+    return labels, unknown + missing
 
 
 def _plain_labels(

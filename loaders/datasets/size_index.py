@@ -10,7 +10,6 @@ import hashlib
 import os
 import tempfile
 import threading
-import zipfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from loaders.datasets.decode import MAX_PIXELS, Header, ImageFault, decode_file, describe, read_header
+from loaders.datasets.decode import Header, ImageFault, decode_file, describe, read_header
 from loaders.datasets.folder import Listing
 from loaders.errors import no_fault_of_a_file
 from loaders.files import open_regular, user_cache, without_waiting
@@ -52,7 +51,7 @@ def size_index(root: Path, listing: Listing, workers: int, quiet: bool = False) 
     key = _key(listing)
     beside, own = root / CACHE_NAME, _user_cache(root)
     for place in (beside, own):
-        cached = _read(place, key, len(listing.names))
+        cached = _read(place, key)
         if cached is not None:
             return cached
     found = _scan(root, listing.names, workers, quiet)
@@ -114,32 +113,15 @@ def _user_cache(root: Path) -> Path:
     return Path(user_cache(), hashlib.sha256(os.fsencode(os.path.realpath(root))).hexdigest()[:16] + ".npz")
 
 
-def _read(place: Path, key: str, count: int) -> SizeIndex | None:
+def _read(place: Path, key: str) -> SizeIndex | None:
     try:
-        with open_regular(place, "no such file") as file:
-            with zipfile.ZipFile(file) as archive:
-                if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):  # it may be a bomb
-                    return None
-            file.seek(0)
-            with np.load(file, allow_pickle=False) as stored:
-                if str(stored["key"]) != key:
-                    return None
-                faults = dict(zip(stored["fault_at"].tolist(), stored["faults"].tolist(), strict=True))
-                index = SizeIndex(stored["sizes"], stored["plain"], faults)
+        with open_regular(place, "no such file") as file, np.load(file, allow_pickle=False) as stored:
+            if str(stored["key"]) != key:
+                return None
+            faults = dict(zip(stored["fault_at"].tolist(), stored["faults"].tolist(), strict=True))
+            return SizeIndex(stored["sizes"], stored["plain"], faults)
     except Exception:  # missing, truncated, foreign: numpy and zipfile raise many kinds, and all mean "scan again"
         return None
-    return index if _makes_sense(index, count) else None
-
-
-def _makes_sense(index: SizeIndex, count: int) -> bool:
-    """Check a cache, which anybody may have written, against what a scan could find."""
-    sizes, plain, faults = index.sizes, index.plain, index.faults
-    if (sizes.dtype, sizes.shape, plain.dtype, plain.shape) != (np.int32, (count, 2), np.bool_, (count,)):
-        return False
-    if not all(isinstance(i, int) and 0 <= i < count and isinstance(why, str) for i, why in faults.items()):
-        return False
-    usable = np.delete(sizes, list(faults), axis=0).astype(np.int64)
-    return bool((usable > 0).all() and (usable.prod(axis=1) <= MAX_PIXELS).all())
 
 
 def _write(place: Path, key: str, index: SizeIndex, make_folder: bool = False) -> bool:

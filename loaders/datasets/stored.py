@@ -53,14 +53,11 @@ class StoredFile:
             raise fault
         return self.beton.read(row)
 
-    def is_raw(self, row: int) -> bool:
-        return bool(self.beton.table["mode"][row] == RAW)
-
     def decode(self, row: int) -> Image.Image:
         """Decode an image as :mod:`loaders.datasets.decode` does. UnusableImage naming it."""
         size: tuple[int, int] = tuple(self.beton.sizes[row, ::-1].tolist())
         data = self.read(row)
-        if self.is_raw(row):
+        if self.beton.table["mode"][row] == RAW:
             return Image.frombytes("RGB", size, data)
         try:
             image = decode_file(BytesIO(data))
@@ -114,21 +111,6 @@ class StoredDataset(ImageDataset):
     def image(self, index: int) -> StoredImage:
         return StoredImage(self.file.path, int(self.rows[index]))
 
-    def encoded(self, index: int) -> npt.NDArray[np.uint8]:
-        """Return an image file: the stored JPEG, not copied, or a PPM file of raw pixels.
-
-        Raises :class:`UnusableImage` if the stored bytes are damaged, or state another size than the file's table.
-        """
-        row = int(self.rows[index])
-        data = self.file.read(row)
-        height, width = self.sizes[index].tolist()
-        if self.file.is_raw(row):
-            return np.frombuffer(b"P6 %d %d 255\n" % (width, height) + data, np.uint8)
-        stated = stated_size(data)
-        if stated != (height, width):  # a decoder that trusts it could fill all memory
-            raise self.file.damaged(row, f"{stated[1]} x {stated[0]} pixels instead of {width} x {height}")
-        return np.frombuffer(data, np.uint8)
-
 
 def open_stored(
     path: str | os.PathLike[str], labels: str | os.PathLike[str] | None = None, *, classes: Sequence[str] | None = None
@@ -157,9 +139,8 @@ def _label_names(file: StoredFile, labels: str | os.PathLike[str] | None) -> lis
     beton = file.beton
     if labels is None:
         return [beton.classes[label] if label >= 0 else None for label in beton.labels]
-    label_of, unknown = read_labels(Path(labels), beton.names)
-    missing = [name for i, name in enumerate(beton.names) if i not in label_of]
-    for name, reason in [*unknown, *((name, f"no label in {printable(labels)}") for name in missing)]:
+    label_of, faults = read_labels(Path(labels), beton.names)
+    for name, reason in faults:
         raise UserError(f"{printable(file.path)}: {printable(name)}: {reason}")
     return [label_of[i] for i in range(len(beton))]
 
@@ -195,24 +176,3 @@ def _refuse_impossible(beton: Beton) -> None:
             f"{printable(beton.root)}: {printable(beton.names[row])} (image {row}): its size and its bytes do not fit; "
             "run cocor-prep convert again"
         )
-
-
-def stated_size(data: memoryview) -> tuple[int, int]:
-    """Find (height, width) in a JPEG's first frame header; zeros without one.
-
-    Markers are found as libjpeg finds them: bytes between two segments are stepped over.
-    """
-    at = 2
-    while at + 9 < len(data):
-        marker = data[at + 1]
-        if data[at] != 0xFF or marker in (0x00, 0xFF):
-            at += 1
-        elif 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            return int.from_bytes(data[at + 5 : at + 7], "big"), int.from_bytes(data[at + 7 : at + 9], "big")
-        elif marker in (0xD9, 0xDA):  # the end, or pixels, before a frame header
-            break
-        elif marker == 0x01 or 0xD0 <= marker <= 0xD8:  # without content
-            at += 2
-        else:
-            at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-    return 0, 0

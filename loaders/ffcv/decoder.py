@@ -11,7 +11,7 @@ Import this module only after :func:`loaders.ffcv.patches.load_ffcv`.
 import ctypes
 import queue
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,12 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loaders.datasets.beton import RAW
-from loaders.datasets.file_reader import may_be_turned
+from loaders.datasets.file_reader import jpeg_orientation
 from loaders.datasets.stored import StoredFile
 from loaders.errors import UnusableImage
 from loaders.kernels.resize import resize_crops
 from loaders.pipeline.jobs import Job
-from loaders.pipeline.threads import DaemonPool
 
 OFFSET, LENGTH, MODE, HEIGHT, WIDTH, ROW, COLUMNS = range(7)  # of the table that says where images are stored
 
@@ -38,8 +37,7 @@ _pointer, _int = ctypes.c_void_p, ctypes.c_int
 _init, _destroy = lib.tjInitDecompress, lib.tjDestroy
 _init.argtypes, _init.restype = [], _pointer
 _destroy.argtypes, _destroy.restype = [_pointer], _int
-_read_header, _decompress = lib.tjDecompressHeader3, lib.tjDecompress2
-_read_header.argtypes, _read_header.restype = [_pointer, _pointer, ctypes.c_ulong, *[_pointer] * 4], _int
+_decompress = lib.tjDecompress2
 _decompress.argtypes = [_pointer, _pointer, ctypes.c_ulong, _pointer, *[_int] * 5]
 _decompress.restype = _int
 
@@ -101,7 +99,7 @@ class DecodePool:
         self._free: queue.SimpleQueue[_Decoder] = queue.SimpleQueue()
         for decoder in self._decoders:
             self._free.put(decoder)
-        self._pool = DaemonPool(threads, "cocor-decode")
+        self._pool = ThreadPoolExecutor(threads, "cocor-decode")
 
     def submit(
         self, job: Job, stored: NDArray[np.uint64], crops: Tensor, places: Sequence[int] | slice = slice(None)
@@ -161,24 +159,19 @@ def decode_crops(
     """Decode the images at ``places`` of a batch, and resize their boxes into ``out``.
 
     ``stored`` (B, COLUMNS) says where they are in ``data``; ``pixels`` has room for any of them. ``codes`` becomes 1
-    where libjpeg-turbo reports an error or a warning, or another size than is stored, and where EXIF or XMP may turn
-    the image, as libjpeg-turbo never does. Not cached: it holds addresses.
+    for all but plain JPEGs of the stored size that EXIF or XMP leave upright, as libjpeg-turbo turns none, and where it
+    reports an error or a warning. Not cached: it holds addresses.
     """
-    found = np.empty(4, np.int32)  # width, height, subsampling, colour space
     for i in range(len(places)):
         place = places[i]
         offset, length = stored[place, OFFSET], stored[place, LENGTH]
         height, width = np.int64(stored[place, HEIGHT]), np.int64(stored[place, WIDTH])
         image = data[offset : offset + length]
         if stored[place, MODE] != RAW:
-            source, where = image.ctypes.data, found.ctypes.data
-            code = _read_header(handle, source, length, where, where + 4, where + 8, where + 12)
-            if code != 0 or found[0] != width or found[1] != height or may_be_turned(image):
-                codes[i] = 1
-                continue
-            code = _decompress(handle, source, length, pixels.ctypes.data, width, 0, height, _RGB, 0)
-            if code != 0:
-                codes[i] = 1
+            codes[i] = jpeg_orientation(image, int(height), int(width)) != 1 or _decompress(
+                handle, image.ctypes.data, length, pixels.ctypes.data, width, 0, height, _RGB, 0
+            )
+            if codes[i]:
                 continue
             image = pixels
         resize_crops(image, int(height), int(width), boxes[place], size, out[place])

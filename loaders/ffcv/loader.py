@@ -54,8 +54,8 @@ class FfcvLoader(PipelineLoader):
         from loaders.ffcv.decoder import ROW, DecodePool, PendingCrops, locate
         from loaders.ffcv.pipeline import PlannedLoader
 
-        # Taken while the epoch is open: if a hung disk keeps it from ending, the next epoch makes a loader of its own.
-        loader, self._loader = self._loader or PlannedLoader(self._stored, self.order), None
+        if self._loader is None:
+            self._loader = PlannedLoader(self._stored, self.order)
 
         def submit(stored: NDArray[np.uint64]) -> PendingCrops:
             self.use_device()
@@ -72,13 +72,10 @@ class FfcvLoader(PipelineLoader):
 
             return self.jobs.mend(pending.job, pending.wait(), decode), pending.crops
 
-        try:
-            with (
-                closing(DecodePool(self._stored.file, self.plan.size, max(1, self.workers))) as pool,
-                closing(self.jobs.epoch(epoch, start_step)) as jobs,
-                closing(loader.batches(epoch, start_step, submit)) as batches,
-            ):
-                for batch in batches:
-                    yield mend(batch)
-        finally:
-            self._loader = loader
+        with (
+            closing(DecodePool(self._stored.file, self.plan.size, max(1, self.workers))) as pool,
+            closing(self.jobs.epoch(epoch, start_step)) as jobs,
+            closing(self._loader.batches(epoch, start_step, submit)) as batches,
+        ):
+            for batch in batches:
+                yield mend(batch)

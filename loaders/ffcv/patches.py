@@ -27,7 +27,7 @@ INSTALL = (
 )
 _READ_ONLY_BYTES = types.Array(types.uint8, 1, "C", readonly=True)
 _MAPPED_FILE = types.Tuple([_READ_ONLY_BYTES, types.uint64[::1], types.uint64[::1]])  # content, addresses, sizes
-TURBOJPEG = ("tjInitDecompress", "tjDestroy", "tjDecompressHeader3", "tjDecompress2")
+TURBOJPEG = ("tjInitDecompress", "tjDestroy", "tjDecompress2")
 
 
 def load_ffcv() -> Any:

@@ -23,7 +23,6 @@ from loaders.kernels.warp import write, write_warped
 from loaders.views.plan import ViewLayout
 
 _SAMPLES_AT_A_TIME = 4
-_VALUES = np.tile(np.arange(256, dtype=np.float32), (3, 1))
 _STARTING = threading.Lock()
 
 
@@ -45,27 +44,10 @@ class CpuExecutor:
 
         Takes arrays or CPU tensors; see :class:`loaders.kernels.Executor`. View t of the layout is ``out[t]``.
         """
-        return self._execute(self.normalise, crops, flips, codes, params, out)
-
-    def execute_uint8(self, crops: Any, flips: Any, codes: Any, params: Any, out: Any = None) -> Any:
-        """Make views before normalisation, uint8 (T, B, S, S, 3), at the cost of a copy."""
-        views = self._execute(_VALUES, crops, flips, codes, params, None).astype(np.uint8)
-        if out is None:
-            return views
-        np.asarray(out)[:] = views
-        return out
-
-    def close(self) -> None:
-        """End the threads; a later call starts new ones."""
-        if self._pool is not None:
-            self._pool.shutdown()
-        self._pool = self._scratches = None
-
-    def _execute(self, lookup: NDArray[Any], crops: Any, flips: Any, codes: Any, params: Any, out: Any) -> Any:
         crops, flips, codes, params = (np.ascontiguousarray(given) for given in (crops, flips, codes, params))
         batch, views = len(crops), len(self.crop_of_view)
         if out is None:
-            out = np.empty((views, batch, self.size, self.size, 3), lookup.dtype)
+            out = np.empty((views, batch, self.size, self.size, 3), np.float32)
         target = out.numpy() if isinstance(out, torch.Tensor) else out
         self._check(crops, flips, codes, params, target)
         scratches = self._start()
@@ -74,7 +56,9 @@ class CpuExecutor:
             memory = scratches.get()
             try:
                 last = min(first + _SAMPLES_AT_A_TIME, batch)
-                _run_samples(first, last, crops, flips, codes, params, self.crop_of_view, lookup, memory, target)
+                _run_samples(
+                    first, last, crops, flips, codes, params, self.crop_of_view, self.normalise, memory, target
+                )
             finally:
                 scratches.put(memory)
 
@@ -85,6 +69,12 @@ class CpuExecutor:
         else:
             list(self._pool.map(work, starts))
         return out
+
+    def close(self) -> None:
+        """End the threads; a later call starts new ones."""
+        if self._pool is not None:
+            self._pool.shutdown()
+        self._pool = self._scratches = None
 
     def _start(self) -> "queue.SimpleQueue[Scratch]":
         """Start threads on first use: an executor may be made before a fork, and pickled."""

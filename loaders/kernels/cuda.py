@@ -13,7 +13,7 @@ is given back at the end of the call.
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from importlib import resources
 from typing import Any
 
@@ -111,36 +111,7 @@ class CudaExecutor:
         Permuted to (T, B, 3, S, S) they are channels-last images. Inputs, as of :class:`loaders.kernels.Executor`, and
         ``out`` are contiguous, on the executor's device and ready on its current stream.
         """
-        return self._execute(self._normalise, crops, flips, codes, params, out)
-
-    def execute_uint8(
-        self,
-        crops: torch.Tensor,
-        flips: torch.Tensor,
-        codes: torch.Tensor,
-        params: torch.Tensor,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Make views before normalisation, uint8 (T, B, S, S, 3)."""
-        return self._execute(self._identity, crops, flips, codes, params, out)
-
-    def close(self) -> None:
-        """Do nothing: compiled modules stay with the process."""
-
-    @cached_property
-    def _identity(self) -> torch.Tensor:
-        return torch.arange(256, dtype=torch.uint8, device=self.device).repeat(3, 1)
-
-    def _execute(
-        self,
-        table: torch.Tensor,
-        crops: torch.Tensor,
-        flips: torch.Tensor,
-        codes: torch.Tensor,
-        params: torch.Tensor,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        batch, length, size = len(crops), codes.shape[-1], self.size
+        batch, length, size, table = len(crops), codes.shape[-1], self.size, self._normalise
         with torch.cuda.device(self.device):
             if out is None:
                 out = torch.empty((self.views, batch, size, size, 3), dtype=table.dtype, device=self.device)
@@ -161,6 +132,9 @@ class CudaExecutor:
             job = Job(*(t.data_ptr() for t in tensors), queue, batch, self.views, self.crops, length)
             kernel.launch(blocks, job, torch.cuda.current_stream(self.device).cuda_stream)
         return out
+
+    def close(self) -> None:
+        """Do nothing: compiled modules stay with the process."""
 
 
 def schedule(layout: ViewLayout) -> list[tuple[int, int]]:

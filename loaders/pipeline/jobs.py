@@ -21,6 +21,7 @@ from loaders.errors import UnusableImage, UserError
 from loaders.kernels.lower import lower
 from loaders.text import printable
 from loaders.views.order import MOST_STAND_INS, BatchOrder
+from loaders.views.parameters import view_parameters
 from loaders.views.plan import PlannedBatch, ViewPlan
 
 Faults = Mapping[int, UserError]
@@ -32,7 +33,8 @@ class Job:
     """A planned batch of B samples, as the executor takes it.
 
     ``tensors``, of C crops, T views of up to P ops and L composites: flips (B, C) uint8, codes (B, T, P) uint8, params
-    (B, T, P, 8) int32, composition (L, B, 14) uint8, label (B,) int64, index (B,) int64.
+    (B, T, P, 8) int32, composition (L, B, 14) uint8, label (B,) int64, index (B,) int64, and if the plan asks for them
+    parameters (V, B, 16) float32.
     """
 
     epoch: int
@@ -105,7 +107,8 @@ class Jobs:
         return index, passes
 
     def _job(self, epoch: int, step: int, index: NDArray[np.int64], passes: NDArray[np.int64]) -> Job:
-        planned = self._plan.draw(passes, index, self._dataset.sizes[index])
+        sizes = self._dataset.sizes[index]
+        planned = self._plan.draw(passes, index, sizes)
         arrays = {
             "flips": planned.flips,
             "codes": planned.codes,
@@ -114,6 +117,8 @@ class Jobs:
             "label": self._dataset.labels[index],
             "index": planned.index.copy(),  # the order is read-only memory
         }
+        if self._plan.parameters:
+            arrays["parameters"] = view_parameters(planned, sizes, self._plan.layout.contrastive)
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if self._pinned:
             tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}

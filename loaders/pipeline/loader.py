@@ -24,13 +24,13 @@ from loaders.errors import UserError
 from loaders.kernels import make_executor
 from loaders.pipeline.buffers import BufferPool
 from loaders.pipeline.jobs import Job, Jobs
-from loaders.pipeline.prefetch import InConsumer, Prefetch
+from loaders.pipeline.prefetch import Prefetch
 from loaders.views.order import BatchOrder
 from loaders.views.plan import ViewPlan
 
 Item = TypeVar("Item")
-Work = TypeVar("Work", bound="Prefetch | InConsumer")
-JobCrops = Generator[tuple[Job, Tensor], None, None] | Prefetch[tuple[Job, Tensor]] | InConsumer[tuple[Job, Tensor]]
+Work = TypeVar("Work", bound="Prefetch | Generator")
+JobCrops = Generator[tuple[Job, Tensor], None, None] | Prefetch[tuple[Job, Tensor]]
 
 
 class LoaderOptions(TypedDict, total=False):
@@ -68,7 +68,7 @@ class PipelineLoader(ABC):
         self._executor = make_executor(self.device, dtype, plan.layout, plan.size, mean, std, threads)
         self.jobs = Jobs(dataset, plan, order, on_error, pinned=self.on_gpu)
         self._memory = BufferPool()
-        self._active: WeakSet[Prefetch | InConsumer] = WeakSet()
+        self._active: WeakSet[Prefetch | Generator] = WeakSet()
         self._epoch: object = None  # which epoch is open: a generator that is closed late must not end the next one
         self._lock = Lock()
 
@@ -92,7 +92,7 @@ class PipelineLoader(ABC):
             elif self.crops_in_background:
                 yield from self._finish_all(self.prefetch(crops))
             else:
-                yield from self._finish_all(self._register(InConsumer(crops, self.use_device)))
+                yield from self._finish_all(self._register(crops))
         finally:
             if self._epoch is epoch:
                 self._end_epoch()
@@ -151,7 +151,7 @@ class PipelineLoader(ABC):
         return work
 
     def _end_epoch(self) -> None:
-        """End the open epoch and its threads, except any that are stuck in a read."""
+        """End the open epoch and its threads."""
         with self._lock:
             active = list(self._active)
         for work in active:
@@ -165,7 +165,8 @@ def assemble(images: Tensor, tensors: dict[str, Tensor], plan: ViewPlan, dtype: 
     channels_last = images.to(dtype).permute(0, 1, 4, 2, 3)
     views, original, composites = channels_last.split([layout.contrastive, layout.originals, layout.composites])
     original = original.permute(0, 1, 3, 4, 2).reshape(-1, size, size, 3).permute(0, 3, 1, 2)
-    return Batch(views, original, composites, tensors["composition"], tensors["label"], tensors["index"])
+    composition, label, index = (tensors[name] for name in ("composition", "label", "index"))
+    return Batch(views, original, composites, composition, label, index, tensors.get("parameters"))
 
 
 def usable_device(device: torch.device | str) -> torch.device:

@@ -18,7 +18,7 @@ from loaders.errors import UserError, explain
 from loaders.prep.output import refuse_existing, refuse_overlap
 from loaders.prep.source import Source
 from loaders.prep.sources import open_source
-from loaders.text import print_everything, printable
+from loaders.text import counted, print_everything, printable
 
 _MOST_WORKERS = 1024
 _SOURCES = "a folder, ILSVRC's tars, a folder of WebDataset tars or parquet shards, or a .beton file"
@@ -169,7 +169,7 @@ def _convert(options: argparse.Namespace) -> int:
     how = {"workers": options.workers, "on_error": options.on_error, "force": options.force}
     done = convert(_open(options), options.output, target, settings, **how)
     treatments = ", ".join(f"{count:,} {name}" for name, count in done.treatments.items())
-    print(f"{printable(options.output)}: {done.images:,} images ({treatments})")
+    print(f"{printable(options.output)}: {counted(done.images, 'image')} ({treatments})")
     for name, reason in done.skipped:
         print(f"skipped {printable(name)}: {reason}")
     return 0
@@ -187,14 +187,15 @@ def _labels(options: argparse.Namespace) -> int:
         raise unusable(source, *source.faults[0])
     if options.output is not None:
         count = write_labels(source, options.fraction, options.seed, options.output, options.force)
-        print(f"{printable(options.output)}: {count:,} of {len(source):,} images, {len(source.classes):,} classes")
+        classes = counted(len(source.classes), "class")
+        print(f"{printable(options.output)}: {count:,} of {counted(len(source), 'image')}, {classes}")
         if source.faults:
             name, reason = source.faults[0]
             print(f"note: {len(source.faults):,} unusable images left out, such as {printable(name)}: {reason}")
         return 0
     checked = check_labels(options.check, source)
     spread = f"{checked.per_class.min():,} to {checked.per_class.max():,} a class"
-    print(f"{printable(options.check)}: {checked.images:,} images of this data set, {spread}")
+    print(f"{printable(options.check)}: {counted(checked.images, 'image')} of this data set, {spread}")
     for remark in checked.remarks:
         print(f"note: {remark}")
     return 0
@@ -206,7 +207,7 @@ def _verify(options: argparse.Namespace) -> int:
     count, faults = verify(options.path, options.workers)
     for name, fault in faults:
         print(f"{printable(name)}: {fault}")
-    print(f"{printable(options.path)}: {count:,} images, {len(faults):,} faults")
+    print(f"{printable(options.path)}: {counted(count, 'image')}, {counted(len(faults), 'fault')}")
     return 2 if faults else 0
 
 
@@ -221,7 +222,7 @@ def _info(options: argparse.Namespace) -> int:
         print(f"{heading:<{width}}  {text}")
     if options.sheet:
         shown = contact_sheet(source, options.sheet, options.force)
-        print(f"{printable(options.sheet)}: {shown} images")
+        print(f"{printable(options.sheet)}: {counted(shown, 'image')}")
     return 0
 
 

@@ -8,7 +8,6 @@ histogram classifies at chance, an untrained network somewhat above it, and a tr
 """
 
 import importlib.util
-import os
 from contextlib import suppress
 from pathlib import Path
 from statistics import NormalDist
@@ -17,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from loaders.errors import UserError
-from loaders.files import private_folder, user_cache
+from loaders.files import check_folder, user_cache
 from loaders.prep.output import staged
 
 DEMO = "demo"  # what --data calls the set, unless there is a folder of that name
@@ -46,8 +45,13 @@ PALETTES = ("astronaut.png", "chelsea.png", "coffee.png", "ihc.png", "motorcycle
 
 
 def or_demo(path: Path) -> Path:
-    """Return ``path``, or the demo's folder if it is "demo" and there is no such file."""
-    return make_demo() if str(path) == DEMO and not path.exists() else path
+    """Return ``path``, or the demo's folder if it :func:`is_demo`."""
+    return make_demo() if is_demo(path) else path
+
+
+def is_demo(path: Path) -> bool:
+    """Tell whether ``path`` is "demo", and no folder of images has that name."""
+    return str(path) == DEMO and (not path.exists() or (path / "config.yaml").exists())  # a run may be called so, too
 
 
 def make_demo(folder: Path | None = None) -> Path:
@@ -56,13 +60,15 @@ def make_demo(folder: Path | None = None) -> Path:
     ``folder`` is ``cocor/demo`` in the user's cache by default. UserError if scikit-image or one of its photographs is
     missing, or if the folder holds something else.
     """
-    target = default_folder() if folder is None else Path(folder)
+    target = user_cache() / "demo" if folder is None else folder
     if _complete(target):
         return target
     photographs = {
         name: _open(photograph_folder() / name) for name in {*PALETTES, *(file for file, _ in CLASSES.values())}
     }
     empty = target.is_dir() and not any(target.iterdir())
+    check_folder("XDG_CACHE_HOME", target.parent)
+    target.parent.mkdir(parents=True, exist_ok=True)
     try:
         with staged(target, folder=True, force=empty) as work:
             _write(work, photographs)
@@ -92,20 +98,6 @@ def _write(work: Path, photographs: dict[str, Image.Image]) -> None:
                 painted = _repaint(tile, palettes[rng.integers(len(palettes))], rng)
                 painted.save(work / split / name / f"{name}_{number:03d}.jpg", quality=95, subsampling=0)
     (work / ORIGIN).write_text(NOTE)
-
-
-def default_folder() -> Path:
-    """Return a writable place for the set: the cache folder, else the temporary one."""
-    cache = user_cache()
-    for place in (lambda: cache, private_folder):
-        with suppress(OSError):
-            folder = place()
-            if _complete(folder / "demo"):
-                return folder / "demo"
-            folder.mkdir(parents=True, exist_ok=True)
-            if os.access(folder, os.W_OK):
-                return folder / "demo"
-    raise UserError(f"{cache}: cannot be written, for the demo's images; name a cache folder with XDG_CACHE_HOME")
 
 
 def photograph_folder() -> Path:

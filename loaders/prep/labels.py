@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from loaders.datasets.labels import NameLookup, read_names, stratified_split
+from loaders.datasets.labels import read_names, stratified_split
 from loaders.errors import UserError
 from loaders.prep.output import staged
 from loaders.prep.source import Source
@@ -37,11 +37,10 @@ def write_labels(source: Source, fraction: float, seed: int, output: Path, force
         raise UserError(f"{printable(source.path)}: has no labels; give class folders, or --labels with a label file")
     order = np.array(source.order(), np.int64)  # the order in which training sees them
     chosen = [source.names[order[i]] for i in stratified_split(source.labels[order], fraction, seed)]
-    body, lookup = b"".join(map(_line, chosen)), NameLookup(source.names)
-    for name in chosen:
-        found = lookup.find(printable(name)) if _broken(name) else None
-        if _broken(name) and (found is None or source.names[found] != name):
-            raise UserError(f"{printable(source.path / name)}: no line of text can tell it from others; rename it")
+    broken = next((name for name in chosen if "\n" in name or "\r" in name), None)
+    if broken is not None:
+        raise UserError(f"{printable(source.path / broken)}: its name does not fit into a line of text; rename it")
+    body = b"".join(map(_line, chosen))
     head = [
         b"# Label split by cocor-prep, one image a line",
         f"# fraction {fraction:g}, seed {seed}: {len(chosen)} of {len(source)} images".encode(),
@@ -81,12 +80,7 @@ def check_labels(path: Path, source: Source) -> Checked:
     return Checked(len(places), per_class, remarks)
 
 
-def _broken(name: str) -> bool:
-    return "\n" in name or "\r" in name
-
-
 def _line(name: str) -> bytes:
-    name = printable(name) if _broken(name) else name  # which NameLookup finds
     return (b"./" if name.lstrip().startswith("#") else b"") + os.fsencode(name) + b"\n"
 
 

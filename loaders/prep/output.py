@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 
 from loaders.datasets.manifest import FOLDER_RECORD
 from loaders.errors import UserError, explain
-from loaders.files import check_folder, sync, sync_rename
+from loaders.files import check_folder, sync
 from loaders.text import printable
 
 
@@ -81,7 +81,6 @@ def _publish(content: Path, target: Path, force: bool) -> None:
         if content.is_dir() or not target.is_file():  # folders do not replace, nor are replaced, in one step
             target.rename(content.with_name("replaced"))
     content.replace(target)
-    sync_rename(target.parent)
 
 
 def _exists(target: Path) -> UserError:

@@ -16,13 +16,13 @@ from typing import Literal, TextIO
 from PIL import Image
 
 from loaders.datasets import decode
-from loaders.datasets.decode import ImageFault, decode_file, describe, has_stray_bytes
+from loaders.datasets.decode import ImageFault, decode_file, describe
 from loaders.errors import no_fault_of_a_file
 from loaders.prep.byte_ranges import Locator
 from loaders.prep.encode import storable_header
 from loaders.prep.pool import in_order, one_at_a_time
 from loaders.prep.source import Source
-from loaders.text import printable
+from loaders.text import counted, printable
 
 Status = Literal["good", "repair", "reject"]
 _SHOWN = 12  # lines of each list on the screen
@@ -82,7 +82,8 @@ def scan(source: Source, max_pixels: int, workers: int | None, stop: bool, repor
 def print_summary(source: Source, summary: Summary) -> None:
     """Print one screen on what a scan found."""
     total = sum(summary.statuses.values())
-    print(f"{printable(source.path)} ({source.kind}): {total:,} images, {len(source.classes):,} classes")
+    classes = counted(len(source.classes), "class")
+    print(f"{printable(source.path)} ({source.kind}): {counted(total, 'image')}, {classes}")
     print(f"  {summary.statuses['good']:,} good: upright JPEGs, stored as they are")
     print(f"  {summary.statuses['repair']:,} to repair: readable; cocor-prep convert stores them as upright RGB JPEGs")
     for note, count in summary.notes.most_common(_SHOWN):
@@ -113,7 +114,7 @@ def examine(name: str, place: Locator, max_pixels: int) -> Finding:
             decode_file(BytesIO(data))
         with Image.open(BytesIO(data)) as image:
             kind = image.format or ""
-            notes = [] if header.upright_jpeg else _notes(name, image, data)
+            notes = [] if header.upright_jpeg else _notes(name, image)
     except (ImageFault, OSError) as fault:
         if no_fault_of_a_file(fault):
             raise
@@ -123,7 +124,7 @@ def examine(name: str, place: Locator, max_pixels: int) -> Finding:
     return Finding(name, "good" if header.upright_jpeg else "repair", kind, header.height, header.width, notes)
 
 
-def _notes(name: str, image: Image.Image, data: bytes) -> list[str]:
+def _notes(name: str, image: Image.Image) -> list[str]:
     """List why an image is no plain, upright JPEG."""
     kind = image.format or "unknown format"
     jpeg = kind in ("JPEG", "MPO")
@@ -134,10 +135,6 @@ def _notes(name: str, image: Image.Image, data: bytes) -> list[str]:
     orientation = decode.orientation_of(image)
     if orientation > 1:
         notes.append(f"EXIF orientation {orientation}")
-    if jpeg and decode.exif_orientation(image) is None:
-        notes.append("several EXIF segments" if len(decode.exif_segments(image)) > 1 else "damaged EXIF")
-    if jpeg and has_stray_bytes(BytesIO(data)):
-        notes.append("stray bytes between JPEG segments")
     cmyk = "CMYK" if image.info.get("adobe_transform") != 2 else "YCCK"
     modes = {"CMYK": cmyk, "YCCK": cmyk, "P": "palette", "1": "black and white"}
     named = modes.get(image.mode, "16-bit grey" if image.mode.startswith("I") else "")

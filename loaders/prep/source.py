@@ -98,8 +98,6 @@ def labels_from_list(
 ) -> tuple[list[int], list[str | None], list[tuple[str, str]]]:
     """Read a label file: places of its images, their labels, and faults."""
     found, faults = read_labels(Path(path), names)
-    missing = f"no label in {printable(path)}"
-    faults += [(name, missing) for i, name in enumerate(names) if i not in found]
     places = sorted(found)
     return places, [found[i] for i in places], faults
 

@@ -87,6 +87,7 @@ class ViewPlan:
     """Recipe of a data set's views, which it draws.
 
     ``lengths`` of composites may be empty. ``filter``: how loaders resize crops, antialiased; training is bilinear.
+    ``parameters``: whether batches describe their contrastive views (:mod:`loaders.views.parameters`).
     """
 
     size: int = 224
@@ -101,6 +102,7 @@ class ViewPlan:
     order: ops.Order = "random"
     weak: Augmentation = field(default_factory=Augmentation)
     filter: Filter = "bilinear"
+    parameters: bool = False
 
     def __post_init__(self) -> None:
         if self.size < 1 or any(length < 1 for length in self.lengths):

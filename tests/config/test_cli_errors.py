@@ -2,17 +2,15 @@
 
 import errno
 import io
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.runs import ROOT, Capture, flags, run
 
-from cocor import cli
-from cocor.eval.weights.export import main as export
+from cocor.eval.export_cli import main as export
 from cocor.train import main
 from loaders.errors import explain
 
@@ -34,14 +32,6 @@ def refused(tmp_path: Path, capsys: Capture) -> Refused:
         return line.removeprefix("cocor-train: error: ")
 
     return start
-
-
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """Restores what Ctrl-C does: a console command leaves it to the system, which would end the tests at once."""
-    before = signal.getsignal(signal.SIGINT)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def spoil(path: Path, how: str) -> None:
@@ -172,7 +162,7 @@ class TestMachine:
             (KeyError("a bug"), ""),
         ],
     )  # fmt: skip
-    def test_lacking_resources_are_one_line_and_bugs_not(self, error: Exception, line: str) -> None:
+    def test_lacking_resources_are_one_line(self, error: Exception, line: str) -> None:
         told = explain(error)
         assert told.startswith(line) and bool(told) == bool(line) and len(told.splitlines()) <= 1
 
@@ -185,29 +175,16 @@ class TestMachine:
         assert "pip install nvidia-dali-cuda130, or choose another --loader" in line
         assert not (tmp_path / "run").exists()
 
-    @pytest.mark.parametrize("command", ["train", "evaluate", "export"])
-    def test_a_torchvision_for_another_pytorch(self, command: str, photo_folder: Path, tmp_path: Path) -> None:
+    def test_a_torchvision_for_another_pytorch(self, tmp_path: Path) -> None:
         (tmp_path / "torchvision").mkdir()
         (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('operator nms does not exist')")
-        argv = {
-            "train": flags(data=photo_folder, output=tmp_path / "run"),
-            "evaluate": ["knn", "random:resnet18"], "export": ["random:resnet18"],
-        }[command]  # fmt: skip
-        program = f"from cocor import cli; raise SystemExit(cli.{command}())"
-        result = run(*argv, program=["-c", program], PYTHONPATH=f"{tmp_path}:{ROOT}")
+        program = "from cocor import cli; raise SystemExit(cli.evaluate())"
+        result = run("knn", "random:resnet18", program=["-c", program], PYTHONPATH=f"{tmp_path}:{ROOT}")
         assert result.returncode == 2 and "Traceback" not in result.stderr
         line = result.stderr.splitlines()[-1]
         assert f"does not work with torch {torch.__version__.partition('+')[0]}" in line
         assert "(operator nms does not exist); install the pair: pip install torch==" in line
         assert f" torchvision==0.{15 + int(torch.__version__.split('.')[1])}." in line
-
-    @pytest.mark.usefixtures("ctrl_c")
-    def test_no_current_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-        monkeypatch.chdir(tmp_path)
-        tmp_path.rmdir()
-        assert cli.prepare() == 2
-        told = "the current folder cannot be used: No such file or directory; cd to another one"
-        assert capsys.readouterr().err == f"cocor-prep: error: {told}\n"
 
     def test_a_terminal_that_lacks_a_character(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         terminal, errors = (io.TextIOWrapper(io.BytesIO(), "ascii") for _ in range(2))
@@ -258,7 +235,7 @@ class TestWithoutLabels:
         assert "24 images in 4 classes, 8 of them with labels for the MMNN" in (output / "log.txt").read_text()
 
 
-def test_skipped_files_are_named_and_the_run_goes_on(photo_copy: Path, tmp_path: Path) -> None:
+def test_skipped_files_are_named(photo_copy: Path, tmp_path: Path) -> None:
     for number, how in enumerate(["truncated", "garbage"]):
         spoil(photo_copy / "chelsea" / f"{number}.jpg", how)
     output = tmp_path / "run"

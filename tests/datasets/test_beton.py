@@ -13,8 +13,7 @@ from helpers.prep_cases import CORNERS, corner_colours, good_cases, write_all
 from PIL import Image
 
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Loader
-from loaders.datasets.dataset import open_folder, read_label_split
-from loaders.datasets.decode import decode
+from loaders.datasets.dataset import open_folder
 from loaders.datasets.stored import StoredDataset, open_stored
 from loaders.errors import UserError
 from loaders.open import open_images
@@ -52,16 +51,6 @@ def damage(path: Path, images: StoredDataset, index: int, to: Path) -> Path:
         file.seek(place + length // 2)
         file.write(b"\xff\xd9" + bytes(40))
     return to
-
-
-def test_it_holds_what_the_folder_holds(photo_folder: Path, photo_beton: Path) -> None:
-    folder, stored = open_folder(photo_folder, quiet=True), open_images(photo_beton)
-    assert isinstance(stored, StoredDataset) and stored.plain.all()
-    assert stored.classes == folder.classes and np.array_equal(stored.labels, folder.labels)
-    assert np.array_equal(stored.sizes, folder.sizes) and stored.sizes.dtype == np.int32
-    assert stored.digest == open_stored(photo_beton).digest != folder.digest  # PNGs have become JPEGs of other names
-    for i in range(0, 24, 5):
-        assert np.array_equal(np.asarray(stored.image(i).decode()), np.asarray(decode(folder.paths[i]))) or i % 6 == 5
 
 
 @pytest.mark.parametrize("name", LOADERS)
@@ -111,16 +100,6 @@ def test_worker_processes_open_it_themselves(make: OpenLoader, photo_beton: Path
         assert torch.equal(left.views, right.views)
 
 
-def test_subsets_and_splits_keep_their_images(photo_beton: Path, tmp_path: Path) -> None:
-    stored = open_stored(photo_beton)
-    (tmp_path / "split.txt").write_text("\n".join(stored.names[i] for i in (20, 3, 7)))
-    chosen = stored.subset(read_label_split(tmp_path / "split.txt", stored))
-    assert chosen.rows.tolist() == [20, 3, 7] and chosen.subset([2]).rows.tolist() == [7]
-    for i, row in enumerate(chosen.rows):
-        assert chosen.image(i) == stored.image(row) and chosen.names[i] == stored.names[row]
-        assert np.array_equal(chosen.encoded(i), stored.encoded(row))
-
-
 def test_classes_and_labels_from_elsewhere(photo_beton: Path, tmp_path: Path) -> None:
     stored = open_stored(photo_beton)
     more = open_stored(photo_beton, classes=["aardvark", *stored.classes])
@@ -143,32 +122,6 @@ def test_a_damaged_image_is_named_and_left_out(photo_beton: Path, tmp_path: Path
             list(loader.epoch(0))
         assert "\n" not in str(error.value)
     assert len(list(make(name, stored.subset([*range(8), *range(9, 24)]), drop_last=False).epoch(0))) == 3
-
-
-def test_tables_that_do_not_fit_are_refused(photo_beton: Path, tmp_path: Path) -> None:
-    """Compiled code would read and write beyond an image's memory."""
-    from loaders.datasets.beton import FIELD, HEADER, RAW, SAMPLE
-
-    for field, value in (("mode", RAW), ("mode", 7), ("width", 0), ("height", 60000)):
-        data = bytearray(photo_beton.read_bytes())
-        row = np.frombuffer(data, SAMPLE, 1, HEADER.itemsize + 2 * FIELD.itemsize + 4 * SAMPLE.itemsize)
-        row[field] = value
-        (tmp_path / "x.beton").write_bytes(data)
-        with pytest.raises(UserError, match=r"x.beton: "):
-            open_stored(tmp_path / "x.beton")
-
-
-@pytest.mark.parametrize("content", [b"", b"rubbish", bytes(10_000)])
-def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "x.beton").write_bytes(content)
-    with pytest.raises(UserError, match=r"x.beton: ") as error:
-        open_images(tmp_path / "x.beton")
-    assert "\n" not in str(error.value)
-    with pytest.raises(UserError, match=r"gone.beton: No such file"):
-        open_images(tmp_path / "gone.beton")
-    (tmp_path / "folder.beton").mkdir()
-    with pytest.raises(UserError, match=r"folder.beton: "):
-        open_images(tmp_path / "folder.beton")
 
 
 def test_a_file_that_was_replaced_is_opened_anew(photo_folder: Path, photo_beton: Path, tmp_path: Path) -> None:

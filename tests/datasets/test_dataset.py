@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.hostile import few_more_files
 from PIL import Image
 
 from loaders.datasets import size_index
@@ -17,13 +16,8 @@ from loaders.datasets.dataset import ImageDataset, open_folder, read_label_split
 from loaders.datasets.decode import decode
 from loaders.datasets.layout import folder_above
 from loaders.datasets.size_index import CACHE_NAME
-from loaders.datasets.stored import StoredDataset
 from loaders.errors import UserError
 from loaders.open import open_images
-from loaders.prep.byte_ranges import FileBytes
-from loaders.prep.encode import Settings, encode
-from loaders.prep.scan import examine
-from loaders.text import printable
 
 
 def write(path: Path, image: Image.Image, **options: object) -> Path:
@@ -58,10 +52,6 @@ class TestColumns:
                 assert found is expected, column.name
             elif expected is not None:
                 assert list(map(str, found)) == [str(expected[i]) for i in (3, 1, 20)], column.name
-
-    def test_every_array_is_a_column(self) -> None:
-        shared = {column.name for column in fields(StoredDataset) if column.metadata.get("shared")}
-        assert shared == {"root", "classes", "skipped", "bad_samples", "file"}
 
     def test_a_data_set_can_be_sent_to_a_process(self, photo_folder: Path) -> None:
         images = open_quietly(photo_folder)
@@ -155,16 +145,6 @@ class TestFolders:
         alone = open_quietly(tmp_path / "data" / "cat")
         assert len(alone) == 1 and folder_above(alone.root) == tmp_path / "data"
         assert folder_above(tmp_path / "flat") is None  # beside it are folders, but not of images
-
-    def test_names_that_are_not_utf8_survive(self, tmp_path: Path, small: Image.Image) -> None:
-        raw = os.fsencode(tmp_path) + b"/caf\xe9"
-        os.mkdir(raw)  # noqa: PTH102
-        plain = write(tmp_path / "a.jpg", small)
-        os.rename(plain, raw + b"/\xff\n.jpg")  # noqa: PTH104
-        dataset = open_quietly(tmp_path)
-        assert decode(dataset.paths[0]).size == (60, 40)
-        assert printable(dataset.names[0]) == r"caf\xe9/\xff\n.jpg"
-        assert len(dataset.digest) == 64
 
 
 class TestLinks:
@@ -372,17 +352,6 @@ class TestSizeIndex:
         monkeypatch.setattr(size_index, "inspect", lambda path: pytest.fail("read again"))
         assert open_quietly(photo_folder).digest == first.digest
 
-    def test_too_many_open_files_blame_no_image(self, photo_folder: Path) -> None:
-        """``--on-error skip`` would leave it out."""
-        image = photo_folder / "chelsea" / "0.jpg"
-        with few_more_files(0):
-            with pytest.raises(OSError, match="Too many open files"):
-                size_index.inspect(str(image))
-            with pytest.raises(OSError, match="Too many open files"):
-                examine("0.jpg", FileBytes(str(image)), 10**6)
-            with pytest.raises(OSError, match="Too many open files"):
-                encode(FileBytes(str(image)), Settings(None, 95, False, 10**6))
-
 
 class TestDecode:
     @pytest.mark.parametrize("orientation", range(1, 9))
@@ -418,10 +387,6 @@ class TestDecode:
         palette = small.quantize(16)
         palette.save(tmp_path / "p.png", transparency=palette.getpixel((5, 5)))
         assert decode(tmp_path / "p.png").getpixel((5, 5)) == (255, 255, 255)
-
-    def test_cmyk_becomes_rgb(self, tmp_path: Path, small: Image.Image) -> None:
-        small.convert("CMYK").save(tmp_path / "x.jpg", quality=95)
-        assert np.abs(np.asarray(decode(tmp_path / "x.jpg")).astype(int) - np.asarray(small)).mean() < 4
 
     @pytest.mark.parametrize("progressive", [False, True])
     def test_truncated_and_missing_files_are_errors(

@@ -2,9 +2,7 @@
 
 import os
 import random
-import socket
 import struct
-import sys
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
@@ -15,9 +13,12 @@ from helpers.hostile import few_more_files, time_limit
 from PIL import Image
 
 from loaders.datasets.dataset import ImageDataset, open_folder
-from loaders.datasets.decode import ImageFault, decode_file, read_header
+from loaders.datasets.decode import ImageFault, read_header
 from loaders.datasets.file_reader import CHANGED, DAMAGED, GOOD, judge, open_reader
 from loaders.datasets.stored import StoredDataset, open_stored
+from loaders.prep.convert import convert
+from loaders.prep.encode import Settings
+from loaders.prep.sources import open_source
 
 VICTIM = 14  # of the photographs: coffee/2.jpg
 
@@ -66,16 +67,14 @@ class TestFiles:
         parts, _ = read(images.subset([5, 2]), [1, 0])
         assert parts == [Path(images.paths[i]).read_bytes() for i in (2, 5)]
 
-    def test_names_of_any_bytes_and_links_are_followed(self, tmp_path: Path, images: ImageDataset) -> None:
+    def test_names_of_any_bytes_and_links_are_read(self, tmp_path: Path, images: ImageDataset) -> None:
         for name in (b"\xff\xfe.jpg", "ä \n.jpg".encode(), b"x" * 251 + b".jpg"):
             Path(os.fsdecode(os.path.join(os.fsencode(tmp_path), name))).symlink_to(images.paths[VICTIM])  # noqa: PTH118
         found = open_folder(tmp_path, quiet=True)
         assert read(found, [0])[1] == [GOOD]
 
-    @pytest.mark.parametrize(
-        "kind", ["gone", "empty", "longer", "shorter", "folder", "pipe", "socket", "loop", "device", "not permitted"]
-    )
-    def test_what_is_no_longer_the_same_file_has_changed(self, copy: ImageDataset, kind: str) -> None:
+    @pytest.mark.parametrize("kind", ["gone", "empty", "longer", "shorter", "folder", "pipe", "loop", "device"])
+    def test_another_file_in_its_place_has_changed(self, copy: ImageDataset, kind: str) -> None:
         victim = Path(copy.paths[VICTIM])
         whole = victim.read_bytes()
         victim.unlink()
@@ -83,31 +82,15 @@ class TestFiles:
             victim.mkdir()
         elif kind == "pipe":
             os.mkfifo(victim)
-        elif kind == "socket":
-            with socket.socket(socket.AF_UNIX) as listener:
-                listener.bind(os.path.relpath(victim))  # an absolute path may be too long
         elif kind == "loop":
             victim.symlink_to(victim)
         elif kind == "device":
             victim.symlink_to("/dev/zero")
-        elif kind == "not permitted":
-            victim.symlink_to("/proc/1/mem" if os.geteuid() else "/proc/self/clear_refs")
         elif kind != "gone":
             victim.write_bytes({"empty": b"", "longer": whole + b"\0", "shorter": whole[:-1]}[kind])
         parts, verdicts = read(copy, [3, VICTIM, 7])
         assert verdicts == [GOOD, CHANGED, GOOD]
         assert parts[2] == Path(copy.paths[7]).read_bytes()
-
-    def test_a_pipe_with_a_writer_is_not_read(self, copy: ImageDataset) -> None:
-        victim = Path(copy.paths[VICTIM])
-        content = victim.read_bytes()[:100]
-        victim.unlink()
-        os.mkfifo(victim)
-        ours = os.open(victim, os.O_RDWR | os.O_NONBLOCK)
-        os.write(ours, content)
-        assert read(copy, [VICTIM])[1] == [CHANGED]
-        assert os.read(ours, 200) == content
-        os.close(ours)
 
     def test_no_handle_stays_open(self, copy: ImageDataset) -> None:
         Path(copy.paths[VICTIM]).write_bytes(b"rubbish")
@@ -117,14 +100,7 @@ class TestFiles:
         with few_more_files(0):
             assert read(copy, [0, 1])[1] == [CHANGED, CHANGED]
 
-    def test_paths_longer_than_the_system_takes(self, images: ImageDataset, tmp_path: Path) -> None:
-        (tmp_path / "a.jpg").write_bytes(Path(images.paths[VICTIM]).read_bytes())
-        found = open_folder(tmp_path, quiet=True)
-        for length in (4000, 4090, 4095, 4096, 4097, 5000, 70_000):
-            found.names[0] = ("x/" * length)[: length - 5] + "a.jpg"
-            assert read(found, [0])[1] == [CHANGED]
-
-    def test_a_file_that_is_rubbish_as_long_as_before_is_damaged(self, copy: ImageDataset) -> None:
+    def test_rubbish_of_the_same_length_is_damaged(self, copy: ImageDataset) -> None:
         victim = Path(copy.paths[VICTIM])
         victim.write_bytes(b"rubbish".ljust(victim.stat().st_size, b"\0"))
         assert read(copy, [VICTIM, 0])[1] == [DAMAGED, GOOD]
@@ -144,10 +120,6 @@ class TestStored:
         assert parts == [bytes(stored.file.read(row)) for row in (20, 7, 3)]
 
     def test_raw_pixels_come_as_pictures(self, photo_folder: Path, tmp_path: Path) -> None:
-        from loaders.prep.convert import convert
-        from loaders.prep.encode import Settings
-        from loaders.prep.sources import open_source
-
         convert(open_source(photo_folder), tmp_path / "raw.beton", "beton", Settings(raw=True), workers=1)
         raw = open_stored(tmp_path / "raw.beton")
         parts, verdicts = read(raw, [*range(24)])
@@ -155,13 +127,6 @@ class TestStored:
         for row, part in enumerate(parts):
             with Image.open(BytesIO(part)) as image:
                 assert image.tobytes() == raw.file.decode(row).tobytes()
-
-    def test_damage_is_found_at_the_first_read(self, stored: StoredDataset) -> None:
-        with stored.root.open("r+b") as file:
-            file.seek(int(stored.file.beton.table["data_ptr"][VICTIM]) + 700)
-            file.write(bytes(100))
-        again = open_stored(stored.root)
-        assert read(again, [3, VICTIM, VICTIM, 4])[1] == [GOOD, DAMAGED, DAMAGED, GOOD]
 
 
 class TestVerdicts:
@@ -195,23 +160,12 @@ class TestVerdicts:
     @pytest.mark.parametrize(
         "data",
         [
-            encoded(PICTURE.convert("CMYK"), "JPEG"),
-            encoded(PICTURE.convert("RGBA"), "PNG"),
-            encoded(PICTURE.convert("P"), "PNG"),
-            encoded(PICTURE.convert("1"), "PNG"),
-            encoded(PICTURE, "PNG", transparency=(0, 0, 0)),
-            encoded(Image.new("I;16", (97, 61)), "PNG"),
-            encoded(PICTURE, "WEBP"),
-            encoded(PICTURE, "GIF"),
-            encoded(PICTURE, "BMP"),
-            encoded(PICTURE, "TIFF"),
-            encoded(PICTURE, "PPM"),
-            b"",
-            b"\xff\xd8",
-            b"\xff\xd8\xff\xd9",
-            b"\x89PNG\r\n\x1a\n",
+            encoded(PICTURE.convert("CMYK"), "JPEG"), encoded(PICTURE.convert("RGBA"), "PNG"),
+            encoded(PICTURE.convert("P"), "PNG"), encoded(PICTURE, "PNG", transparency=(0, 0, 0)),
+            encoded(Image.new("I;16", (97, 61)), "PNG"), encoded(PICTURE, "WEBP"), encoded(PICTURE, "TIFF"),
+            b"", b"\xff\xd8", b"\xff\xd8\xff\xd9", b"\x89PNG\r\n\x1a\n",
         ],
-    )
+    )  # fmt: skip
     def test_other_files_are_left_to_pillow(self, data: bytes) -> None:
         assert verdict(data, self.SIZE) == DAMAGED
 
@@ -224,7 +178,7 @@ class TestVerdicts:
             if len(data) - start > 1100:
                 assert verdict(data[:start] + bytes(len(data) - start), self.SIZE) == DAMAGED
 
-    def test_stray_bytes_are_stepped_over_by_pillow_only(self) -> None:
+    def test_only_pillow_steps_over_stray_bytes(self) -> None:
         data = encoded(self.PICTURE, "JPEG")
         assert verdict(data.replace(b"\xff\xdb", b"junk\xff\xdb", 1), self.SIZE) == DAMAGED
         assert verdict(data.replace(b"\xff\xdb", b"\xff\xff\xff\xdb", 1), self.SIZE) == GOOD  # padding
@@ -237,7 +191,7 @@ class TestVerdicts:
                 assert verdict(data, size) == DAMAGED
 
     @pytest.mark.parametrize("kind", ["JPEG", "turned JPEG", "progressive JPEG", "PNG"])
-    def test_damaged_headers_are_not_trusted_further_than_pillow_does(self, kind: str) -> None:
+    def test_damaged_headers_are_trusted_as_by_pillow(self, kind: str) -> None:
         """Of what is taken for good, Pillow reads the same size."""
         options: dict[str, object] = {"progressive": True} if kind == "progressive JPEG" else {}
         if kind == "turned JPEG":
@@ -279,27 +233,3 @@ class TestVerdicts:
             body = b"Exif\0\0" + rng.choice([b"II*\0", b"MM\0*", b""]) + tail
             data = rng.choice([*starts, exif + struct.pack(">H", 2 + rng.choice([len(body), 90])) + body]) + tail
             assert verdict(data, self.SIZE) == DAMAGED
-
-
-def test_all_of_pillows_whole_files_of_a_folder_are_good(images: ImageDataset) -> None:
-    for path, size in zip(images.paths, images.sizes.tolist(), strict=True):
-        data = Path(path).read_bytes()
-        assert decode_file(BytesIO(data)).size == tuple(size[::-1]) and verdict(data, tuple(size)) == GOOD
-
-
-def test_reading_holds_no_lock_of_the_interpreter(images: ImageDataset) -> None:
-    """One call a chunk, whatever its length: no Python for each image."""
-    calls = []
-    for count in (8, 240):
-        index = np.resize(np.arange(24), count)
-        reader = open_reader(images)
-        lengths = reader.lengths[index]
-        block, verdicts = np.empty(int(lengths.sum()), np.uint8), np.empty(count, np.uint8)
-        starts = np.cumsum(lengths) - lengths
-        reader.read(index, starts, block, verdicts)
-        seen: list[str] = []
-        sys.setprofile(lambda _frame, event, _what, seen=seen: seen.append(event))
-        reader.read(index, starts, block, verdicts)
-        sys.setprofile(None)
-        calls.append(len(seen))
-    assert calls[0] == calls[1]

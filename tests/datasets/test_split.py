@@ -22,7 +22,7 @@ def test_every_class_gives_its_share() -> None:
         assert np.array_equal(np.bincount(chosen), np.maximum(1, np.floor(sizes * fraction + 0.5)))
 
 
-def test_the_seed_alone_decides_and_labels_are_needed() -> None:
+def test_only_the_seed_decides_among_labelled() -> None:
     assert np.array_equal(stratified_split(LABELS, 0.1, 3), stratified_split(LABELS, 0.1, 3))
     assert not np.array_equal(stratified_split(LABELS, 0.1, 3), stratified_split(LABELS, 0.1, 4))
     assert (LABELS[stratified_split(LABELS, 1.0, 0)] >= 0).all()

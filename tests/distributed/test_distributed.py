@@ -29,7 +29,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 @pytest.mark.parametrize(
     ("work", "ranks", "code", "said"),
     [
-        ("collectives", 2, 0, ""), ("collectives", 4, 0, ""), ("mistakes_of_one", 2, 0, ""),
+        ("collectives", 4, 0, ""), ("mistakes_of_one", 2, 0, ""),
         ("mistake", 2, 2, "test: error: no images in nowhere\n"),
     ],
 )  # fmt: skip
@@ -52,12 +52,10 @@ def test_only_the_first_failure_is_shown() -> None:
     assert "ZeroDivisionError: division by zero" in done.stderr
 
 
-@pytest.mark.parametrize(("how", "code"), [("killed", 9), ("aborted", 6)])
-def test_a_killed_rank_is_named(how: str, code: int) -> None:
+def test_a_killed_rank_is_named() -> None:
     """Rather than another one that complains of it."""
-    done = ranks_do(how)
-    assert done.returncode == 128 + code
-    assert done.stderr.startswith(f"rank 1 was ended by {'SIGKILL: killed' if code == 9 else 'signal 6 (Aborted)'}")
+    done = ranks_do("killed")
+    assert done.returncode == 137 and done.stderr.startswith("rank 1 was ended by SIGKILL: killed")
 
 
 def test_one_rank_needs_no_process_group(alone: pytest.MonkeyPatch) -> None:
@@ -93,7 +91,7 @@ def test_the_first_host_of_a_slurm_node_list(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 
 
-def test_machine_dependent_values_are_settled_once(alone: pytest.MonkeyPatch) -> None:
+def test_machine_values_are_settled_once(alone: pytest.MonkeyPatch) -> None:
     config = settle(load(["--gpus", "0", "--cpu-ranks", "2"]))
     assert (config.gpus, config.precision) == (0, "fp32")
     assert config.workers == max(1, min(16, available_cores() // 2))

@@ -1,13 +1,10 @@
-"""Test the command on two nodes, here of one machine, under torchrun and as Slurm's srun starts tasks."""
+"""Test the command on two nodes, here of one machine, as Slurm's srun starts tasks."""
 
 import os
-import resource
 import socket
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,36 +33,23 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def torchrun(node: int, port: int, arguments: list[str]) -> tuple[list[str], dict[str, str]]:
-    launcher = f"-m torch.distributed.run --nnodes=2 --node-rank={node} --nproc-per-node=1 --master-addr=127.0.0.1"
-    return [sys.executable, *launcher.split(), f"--master-port={port}", "-m", "cocor.train", *arguments], environment()
-
-
-def srun(node: int, port: int, arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+def variables(node: int, port: int) -> dict[str, str]:
+    """The environment of a task of srun."""
     job = {"STEP_NUM_TASKS": 2, "PROCID": node, "LOCALID": 0, "NODEID": node, "STEP_TASKS_PER_NODE": "1(x2)",
            "STEP_NODELIST": "localhost,other", "JOB_ID": port}  # fmt: skip
-    return command(*arguments), environment() | {f"SLURM_{key}": str(value) for key, value in job.items()}
+    return environment() | {f"SLURM_{key}": str(value) for key, value in job.items()}
 
 
-@pytest.mark.parametrize("mistake", ["data", "output"])
-def test_a_mistake_is_one_line_of_each_task_of_srun(photo_folder: Path, tmp_path: Path, mistake: str) -> None:
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "run" / "metrics.jsonl").write_text("")
-    data = tmp_path / "nowhere" if mistake == "data" else photo_folder
-    output = tmp_path / ("new" if mistake == "data" else "run")
-    nodes = ends(flags(data=data, loader="torch", backbone="test_nfnet", output=output))
+def test_a_mistake_is_one_line_of_each_srun_task(tmp_path: Path) -> None:
+    nodes = ends(flags(data=tmp_path / "nowhere", loader="torch", output=tmp_path / "run"))
     assert [code for code, *_ in nodes] == [2, 2]
     assert all(error.startswith("cocor-train: error: ") and error.count("\n") == 1 for *_, error in nodes)
 
 
-def ends(arguments: list[str], launcher: Any = srun, file_bytes: int = resource.RLIM_INFINITY) -> list[Any]:
-    """Exit codes, moments of the end, and errors of two nodes, the first of which may write files of so many bytes."""
-    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (file_bytes, resource.RLIM_INFINITY))
-    port, nodes = free_port(), []
-    for node in range(2):
-        command, variables = launcher(node, port, arguments)
-        options: Any = {"env": variables, "stderr": subprocess.PIPE, "text": True}
-        nodes.append(subprocess.Popen(command, preexec_fn=None if node else limit, **options))
+def ends(arguments: list[str]) -> list[Any]:
+    """Exit codes, moments of the end, and errors of two nodes."""
+    port, options = free_port(), {"stderr": subprocess.PIPE, "text": True}
+    nodes = [subprocess.Popen(command(*arguments), env=variables(node, port), **options) for node in range(2)]
 
     def end(process: subprocess.Popen[str]) -> tuple[int, float, str]:
         errors = process.communicate(timeout=300)[1]
@@ -73,16 +57,6 @@ def ends(arguments: list[str], launcher: Any = srun, file_bytes: int = resource.
 
     with ThreadPoolExecutor() as pool:
         return list(pool.map(end, nodes))
-
-
-def test_an_unwritable_last_checkpoint_ends_all_ranks(photo_folder: Path, tmp_path: Path) -> None:
-    options = {"data": photo_folder, "loader": "torch", "backbone": "test_nfnet", "knn_every": 0}
-    arguments = flags(**options, output=tmp_path / "run")
-    (code, ended, errors), (other, other_ended, other_errors) = ends(arguments, file_bytes=300_000)
-    assert code == 2 and other and abs(ended - other_ended) < 10
-    assert sum("error: " in line for line in errors.splitlines()) == 1 and "Traceback" not in errors
-    assert errors.splitlines()[-1].startswith("cocor-train: error: cannot write step_")
-    assert other_errors == "cocor-train: rank 1 has lost another rank, which says why\n"
 
 
 def test_an_unreadable_image_on_one_rank_ends_all(photo_copy: Path, tmp_path: Path) -> None:
@@ -100,11 +74,10 @@ def test_an_unreadable_image_on_one_rank_ends_all(photo_copy: Path, tmp_path: Pa
     assert len(said) == 1 and file.name in said[0] and "Traceback" not in errors + other_errors
 
 
-@pytest.mark.parametrize("start", [torchrun, srun])
-def test_two_nodes_make_one_run(photo_folder: Path, tmp_path: Path, start: Any) -> None:
+def test_two_nodes_make_one_run(photo_folder: Path, tmp_path: Path) -> None:
     options = {"data": photo_folder, "loader": "torch", "backbone": "test_nfnet", "knn_every": 0, "log_samples": True}
-    options["max_restarts"] = 1  # which these launchers do not know of
-    nodes = ends(flags(**options, output=tmp_path / "run"), start)
+    options["max_restarts"] = 1  # which srun does not know of
+    nodes = ends(flags(**options, output=tmp_path / "run"))
     assert [code for code, *_ in nodes] == [0, 0], nodes
     said = "".join(errors for *_, errors in nodes)
     assert said.count("warning: --max-restarts has no effect") == 1

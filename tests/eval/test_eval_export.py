@@ -9,7 +9,8 @@ import torch
 import torchvision
 
 from cocor.checkpoint import export_backbone
-from cocor.eval.weights.export import detectron2_name, export, main
+from cocor.eval.export_cli import main
+from cocor.eval.weights.export import detectron2_name, export
 from cocor.eval.weights.load import Encoder, load_encoder
 from cocor.models import build_backbone
 from loaders.errors import UserError

@@ -1,6 +1,5 @@
 """The pictures of an evaluation can be read: names hide nothing, ticks do not overlap, targets are named."""
 
-from itertools import pairwise
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -31,14 +30,6 @@ def test_names_of_encoders_hide_no_bars(encoders: list[str], drawn: list[Axes], 
     assert legend is not None
     highest = max(text.get_window_extent().y1 for text in axes.texts)
     assert legend.get_window_extent().y0 > highest
-
-
-def test_close_ticks_are_readable(drawn: list[Axes], tmp_path: Path) -> None:
-    for ks in ((1, 5, 10, 20, 100, 200), (1, 100, 120, 150, 200)):
-        figures.draw_curve(tmp_path / "k.png", "k-NN", "neighbours k", {"moco": dict.fromkeys(ks, 0.5)})
-        boxes = [label.get_window_extent() for label in drawn[-1].get_xticklabels()]
-        crowded = any(one.x1 > other.x0 for one, other in pairwise(boxes))
-        assert not crowded or all(label.get_rotation() == 60 for label in drawn[-1].get_xticklabels())
 
 
 def test_the_distance_names_its_target(drawn: list[Axes], tmp_path: Path) -> None:

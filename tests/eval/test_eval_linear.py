@@ -8,11 +8,9 @@ from torch import Tensor
 
 from cocor.eval.datasets.protocols import RECIPES, SgdSettings
 from cocor.eval.features import Features
-from cocor.eval.probes.batched_lbfgs import Memory
 from cocor.eval.probes.linear import PENALTIES, class_mean, linear_probe, top1
 from cocor.eval.probes.sgd import sgd_probe, shortened
 from cocor.eval.probes.softmax_regression import SoftmaxRegression
-from loaders import progress
 from loaders.errors import UserError
 
 
@@ -34,41 +32,6 @@ def test_it_reaches_scikit_learns_minimum(penalty: float) -> None:
     torch.testing.assert_close(fit.loss, problem.objective(fit.weights, penalty), rtol=1e-10, atol=1e-9)
 
 
-def test_compact_memory_is_the_bfgs_update() -> None:
-    """Against the update of the dense inverse Hessian, scaled by the newest pair, the oldest pairs forgotten; a pair of
-    negative curvature takes a place but has no effect."""
-    generator = torch.Generator().manual_seed(0)
-    root = torch.randn(2, 8, 8, generator=generator, dtype=torch.float64)
-    hessians = root @ root.mT + torch.eye(8)
-    steps = torch.randn(7, 2, 8, generator=generator, dtype=torch.float64)
-    memory = Memory(4, 2, 8, steps)
-    gradient = torch.randn(2, 8, generator=generator, dtype=torch.float64)
-    assert torch.equal(memory.times(gradient), gradient)
-    for number, step in enumerate(steps):
-        change = torch.einsum("pij,pj->pi", hessians, step)
-        if number == 5:
-            change[1] = -change[1]
-        memory.add(step, change)
-        remembered = list(range(max(0, number - 3), number + 1))
-        found = memory.times(gradient)
-        for problem in range(2):
-            useful = [at for at in remembered if (problem, at) != (1, 5)]
-            expected = _inverse(hessians[problem], steps[useful, problem]) @ gradient[problem]
-            torch.testing.assert_close(found[problem], expected, rtol=1e-9, atol=1e-9)
-    memory.keep(torch.tensor([1]))
-    torch.testing.assert_close(memory.times(gradient[1:]), found[1:])
-
-
-def _inverse(hessian: Tensor, steps: Tensor) -> Tensor:
-    newest = steps[-1]
-    inverse = torch.eye(8).double() * (newest @ hessian @ newest) / (hessian @ newest).square().sum()
-    for step in steps:
-        change = hessian @ step
-        left = torch.eye(8) - torch.outer(step, change) / (step @ change)
-        inverse = left @ inverse @ left.T + torch.outer(step, step) / (step @ change)
-    return inverse
-
-
 def test_joint_fits_equal_single_fits() -> None:
     data = clusters(300, 20)
     problem = SoftmaxRegression(data.values.double(), data.labels, 6)
@@ -78,26 +41,6 @@ def test_joint_fits_equal_single_fits() -> None:
         assert fit.converged and alone.converged
         assert fit.loss == pytest.approx(alone.loss, rel=1e-6, abs=1e-5)
         assert fit.loss == pytest.approx(problem.objective(fit.weights, penalty), rel=1e-9)
-
-
-def test_weak_penalties_need_few_iterations() -> None:
-    """Their minima are far from zero weights, whose Hessian alone would take twice as many."""
-    data = clusters(300, 3, dim=60)
-    values = data.values.double() * torch.linspace(0, -4, 60).exp() + 0.5
-    values /= values.square().mean().sqrt()
-    problem = SoftmaxRegression(values.clone(), data.labels, 6)
-    fits = problem.fit_all(PENALTIES[::3], tolerance=1e-5)
-    assert all(fit.converged for fit in fits) and max(fit.iterations for fit in fits[:5]) < 45
-    theirs = sklearns_minimum(problem, values, data.labels, PENALTIES[12])
-    assert fits[4].loss == pytest.approx(theirs, rel=1e-3)
-
-
-def test_a_long_grid_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """45 penalties over the features of 100 classes take a CPU half an hour."""
-    monkeypatch.setattr(progress, "_FIRST_LINE_S", 0.0)
-    data = clusters(60, 4)
-    SoftmaxRegression(data.values.double(), data.labels, 6).fit_all([100.0, 10.0, 1.0, 0.1, 0.01, 0.001])
-    assert capsys.readouterr().err.startswith("solving: 5 of 6 penalties")
 
 
 def test_rank_deficient_inputs_reach_the_minimum() -> None:
@@ -112,23 +55,10 @@ def test_rank_deficient_inputs_reach_the_minimum() -> None:
     assert problem.fit(0.01, fit.weights).iterations == 0
 
 
-def test_float32_comes_close_to_float64() -> None:
-    data = clusters(400, 2)
-    fits = [SoftmaxRegression(data.values.to(kind), data.labels, 6).fit(0.1) for kind in (torch.float32, torch.float64)]
-    assert fits[0].converged and abs(fits[0].loss - fits[1].loss) < 1e-4 * fits[1].loss
-
-
 def test_the_report_names_unfinished_penalties() -> None:
     found = linear_probe(clusters(60, 8), clusters(60, 9), clusters(60, 10), penalties=[1e-6, 1e-4, 1e3], iterations=9)
     assert [trial.converged for trial in found.trials] == [False, False, True]
-    assert "2 fits of the grid stopped at the iteration limit, penalties 1e-06 to 0.0001: " in found.lines()[-1]
-
-
-def test_separable_data_and_huge_inputs() -> None:
-    data = clusters(60, 4, spread=0.01)
-    for factor in (1e-4, 1.0, 1e5):
-        fit = SoftmaxRegression(data.values.double() * factor, data.labels, 6).fit(1e-6, iterations=3000)
-        assert np.isfinite(fit.loss) and fit.loss < 60 * np.log(6)
+    assert "2 fits of the grid stopped unfinished at the iteration limit, penalties 1e-06 to " in found.lines()[-1]
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1e3])

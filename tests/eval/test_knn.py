@@ -41,7 +41,7 @@ def test_it_equals_a_literal_transcription(leave_one_out: bool) -> None:
     bank, labels = features(120)
     queries = bank if leave_one_out else features(40, seed=1)[0]
     for k in (1, 7, 60, 500):
-        found = knn_predict(queries, bank, labels, k=k, temperature=0.07, leave_one_out=leave_one_out)
+        (found,) = knn_predict(queries, bank, labels, [k], temperature=0.07, leave_one_out=leave_one_out)
         assert found.tolist() == literal(queries, bank, labels, k, 0.07, leave_one_out)
 
 
@@ -68,7 +68,7 @@ def test_ties_go_to_the_first_in_the_bank() -> None:
     bank = torch.cat([direction.repeat(50, 1), torch.tensor([[0.0, 1.0]])])
     labels = torch.tensor([3, 3, *([1] * 48), 0])
     for k, label in ((2, 3), (4, 1), (5, 1)):  # of 4, two votes each: the lower class
-        assert knn_predict(direction, bank, labels, k=k, temperature=0.07).item() == label
+        assert knn_predict(direction, bank, labels, [k], temperature=0.07).item() == label
     bank, labels = torch.ones(100, 4), torch.arange(100) % 10  # collapsed
     first, again = (knn_accuracy(bank, labels, bank, labels, k=15) for _ in range(2))
     assert first == again and first.accuracy == 0.1
@@ -138,7 +138,7 @@ def test_ranks_share_the_chunks() -> None:
 def test_a_gpu_gives_the_same_result() -> None:
     bank, labels = features(5000, classes=50)
     queries, _ = features(1000, classes=50, seed=1)
-    cpu = knn_predict(queries, bank, labels, k=200, temperature=0.07)
-    gpu = [knn_predict(queries.cuda(), bank.cuda(), labels.cuda(), k=200, temperature=0.07).cpu() for _ in range(3)]
+    cpu = knn_predict(queries, bank, labels, [200], temperature=0.07)
+    gpu = [knn_predict(queries.cuda(), bank.cuda(), labels.cuda(), [200], temperature=0.07).cpu() for _ in range(3)]
     assert torch.equal(gpu[0], gpu[1]) and torch.equal(gpu[0], gpu[2])
     assert (gpu[0] == cpu).float().mean() > 0.995

@@ -9,8 +9,9 @@ import os
 import socket
 import sys
 import traceback
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,19 @@ from timm.models import register_model
 from timm.models.resnet import BasicBlock, ResNet
 from torch import Tensor, nn
 
+from cocor.auxiliary import AUXILIARIES, equimod
 from cocor.config.options import Config
 from cocor.config.resolve import resolve
-from cocor.data import labelled_loader, open_data, training_loader
+from cocor.data import labelled_loader, open_data, training_loader, training_plan
 from cocor.distributed import collectives
 from cocor.distributed.collectives import World, mean_over_ranks
-from cocor.methods import METHODS
-from cocor.models import build_method, build_target
+from cocor.methods import METHODS, spec
+from cocor.models import build_auxiliary, build_method, build_target
 from cocor.step.step import TrainingStep
 from helpers.steps import wake
 from loaders.batch import Batch
+from loaders.errors import UserError
+from loaders.views.plan import ViewPlan
 
 STEPS, CLASSES = 2, 4
 
@@ -49,12 +53,28 @@ CHEAPER = {"lengths_per_step": 2, "composite_size": 24, "mmnn_every": 2}  # see 
 ON_TWO = {"plain": {"consistency": "none"}, "abs": {"consistency": "abs", "hypergradient": "taylor"}}  # MoCo
 
 
-def batches(config: Config, world: World) -> list[tuple[Batch, Batch]]:
+def with_auxiliaries() -> dict[str, dict[str, Any]]:
+    """Name and options of every auxiliary with MoCo and SimSiam, if it goes with them; of multiview with all."""
+    found = {}
+    for auxiliary, method, pairs in product(list(AUXILIARIES)[1:], METHODS, ("views", "composites")):
+        if auxiliary != "multiview" and method not in ("moco", "simsiam"):
+            continue
+        options = {"auxiliary": auxiliary, "method": method, "auxiliary_pairs": pairs, "consistency": "none"}
+        in_pairs = "auxiliary_pairs" in spec(auxiliary, AUXILIARIES).options
+        with suppress(UserError):
+            resolve(SMALL | options)
+            found[f"{auxiliary} {method}" + f" {pairs}" * in_pairs] = options
+    return found
+
+
+def batches(config: Config, world: World) -> list[tuple[Batch, Batch | None]]:
     """This rank's share of the first steps, in float64."""
     data = open_data(config)
     loader = training_loader(config, data, world, torch.float64)
     labelled = labelled_loader(config, data, world, torch.float64, loader.steps_per_epoch)
-    assert labelled is not None
+    if labelled is None:
+        with closing(loader), closing(loader.epoch(0)) as one:
+            return [(batch, None) for batch, _ in zip(one, range(STEPS), strict=False)]
     with closing(loader), closing(labelled), closing(loader.epoch(0)) as one, closing(labelled.epoch(0)) as other:
         return [pair for pair, _ in zip(zip(one, other, strict=False), range(STEPS), strict=False)]
 
@@ -63,14 +83,17 @@ def in_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
     return replace(batch, **{name: getattr(batch, name).to(dtype) for name in ("views", "original", "composites")})
 
 
-def steps(config: Config, world: World, mmnn: nn.Module | None, pairs: list[tuple[Batch, Batch]],
+def steps(config: Config, world: World, mmnn: nn.Module | None, pairs: list[tuple[Batch, Batch | None]],
           dtype: torch.dtype) -> dict[str, Tensor]:  # fmt: skip
     """What steps on ``pairs`` did, and the state behind them."""
     method, target = build_method(config, world), copy.deepcopy(mmnn)
     wake(method)
+    auxiliary = build_auxiliary(config, method, world)
     torch.manual_seed(0)
-    step = TrainingStep(config, method, target, CLASSES, steps_per_epoch=STEPS)
+    step = TrainingStep(config, method, target, CLASSES, steps_per_epoch=STEPS, auxiliary=auxiliary)
     parts: dict[str, nn.Module] = {"method": method}
+    if auxiliary is not None:
+        parts["auxiliary"] = auxiliary
     if target is not None and step.outer is not None:
         parts |= {"mmnn": target, "classifier": step.outer.classifier}
         step.outer.mmnn_at_start.to(dtype)
@@ -78,7 +101,7 @@ def steps(config: Config, world: World, mmnn: nn.Module | None, pairs: list[tupl
         part.to(dtype)
     done: dict[str, Tensor] = {}
     for number, (batch, labelled) in enumerate(pairs):
-        metrics = step(in_dtype(batch, dtype), in_dtype(labelled, dtype), number)
+        metrics = step(in_dtype(batch, dtype), None if labelled is None else in_dtype(labelled, dtype), number)
         done |= {f"{number} {name}": mean_over_ranks(value) for name, value in metrics.items()}
         for place, part in parts.items():
             gradients = {name: p.grad for name, p in part.named_parameters() if p.grad is not None}
@@ -88,6 +111,7 @@ def steps(config: Config, world: World, mmnn: nn.Module | None, pairs: list[tupl
 
 
 def work(images: Path, world: World, file: Path) -> None:
+    equimod._HIDDEN = 16  # thousands would take minutes to send
     results: dict[str, dict[str, Any]] = {"float64": {}, "float32": {}}
     plain = resolve(SMALL | {"data": images})
     pairs, mmnn = batches(plain, world), build_target(plain, world)  # fitting an MMNN takes a second
@@ -99,6 +123,12 @@ def work(images: Path, world: World, file: Path) -> None:
             results["float32"][method] = steps(config, world, mmnn, pairs[:1], torch.float32)
     config = resolve(SMALL | CHEAPER | {"data": images})
     results["float64"]["cheaper"] = steps(config, world, mmnn, batches(config, world), torch.float64)
+    planned: dict[ViewPlan, list[tuple[Batch, Batch | None]]] = {}
+    for name, options in with_auxiliaries().items():
+        config = resolve(SMALL | options | {"data": images})
+        plan = training_plan(config)
+        planned[plan] = planned.get(plan) or batches(config, world)
+        results["float64"][name] = steps(config, world, None, planned[plan], torch.float64)
     for name, options in ON_TWO.items() if world.size < 4 else ():
         config = resolve(SMALL | options | {"data": images})
         results["float64"][name] = steps(config, world, None if name == "plain" else mmnn, pairs, torch.float64)

@@ -1,17 +1,17 @@
-"""Image files of the kinds that large collections hold: written by real encoders, some of them damaged on purpose."""
+"""Image files of the kinds that large collections hold, some damaged on purpose, and the command ``cocor-prep``."""
 
-import os
-import signal
 import struct
 import zlib
 from io import BytesIO
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 
+from helpers.hostile import time_limit
 from loaders.datasets.beton import HEADER, field_descriptors
+from loaders.prep.cli import main
 
 CORNERS = {"red": (255, 0, 0), "green": (0, 160, 0), "blue": (0, 0, 255), "yellow": (255, 255, 0)}  # clockwise
 
@@ -141,13 +141,30 @@ def without_record(data: bytes) -> bytearray:
     return changed
 
 
-def dies_in_its_answer(number: int) -> bytes:
-    """Work of a process that is killed when half of its answer about number 8 is sent."""
+class Prep:
+    """Runs ``cocor-prep``; with one worker, as starting more takes longer than most tests."""
 
-    def send(pipe: Connection, data: memoryview) -> None:
-        os.write(pipe.fileno(), bytes(data)[: len(data) // 2])
-        os.kill(os.getpid(), signal.SIGKILL)
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
 
-    if number == 8:
-        Connection._send = send  # type: ignore[attr-defined]
-    return bytes(100_000)
+    def __call__(self, *words: object) -> str:
+        """What a command prints that must succeed."""
+        code, out, error = self.run(*words)
+        assert code == 0, error
+        return out
+
+    def refused(self, *words: object) -> str:
+        """The one line of a command that must be refused."""
+        code, out, error = self.run(*words)
+        assert code == 2 and error.startswith("cocor-prep: ") and error.count("\n") == 1 and not out
+        return error
+
+    def run(self, *words: object) -> tuple[int, str, str]:
+        """Exit code, output and errors of a command."""
+        arguments = list(map(str, words))
+        if words and words[0] in ("scan", "convert", "subset", "verify") and "--workers" not in arguments:
+            arguments += ["--workers", "1"]
+        self._capsys.readouterr()
+        with time_limit():
+            code = main(arguments)
+        return code, *self._capsys.readouterr()

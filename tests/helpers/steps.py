@@ -23,9 +23,10 @@ from cocor.methods.intl import INTL
 from cocor.methods.moco import MoCo
 from cocor.methods.simsiam import SimSiam
 from cocor.methods.supcon import SupCon
-from cocor.models import build_method, build_target
+from cocor.models import build_auxiliary, build_method, build_target
 from cocor.step.step import TrainingStep
 from loaders.batch import Batch
+from loaders.views.parameters import PARAMETERS
 
 WORLD, GPU = World(0, 0, 1, torch.device("cpu")), World(0, 0, 1, torch.device("cuda"))
 EPOCH, STEPS = 3, 2  # steps of an epoch and steps that are compared
@@ -73,13 +74,14 @@ def noise_config(**options: object) -> Config:
 
 def noise_step(config: Config, world: World = WORLD, precision: torch.dtype = torch.float32) -> TrainingStep:
     method, target = build_method(config, world), build_target(config, world)
-    return TrainingStep(config, method, target, CLASSES, steps_per_epoch=40, precision=precision)
+    auxiliary = build_auxiliary(config, method, world)
+    return TrainingStep(config, method, target, CLASSES, steps_per_epoch=40, precision=precision, auxiliary=auxiliary)
 
 
 def noise(config: Config, count: int, device: torch.device = WORLD.device) -> Iterator[tuple[Batch, Batch]]:
     """Batches of noise on the device, other in every step."""
     generator = torch.Generator(device).manual_seed(1)
-    lengths = len(config.lengths) if config.consistency != "none" else 0
+    lengths = len(config.lengths) if config.has_composites else 0
 
     def images(*shape: int) -> Tensor:
         return torch.randn(*shape, 32, 32, 3, device=device, generator=generator).movedim(-1, -3)
@@ -90,8 +92,13 @@ def noise(config: Config, count: int, device: torch.device = WORLD.device) -> It
         for at in range(lengths):
             composition[at, :, step % 14] = at + 1
         label = torch.arange(size, device=device) % CLASSES
+        originals = size if config.has_composites or config.has_center else 0
+        batch = Batch(images(2, size), images(originals), images(lengths, size), composition, label, label + step)
+        if config.has_parameters:
+            parameters = torch.rand(2, size, len(PARAMETERS), device=device, generator=generator)
+            batch = replace(batch, parameters=parameters.round(decimals=1))
         yield (
-            Batch(images(2, size), images(size), images(lengths, size), composition, label, label + step),
+            batch,
             Batch(images(0, few), images(few), images(0, few), composition[:0, :few], label[:few], label[:few]),
         )
 

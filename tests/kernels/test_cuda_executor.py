@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from helpers.pictures import GREY_LEVELS, grey_levels_on_cpu
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -146,7 +147,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
 @pytest.mark.parametrize(("size", "length"), [(1, 10), (2, 10), (13, 3), (32, 20), (97, 6)])
 def test_kernel_source_equals_the_cpu_executor(host: Host, size: int, length: int) -> None:
     problem, _ = random_problem(size, size, 6, LAYOUT, length)
-    expected = CpuExecutor(LAYOUT, size, IMAGENET_MEAN, IMAGENET_STD).execute_uint8(*problem)
+    expected = grey_levels_on_cpu(LAYOUT, size, problem)
     np.testing.assert_array_equal(host(problem, LAYOUT), expected)
 
 
@@ -225,10 +226,9 @@ def executor(layout: ViewLayout, size: int, dtype: torch.dtype = torch.bfloat16)
 
 
 def assert_gpu_equals_cpu(problem: Problem, layout: ViewLayout, size: int) -> None:
-    expected = CpuExecutor(layout, size, IMAGENET_MEAN, IMAGENET_STD).execute_uint8(*problem)
-    views = torch.full((layout.views, len(problem.crops), size, size, 3), 77, dtype=torch.uint8, device="cuda")
-    executor(layout, size).execute_uint8(*problem.on_gpu(), out=views)
-    np.testing.assert_array_equal(views.cpu().numpy(), expected)
+    views = torch.full((layout.views, len(problem.crops), size, size, 3), -1.0, device="cuda")
+    cuda.CudaExecutor(layout, size, *GREY_LEVELS, torch.float32)(*problem.on_gpu(), out=views)
+    np.testing.assert_array_equal(views.round().byte().cpu().numpy(), grey_levels_on_cpu(layout, size, problem))
 
 
 @pytest.mark.gpu

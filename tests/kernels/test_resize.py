@@ -29,35 +29,6 @@ def test_boxes_of_the_plan_look_like_pillows(photos: dict[str, Image.Image], siz
             assert difference.max() <= 2 and (size < 32 or difference.mean() < 0.3)
 
 
-def test_odd_boxes_and_thin_images(photos: dict[str, Image.Image]) -> None:
-    photo = photos["chelsea"].resize((300, 200))
-    boxes = [(0, 0, 200, 300), (0, 0, 1, 1), (199, 299, 1, 1), (0, 299, 200, 1), (199, 0, 1, 300), (88, 88, 32, 32)]
-    for difference in differences(photo, np.array(boxes, np.int32), 32):
-        assert difference.max() <= 2
-    for shape in ((1, 1), (1, 300), (300, 1), (2, 3)):
-        image = photo.resize(shape)
-        (difference,) = differences(image, np.array([(0, 0, *shape[::-1])], np.int32), 32)
-        assert difference.max() <= 2
-
-
-def test_boxes_of_the_size_asked_for_are_copied(photos: dict[str, Image.Image]) -> None:
-    image, box = photos["coffee"], np.array([(17, 23, 64, 64)], np.int32)
-    assert np.array_equal(crops_of(image, box, 64)[0], np.asarray(image)[17:81, 23:87])
-
-
-@pytest.mark.parametrize("value", [0, 1, 127, 255])
-def test_flat_areas_stay_as_they_are(value: int) -> None:
-    image = Image.new("RGB", (4000, 37), (value, value, value))
-    boxes = np.array([(0, 0, 37, 4000), (3, 1000, 30, 2999), (5, 7, 9, 11)], np.int32)
-    assert (crops_of(image, boxes, 16) == value).all()
-
-
-def test_strong_reductions_are_averages(photos: dict[str, Image.Image]) -> None:
-    image = photos["rocket"].resize((3000, 2400))
-    (difference,) = differences(image, np.array([(0, 0, 2400, 3000)], np.int32), 8)
-    assert difference.max() <= 2
-
-
 def exact_crop(pixels: np.ndarray, box: np.ndarray, size: int) -> np.ndarray:
     """The definition: weights of 8 bits that sum to 256; rows are mixed and rounded first, columns then."""
     top, left, height, width = (int(value) for value in box)

@@ -1,6 +1,5 @@
 """The FFCV loader shows what the others show, names damage, leaves nothing behind and its process as it was."""
 
-import gc
 import os
 import shutil
 import subprocess
@@ -13,12 +12,11 @@ import numpy as np
 import pytest
 import torch
 from helpers.ffcv_writer import write_by_ffcv
-from helpers.loading import OpenLoader, grey_levels, opening, same, threads
+from helpers.loading import OpenLoader, grey_levels, opening, threads
 from PIL import Image
 
-from loaders.dali.decoder import DaliDecoder
-from loaders.dali.loader import DaliLoader
 from loaders.datasets.bad_samples import BadSamples
+from loaders.datasets.beton import JPEG, RAW
 from loaders.datasets.dataset import open_folder
 from loaders.datasets.stored import StoredDataset, open_stored
 from loaders.errors import UserError
@@ -115,13 +113,6 @@ class TestOnePlan:
         first, again = (right.index == right.index[0]).nonzero().flatten().tolist()[:2]
         assert grey_levels(right.original[first], right.original[again]) > 3
 
-    def test_two_loaders_at_once(self, make: OpenLoader, images: StoredDataset) -> None:
-        few = images.subset(range(12))
-        alone = list(make("ffcv").epoch(0)), list(make("ffcv", few, batch_size=4).epoch(0))
-        pairs = zip(make("ffcv").epoch(0), make("ffcv", few, batch_size=4).epoch(0), strict=True)
-        for step, (left, right) in enumerate(pairs):
-            assert same(left, alone[0][step]) and same(right, alone[1][step])
-
 
 class TestOneDecode:
     """Decoding is what costs: an image is decoded once for all the views of a sample."""
@@ -152,23 +143,12 @@ class TestOneDecode:
         assert plan.layout.crops == (3 if recipe == "paper" else 2 + 5 + 3)
         loader.close()
 
-    def test_dali_decodes_once_for_all_crops(self, make: OpenLoader, monkeypatch: pytest.MonkeyPatch) -> None:
-        loader, fed, feed = make("dali"), [], DaliDecoder._next_inputs
-        monkeypatch.setattr(
-            DaliDecoder, "_next_inputs", lambda decoder: fed.append(len((given := feed(decoder))[0])) or given
-        )
-        assert isinstance(loader, DaliLoader)
-        assert len(list(loader.epoch(0))) == 3 and fed == [8, 8, 8]
-        assert loader._decoder is not None
-        kinds = [op.name.strip("_").rpartition("_")[0] for op in loader._decoder._pipeline._ops]
-        assert kinds.count("Image") == 1 and "Resize" not in kinds  # on the CPU, crops are cut by our own resize
-
 
 class TestPixels:
     def test_files_of_ffcvs_own_writer(self, make: OpenLoader, own: Path) -> None:
         stored = open_stored(own)
         assert stored.file.beton.record is None
-        assert {stored.file.is_raw(row) for row in range(16)} == {False, True}
+        assert set(stored.file.beton.table["mode"].tolist()) == {JPEG, RAW}
         assert stored.labels.tolist() == sorted([0, 1, 2, 3] * 4) and stored.classes == ["0", "1", "2", "3"]
         for reference, dali, ffcv in zip(*(make(name, stored).epoch(0) for name in LOADERS), strict=True):
             assert torch.equal(reference.label, ffcv.label)
@@ -242,19 +222,6 @@ class TestFaults:
         assert (row in reference.index) == (kind in ("marker", "200 zeros"))
         assert [name for name, _ in verify(tmp_path / "x.beton", 1)[1]] == [damaged.names[row]]
 
-    def test_an_error_in_ffcvs_thread_arrives(self, images: StoredDataset) -> None:
-        load_ffcv()
-        from loaders.ffcv.pipeline import PlannedLoader
-
-        def submit(stored: np.ndarray) -> object:
-            raise MemoryError("no room")
-
-        loader = PlannedLoader(images, BatchOrder(24, 4))
-        for _ in range(2):
-            with pytest.raises(MemoryError, match="no room"):
-                next(loader.batches(0, 0, submit))
-            assert threads() == []
-
     def test_a_folder_is_refused_with_the_remedy(self, photo_folder: Path) -> None:
         folder = open_folder(photo_folder, quiet=True)
         with pytest.raises(UserError, match=r"reads .beton files; make one with: cocor-prep convert .* NAME.beton"):
@@ -271,35 +238,6 @@ class TestFaults:
         with pytest.raises(UserError, match=remedy) as error:
             FfcvLoader(images, PLAN, order=BatchOrder(24, 8))
         assert "\n" not in str(error.value)
-
-    def test_a_missing_library_is_named(self, tmp_path: Path) -> None:
-        (tmp_path / "ffcv").mkdir()
-        (tmp_path / "ffcv" / "__init__.py").write_text("import ctypes; ctypes.CDLL('libturbojpeg.so.77')")
-        result = run_python("from loaders.ffcv.patches import load_ffcv; load_ffcv()", PYTHONPATH=str(tmp_path))
-        assert "UserError: --loader ffcv needs FFCV" in result.stderr.splitlines()[-1]
-        assert "missing: libturbojpeg.so.77: cannot open shared object file" in result.stderr.splitlines()[-1]
-
-
-class TestNothingIsLeftBehind:
-    def test_leaving_early_leaks_nothing(self, make: OpenLoader) -> None:
-        loader = make("ffcv", batch_size=4)
-        expected = list(loader.epoch(1))
-
-        def held() -> tuple[int, int]:
-            gc.collect()
-            pages = int(Path("/proc/self/statm").read_text().split()[1])
-            return pages * os.sysconf("SC_PAGE_SIZE") >> 20, len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-
-        before = (0, 0)
-        for turn in range(240):
-            for _batch in loader.epoch(turn):
-                break
-            assert threads() == []
-            if turn == 39:
-                before = held()
-        memory, files = held()
-        assert memory - before[0] < 16 and files == before[1]
-        assert all(same(a, b) for a, b in zip(loader.epoch(1), expected, strict=True))
 
 
 class TestTheProcessStaysAsItWas:
@@ -326,23 +264,3 @@ multiprocessing.set_start_method("spawn")
 """
         result = run_python(code)
         assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-
-    def test_only_asking_for_it_imports_it(self) -> None:
-        code = "import sys, loaders.ffcv.loader, loaders.open\n"
-        code += "print([m for m in sys.modules if m.split('.')[0] == 'ffcv'])"
-        assert run_python(code).stdout == "[]\n"
-
-    def test_ffcv_still_needs_taming(self) -> None:
-        """Where this fails, loaders/ffcv/patches.py can lose what a newer FFCV no longer needs."""
-        code = """
-import multiprocessing, torch
-torch.set_num_threads(3)
-import ffcv
-print(torch.get_num_threads(), multiprocessing.get_start_method(allow_none=True) is not None)
-import numba
-from ffcv.memory_managers import OSCacheManager
-bytes_type = numba.types.uint8[::1]
-OSCacheManager.state_type.fget(None)
-print(bytes_type.mutable)
-"""
-        assert run_python(code).stdout == "1 True\nFalse\n"

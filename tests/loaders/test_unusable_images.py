@@ -25,7 +25,6 @@ from loaders.batch import Batch
 from loaders.datasets.dataset import ImageDataset, open_folder
 from loaders.datasets.stored import StoredDataset, open_stored
 from loaders.errors import UserError
-from loaders.views.order import CyclicOrder
 from loaders.views.plan import Filter, ViewPlan
 
 PLAN = ViewPlan(size=32, seed=3)
@@ -211,30 +210,6 @@ class TestSkip:
         ranks = [indices(list(part.epoch(0))) for part in parts]
         assert [[i for part in parts for i in part] for parts in zip(*ranks, strict=True)] == expected
 
-    @pytest.mark.parametrize(("name", "form"), FORMS)
-    def test_small_sets_and_batches_of_one(
-        self, make: OpenLoader, photo_copy: Path, beton_copy: Path, name: str, form: str
-    ) -> None:
-        images = opened(form, photo_copy, beton_copy)
-        damage(images, VICTIM)
-        images = (open_stored(beton_copy) if form == "beton" else images).subset([VICTIM, 3, 7])
-        order = CyclicOrder(3, 5, steps=3, seed=1)
-        for batch in make(name, images, order=order).epoch(0):
-            assert len(batch.index) == 5 and 0 not in batch.index
-            assert batch.label.tolist() == images.labels[batch.index].tolist()
-        last = [batch.index.tolist() for batch in make(name, images, batch_size=1, shuffle=False).epoch(0)]
-        assert last == [[1], [1], [2]]
-
-    @pytest.mark.parametrize("name", NAMES)
-    def test_an_image_that_comes_back_is_used_again(
-        self, make: OpenLoader, images: ImageDataset, photo_copy: Path, name: str
-    ) -> None:
-        (photo_copy / "coffee").rename(photo_copy / "away")
-        loader = make(name, images)
-        assert not {12, 13, 14, 15, 16, 17} & set(seen(list(loader.epoch(0))))
-        (photo_copy / "away").rename(photo_copy / "coffee")
-        assert sorted(seen(list(loader.epoch(1)))) == list(range(24))
-
     @pytest.mark.parametrize("name", NAMES)
     def test_a_disk_that_is_gone_ends_it(
         self, make: OpenLoader, images: ImageDataset, photo_copy: Path, name: str
@@ -248,15 +223,6 @@ class TestSkip:
         expected = list(make("torch", images).epoch(0))
         for left, right in zip(expected, make("torch", images.subset(range(24)), workers=2).epoch(0), strict=True):
             assert torch.equal(left.index, right.index) and torch.equal(left.views, right.views)
-
-    def test_subsets_share_what_is_known(
-        self, make: OpenLoader, images: ImageDataset, photo_copy: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        spoil(photo_copy / "coffee" / "2.jpg", "half")
-        list(make("torch", images).epoch(0))
-        part = images.subset(range(12, 18))
-        assert 2 not in seen(list(make("torch", part, batch_size=2).epoch(0)))
-        assert len([record for record in caplog.records if "skipped" in record.getMessage()]) == 1
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -299,12 +265,11 @@ class TestTooLarge:
         (line,) = [record.getMessage() for record in caplog.records if "decoded on the CPU" in record.getMessage()]
         assert all(images.names[index] in line for index in huge) and f"more than {limit:,} pixels" in line
 
-    @pytest.mark.parametrize(("count", "size"), [(8, (6000, 5000)), (60, (2200, 1800))])
-    def test_memory_that_runs_out_is_explained(self, tmp_path: Path, count: int, size: tuple[int, int]) -> None:
+    def test_memory_that_runs_out_is_explained(self, tmp_path: Path) -> None:
         """In a process of its own whose address space is limited once DALI is running."""
         Image.new("RGB", (60, 50), (90, 40, 7)).save(tmp_path / "small.jpg")
-        Image.new("RGB", size, (90, 40, 7)).save(tmp_path / "0.jpg")
-        for number in range(1, count):
+        Image.new("RGB", (2200, 1800), (90, 40, 7)).save(tmp_path / "0.jpg")
+        for number in range(1, 60):
             shutil.copyfile(tmp_path / "0.jpg", tmp_path / f"{number}.jpg")
         code = f"""
 import logging, resource, sys
@@ -321,7 +286,7 @@ loader = open_loader("dali", images, plan, BatchOrder(len(images), len(images)),
 used = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize")) * 1024
 resource.setrlimit(resource.RLIMIT_AS, (used + 500_000_000,) * 2)
 try:
-    print(len(list(loader.epoch(0))), "batch")
+    list(loader.epoch(0))
 except UserError as mistake:
     print("mistake:", mistake)
 """
@@ -329,17 +294,10 @@ except UserError as mistake:
         done = subprocess.run(
             [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
         )
-        lines = [line for line in done.stdout.splitlines() if "ERROR" not in line]
-        if count == 8:  # one after the other, they find room
-            assert lines[-1] == "1 batch", done
-            assert re.match(
-                r"DALI ran out of memory on this machine; \d.jpg \(6000 x 5000 pixels\) and larger", lines[0]
-            )
-        else:
-            assert re.match(
-                r"mistake: DALI ran out of memory on this machine; .* \d+.jpg \(2200 x 1800 pixels\): .*--batch-size",
-                lines[-1],
-            ), done
+        assert re.search(
+            r"^mistake: DALI ran out of memory on this machine; .* \d+.jpg \(2200 x 1800 pixels\): .*--batch-size",
+            done.stdout, re.MULTILINE,
+        ), done  # fmt: skip
 
 
 @pytest.mark.parametrize(("device", "count"), [("cpu", 60), pytest.param("cuda", 600, marks=pytest.mark.gpu)])

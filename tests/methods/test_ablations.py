@@ -29,16 +29,11 @@ def drawn(*flags: str, count: int = 400) -> PlannedBatch:
     return training_plan(load([*flags])).draw(0, np.arange(count), sizes)
 
 
-@pytest.mark.parametrize("lengths", [(1,), (4,), (2, 5), (1, 2, 3, 10), (10,)])
-def test_lengths(lengths: tuple[int, ...]) -> None:
-    composition = drawn("--lengths", ",".join(map(str, lengths))).composition
-    assert tuple(composition.sum(2)[:, 0]) == lengths and (composition.sum(2) == np.array(lengths)[:, None]).all()
-
-
 @pytest.mark.parametrize("pool", ["all", "color", "affine"])
-def test_pools(pool: str) -> None:
-    used = drawn("--pool", pool).composition.sum((0, 1)) > 0
-    assert [op for op in ops.BASIC if used[op]] == list(ops.POOLS[pool])
+def test_pools_and_lengths(pool: str) -> None:
+    composition = drawn("--pool", pool, "--lengths", "2,5,10").composition
+    assert (composition.sum(2) == np.array([[2], [5], [10]])).all()
+    assert [op for op in ops.BASIC if composition.sum((0, 1))[op]] == list(ops.POOLS[pool])
 
 
 def test_magnitudes_and_recipes() -> None:
@@ -69,7 +64,7 @@ def test_shuffled_labels_are_of_the_same_images(photo_folder: Path) -> None:
     assert sorted(told.labels) == sorted(shuffled.labels) and (told.labels != shuffled.labels).any()
 
 
-def test_composites_of_identity_are_their_originals(photo_folder: Path) -> None:
+def test_identity_composites_are_their_originals(photo_folder: Path) -> None:
     _, pairs = build(config_for(photo_folder, pool="identity"))
     batch, _ = pairs[0]
     assert all(torch.equal(images, batch.original) for images in batch.composites)
@@ -172,5 +167,5 @@ def test_supcon_sees_every_label(photo_folder: Path, photo_copy: Path) -> None:
         batch = next(iter(loader.epoch(0)))
     assert batch.label.tolist() == data.train.labels[batch.index.numpy()].tolist()
     flat = photo_copy / "rocket"
-    with pytest.raises(UserError, match="--method supcon learns from the label of every image, 6 of 6 have none"):
+    with pytest.raises(UserError, match="6 of 6 images have no label, which --method supcon needs; pass --labels FILE"):
         open_data(Config(data=flat, method="supcon", loader="torch", consistency="none"))

@@ -143,7 +143,7 @@ class TestIntl:
         loss = iterative_normalisation_loss(same, same, 4, 0.05)
         loss.backward()
         assert loss.isfinite() and same.grad is not None and same.grad.isfinite().all()
-        with pytest.raises(UserError, match=r"embedding_dim: INTL whitens the 256 images.*not 128; raise"):
+        with pytest.raises(UserError, match=r"embedding_dim: 128 must be more than batch_size: 256, as INTL"):
             load(["--method", "intl", "--embedding-dim", "128"])
 
     def test_whitening_is_float32_under_autocast(self) -> None:

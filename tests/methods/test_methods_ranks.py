@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from helpers.method_programs import with_auxiliaries
 from helpers.runs import run
 from torch import Tensor, nn
 
@@ -31,13 +32,15 @@ def compared(results: dict[int, Results], precision: str, method: str,
     """Name, value on ``ranks`` ranks and on one."""
     one, several = results[1][precision][method], results[ranks][precision][method]
     assert one.keys() == several.keys()
-    if method != "plain":
+    with_mmnn = method in (*METHODS, "cheaper", "abs")
+    if with_mmnn:
         told = {"loss", "similarity_2", "labelled_loss", "hypergradient_norm", "contrastive_feature_std"}
         told |= {"gradient_contrastive", "gradient_consistency"}
         assert {f"0 {name}" for name in told} <= one.keys()
-    assert ("0 similarity_3" in one) == (method not in ("cheaper", "plain"))
+    assert ("0 similarity_3" in one) == (with_mmnn and method != "cheaper")
     for name, value in one.items():
         own = "key_backbone" in name and ("running" in name or "num_batches" in name)  # of each rank's own images
+        own |= " gradient_co" in name  # norms of the parts, before they are averaged over ranks
         if not own:
             yield name, several[name], value
 
@@ -49,6 +52,13 @@ def test_ranks_make_the_same_steps(results: dict[int, Results], method: str, ran
         torch.testing.assert_close(several, one, rtol=1e-8, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}")
     learned = [value for name, value in results[1]["float64"][method].items() if name.startswith("0 gradient mmnn")]
     assert learned and any(value.abs().max() > 1e-8 for value in learned)
+
+
+@pytest.mark.parametrize("name", with_auxiliaries())
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_train_the_same_auxiliaries(results: dict[int, Results], name: str, ranks: int) -> None:
+    for place, several, one in compared(results, "float64", name, ranks):
+        torch.testing.assert_close(several, one, rtol=1e-8, atol=1e-10, msg=lambda text, n=place: f"{n}: {text}")
 
 
 @pytest.mark.parametrize("name", ["plain", "abs"])  # without CoCor; the other loss, measured anew after the step

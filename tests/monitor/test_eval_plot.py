@@ -1,8 +1,6 @@
 """Pictures of runs show what was measured, in the formats that were asked for, and mistakes are one line."""
 
-import io
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,7 @@ from PIL import Image
 
 from cocor.monitor.metrics_file import epochs_of, read_run
 from cocor.monitor.plot import main
-from cocor.panels import WIDTH, panels, wrapped
+from cocor.panels import WIDTH, panels
 
 Capsys = pytest.CaptureFixture[str]
 
@@ -38,12 +36,7 @@ def test_a_picture_is_no_wider_than_its_panels(tmp_path: Path) -> None:
         assert Image.open(tmp_path / "p.png").width == pytest.approx(across * WIDTH * 110, abs=1)
 
 
-@pytest.mark.parametrize("line", ['{"kind": "knn"}', '{"kind": "knn", "step": 1, "epoch": 1, "accuracy": null}', "[1]",
-                                  '{"kind": "train", "step": 3}', '{"kind": ["train"]}', "7", "[" * 100_000,
-                                  '{"kind": "train", "step": "3", "epoch": 1, "images_per_s": 9}',
-                                  '{"kind": "train", "step": 3, "epoch": 1, "images_per_s": 9, "loss": "high"}',
-                                  '{"kind": "train", "step": 3, "epoch": 1, "images_per_s": 9, "target_1": [1]}',
-                                  '{"kind": "knn", "step": 1e400, "epoch": 1, "accuracy": 0.5}'])  # fmt: skip
+@pytest.mark.parametrize("line", ['{"kind": "knn"}', "[1]", '{"kind": "train", "step": 3}', "7", '{"kind": "tr'])
 def test_a_line_that_is_no_measurement_is_named(tmp_path: Path, line: str, capsys: Capsys) -> None:
     run = write_run(tmp_path / "run")
     measured = (run / "metrics.jsonl").read_text()
@@ -103,24 +96,6 @@ def test_numbers_that_are_not_finite_leave_gaps(tmp_path: Path) -> None:
     assert json.loads(numbers.read_text())["run"]["images_per_s"] == 165.0
 
 
-def test_long_names_take_several_lines(tmp_path: Path) -> None:
-    assert wrapped("a run of many words", 8) == "a run\nof many\nwords"
-    assert wrapped(r"x" * 7 + r"\$y", 8) == "xxxxxxx\n\\$y"
-    name = "resnet50 with a name that is as long as the panel is wide, and longer"
-    run = write_run(tmp_path / "run")
-    assert main([str(run), "--names", name, "--output", str(tmp_path / "p.svg")]) == 0
-    for line in ("resnet50 with a name that is as", "resnet50 with a name that is as long as"):
-        assert f"<!-- {line} -->" in (tmp_path / "p.svg").read_text()
-
-
-def test_missing_glyphs_are_warned_of_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
-) -> None:
-    run = write_run(tmp_path / "\U0001e2d0\U0001e2d1")
-    assert main([str(run), "--output", str(tmp_path / "p.png")]) == 0
-    assert len(caplog.messages) == 1 and "boxes stand for 2 characters" in caplog.text and not recwarn.list
-
-
 def test_lengths_that_take_turns_are_all_drawn(tmp_path: Path) -> None:
     lines = [
         {"kind": "train", "step": n + 1, "epoch": 0, "images_per_s": 9.0, f"similarity_{n % 3 + 1}": 0.1 * n,
@@ -153,22 +128,3 @@ def test_mistakes_are_one_line(
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
-
-
-def test_names_are_drawn_as_they_are(tmp_path: Path) -> None:
-    names = [r"$\frac{$", "_baseline", "a\udcfc", "two\nlines"]  # a formula with a mistake, unlisted, no UTF-8
-    runs = [str(write_run(tmp_path / f"run{number}")) for number in range(4)]
-    assert main([*runs, "--names", *names, "--output", str(tmp_path / "p.svg")]) == 0
-    drawn = (tmp_path / "p.svg").read_text(encoding="utf-8")
-    for text in (r"<!-- $\frac{$ -->", "<!--  _baseline -->", r"<!-- a\xfc -->", r"<!-- two\nlines -->"):
-        assert text in drawn
-
-
-def test_names_beyond_the_terminals_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = write_run(tmp_path / "é\udcff")
-    for encoding in ("ascii", "latin-1", "utf-8"):
-        terminal = io.TextIOWrapper(io.BytesIO(), encoding)
-        monkeypatch.setattr(sys, "stdout", terminal)
-        assert main([str(run), "--output", str(tmp_path / "é\udcff.png"), "--panels", "loss"]) == 0
-        terminal.flush()
-        assert "udcff.png" in terminal.buffer.getvalue().decode(encoding)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from helpers.runs import assert_same_bits, final_state, flags
 from helpers.steps import WORLD, build, config_for
-from PIL import Image
 
 from cocor import checkpoint
 from cocor.config.options import Config
@@ -172,15 +171,3 @@ class TestCollapse:
         for accuracy in (0.5, 0.25, 0.75, 0.5):  # of few images
             watch.check_knn(accuracy, 8, 1)
         assert len(caplog.records) == 1
-
-    def test_a_real_collapse_is_seen(self, tmp_path: Path) -> None:
-        """Images without anything to see: all features are the same, and MoCo can only guess."""
-        for number in range(64):
-            place = tmp_path / "images" / f"class{number % 2}"
-            place.mkdir(parents=True, exist_ok=True)
-            Image.new("RGB", (32, 32), (90, 120, 60)).save(place / f"{number}.png")
-        plain = {"jitter_prob": 0, "grayscale_prob": 0, "blur_prob": 0, "consistency": "none", "loader": "torch"}
-        options = {"data": tmp_path / "images", "output": tmp_path / "run", "epochs": 13, "image_size": 16}
-        assert main(flags(**plain, **options, log_every=100, checkpoint_every_epochs=50)) == 0
-        log = (tmp_path / "run" / "log.txt").read_text()
-        assert "the features have collapsed" in log and "the contrastive loss is that of guessing" in log

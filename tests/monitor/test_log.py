@@ -19,7 +19,8 @@ from helpers.manual_clock import wound_by_hand
 
 import cocor.log
 from cocor.distributed.collectives import World
-from cocor.log import METRICS, RunLog, duration, set_up_logging
+from cocor.log import RunLog, duration, set_up_logging
+from cocor.run_dir import METRICS
 
 CPU = torch.device("cpu")
 MAIN, OTHER = World(0, 0, 1, CPU), World(1, 1, 1, CPU)
@@ -88,6 +89,26 @@ def test_speed_and_waiting_are_those_of_the_loop(tmp_path: Path, monkeypatch: py
     assert closed == [1, 2, 3]
     for line, share, rate in zip(records(tmp_path), (0.75, 0.6), (20, 16), strict=True):
         assert (line["data_wait_share"], line["images_per_s"]) == (pytest.approx(share), pytest.approx(rate))
+
+
+def test_a_slow_run_shows_that_it_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its first step at once, then a line each half minute, and once what would make it faster."""
+    clock = wound_by_hand(cocor.log, monkeypatch)
+    caplog.set_level(logging.INFO)
+    log = run_log(tmp_path, total_steps=7000, log_every=50)
+    for step in range(1, 6):
+        clock.sleep(20)
+        log.step(step, 0, 0.1, {"loss": torch.tensor(1.0)})
+    log.close()
+    assert caplog.messages == [
+        "epoch 0  step 1/7000  loss 1.0000",
+        "epoch 0  step 3/7000  loss 1.0000  20.0 s a step  38h52m left",
+        "that is 1.6 days; what shortens it: a GPU, a smaller --backbone or --image-size, fewer --epochs",
+        "epoch 0  step 5/7000  loss 1.0000  20.0 s a step  38h51m left",
+    ]
+    assert records(tmp_path) == []
 
 
 def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
@@ -165,7 +186,7 @@ def test_a_terminal_shows_a_bar_in_place_of_lines(tmp_path: Path) -> None:
     assert run.returncode == 0, shown
     assert "4/4" in shown and "loss 1.0000" in shown and "waiting for data" in shown and "a message" in shown
     assert "epoch 0" not in shown
-    assert (tmp_path / "log.txt").read_text().count("epoch 0") == 2
+    assert (tmp_path / "log.txt").read_text().count("epoch 0") == 3  # the first step has one of its own
 
 
 def test_durations_read_well() -> None:
@@ -194,18 +215,3 @@ def test_the_wait_on_a_gpu_is_its_idle_time(tmp_path: Path) -> None:
     wait_share(0.0, 30)
     assert wait_share(0.002, 30) < 0.1  # hidden behind the GPU's work, although the host slept
     assert wait_share(0.5, 3) > 0.5  # also where other programs use most of the GPU
-
-
-@pytest.mark.parametrize("place", ["pipe", "disk"])
-def test_lines_that_nobody_takes_are_dropped(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where they are kept, forking the next data workers fails, and an epoch later the run."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    full = os.open("/dev/full", os.O_WRONLY)
-    with os.fdopen(writing if place == "pipe" else full, "w", buffering=1) as stream:
-        monkeypatch.setattr(sys, "stderr", stream)
-        set_up_logging(MAIN)
-        for _ in range(3):
-            logging.getLogger("cocor").info("a line")
-            stream.flush()
-    os.close(full if place == "pipe" else writing)

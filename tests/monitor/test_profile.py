@@ -10,10 +10,8 @@ from helpers.manual_clock import wound_by_hand
 from helpers.runs import flags
 
 import cocor.monitor.profile
-from cocor.config.options import Config
 from cocor.config.resolve import resolve
 from cocor.monitor.profile import Parts, costs, table
-from cocor.run_dir import trace
 from cocor.train import main
 
 Capsys = pytest.CaptureFixture[str]
@@ -82,18 +80,3 @@ def test_hypergradient_passes_are_a_part(tmp_path: Path, capsys: Capsys, monkeyp
     rows = {words[0]: words for words in lines if len(words) >= 3}
     assert "composites" in rows and ("hypergradient" in rows) == (options != TURNS)
     assert "hypergradient" not in rows or float(rows["hypergradient"][1]) > 0
-
-
-def test_the_current_folders_trace_is_beside_it(tmp_path: Path, monkeypatch: Patch) -> None:
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    assert trace(Config(output=Path())) == tmp_path / "here-trace.json.gz"
-    assert trace(Config(output=Path("run"))) == Path("run-trace.json.gz")
-
-
-def test_an_unwritable_trace_is_refused_first(photo_folder: Path, tmp_path: Path, capsys: Capsys) -> None:
-    (tmp_path / "file").write_text("")
-    assert main([*flags(data=photo_folder, output=tmp_path / "file" / "run"), "--profile"]) == 2
-    told = f"--output {tmp_path / 'file' / 'run-trace.json.gz'}: {tmp_path / 'file'} is no folder"
-    shown = capsys.readouterr()
-    assert shown.err == f"cocor-train: error: {told}; choose another --output\n" and not shown.out

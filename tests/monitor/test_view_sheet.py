@@ -67,13 +67,6 @@ def test_captions_are_drawn_and_long_ones_wrapped(tmp_path: Path, batch: Batch) 
     assert (below[:, 8 + 3 * (TILE + 8) :] < 128).any()
 
 
-def test_low_precision_and_channels_last(tmp_path: Path, batch: Batch, levels: torch.Tensor) -> None:
-    original = batch.original.to(torch.bfloat16).to(memory_format=torch.channels_last)
-    save_view_sheet(replace(batch, original=original), tmp_path / "views.png")
-    difference = shown(tmp_path / "views.png", 0, 1).astype(int) - levels[0, 1].permute(1, 2, 0).numpy()
-    assert abs(difference).max() <= 2
-
-
 def test_a_batch_of_views_alone(tmp_path: Path, batch: Batch, levels: torch.Tensor) -> None:
     bare = replace(
         batch, original=batch.original[:0], composites=batch.composites[:0], composition=batch.composition[:0]

@@ -70,7 +70,7 @@ def test_softplus_loss_and_its_derivatives(pair: tuple[Tensor, Tensor], beta: fl
     assert bool(far.loss.isfinite()) and bool(far.curvature.isfinite().all())
 
 
-def test_pull_is_half_the_distance_whatever_the_target(pair: tuple[Tensor, Tensor]) -> None:
+def test_pull_is_half_the_distance(pair: tuple[Tensor, Tensor]) -> None:
     similarity, target = pair
     result = pull_loss(similarity, target, weight=0.3)
     assert torch.allclose(result.loss, 0.3 * (1 - similarity).mean() / 2) and not result.curvature.any()

@@ -107,7 +107,7 @@ def test_the_fit_meets_the_papers_constants(method: str, shape: Shape, beyond: C
                 )
 
 
-def test_only_the_monotone_shape_falls_ever_more_slowly() -> None:
+def test_only_monotone_mmnns_fit_convex_constants() -> None:
     measured = {1: 0.95, 3: 0.86, 10: 0.62}  # similarities of a trained encoder
     with pytest.raises(UserError, match="--mmnn-shape concave"):
         MMNN(measured)
@@ -116,7 +116,7 @@ def test_only_the_monotone_shape_falls_ever_more_slowly() -> None:
     assert values == pytest.approx([0.95, 0.86, 0.62], abs=2e-3)
 
 
-def test_only_the_monotone_shape_learns_convex_similarities() -> None:
+def test_only_monotone_mmnns_learn_convex_targets() -> None:
     """Adam on the squared distance to similarities that fall ever more slowly, from the same start."""
     counts = torch.cat([random_composites(length, 64) for length in range(1, 11)])
     wanted = 0.3 + 0.6 * torch.exp(-0.5 * counts.sum(1))
@@ -134,7 +134,7 @@ def test_only_the_monotone_shape_learns_convex_similarities() -> None:
     assert distance("monotone") < 0.02 < 0.04 < distance("concave")
 
 
-def test_the_extrapolation_decays_by_a_constant_factor() -> None:
+def test_extrapolations_decay_by_a_factor() -> None:
     for constants, length, expected in [
         ({1: 0.8, 2: 0.4}, 4, 0.1), ({1: 0.8, 3: 0.2}, 4, 0.1), ({1: 0.8, 2: 0.4}, 2, 0.4), ({2: 0.25}, 4, 0.0625),
         ({1: 0.5, 2: -0.1}, 3, -0.7),  # no factor leads below 0

@@ -1,5 +1,5 @@
 import pytest
-from helpers.prep_command import Prep
+from helpers.prep_cases import Prep
 
 
 @pytest.fixture

@@ -1,22 +1,17 @@
 """Conversion keeps bytes where it can, repairs what it must, and its output depends on the images alone."""
 
 import os
-from io import BytesIO
 from pathlib import Path
 
 import numpy as np
-import pytest
 from helpers.prep_cases import (
     CORNERS,
+    Prep,
     bad_cases,
-    corner_colours,
     corner_image,
-    good_cases,
     jpeg_bytes,
-    png_bytes,
     write_all,
 )  # fmt: skip
-from helpers.prep_command import Prep
 from PIL import Image
 
 from loaders.datasets.beton import open_beton
@@ -51,24 +46,6 @@ def test_workers_and_place_do_not_change_bytes(photo_folder: Path, tmp_path: Pat
     for number, workers in enumerate((1, 2, 1)):
         convert(open_source(photo_folder), tmp_path / f"{number}.beton", "beton", Settings(64), workers=workers)
     assert len({(tmp_path / f"{number}.beton").read_bytes() for number in range(3)}) == 1
-
-
-@pytest.mark.parametrize("more", [(), ("--shorter-side", 40)])
-@pytest.mark.parametrize("name", ["out.beton", "out"])
-def test_corner_colours_survive_every_oddity(name: str, more: tuple[object, ...], prep: Prep, tmp_path: Path) -> None:
-    write_all(tmp_path / "source" / "odd", good_cases())
-    prep("convert", tmp_path / "source", tmp_path / name, *more)
-    if name == "out":
-        images = [decode(path) for path in open_folder(tmp_path / name).paths]
-    else:
-        file = open_beton(tmp_path / name)
-        images = [Image.open(BytesIO(file.read(i))) for i in range(len(file))]
-        assert all(image.format == "JPEG" and image.mode == "RGB" for image in images)
-        assert all(image.getexif().get(0x0112, 1) == 1 for image in images)
-    assert len(images) == len(good_cases())
-    for image in images:
-        assert image.size == ((60, 40) if more else (96, 64))
-        assert np.abs(corner_colours(image) - COLOURS).max() < 12
 
 
 def test_raw_mode_stores_decoded_pixels(photo_folder: Path, tmp_path: Path) -> None:
@@ -144,17 +121,6 @@ def test_undecodable_names_survive(prep: Prep, tmp_path: Path) -> None:
     assert open_beton(tmp_path / "x.beton").names == source.names == open_folder(tmp_path / "x").names
     assert os.fsencode(source.names[0]) == b"caf\xe9/\xff\xfe.jpg"
     prep("info", tmp_path / "x.beton")
-
-
-def test_names_without_room_for_a_suffix_stay(prep: Prep, tmp_path: Path) -> None:
-    names = ["x" * 251 + ".png", "y" * 252, "z" * 247 + ".png"]
-    write_all(tmp_path / "source" / "class", dict.fromkeys(names, png_bytes(corner_image())))
-    prep("convert", tmp_path / "source", tmp_path / "out")
-    stored = [names[0], names[1], f"{names[2]}.jpg"]
-    assert open_folder(tmp_path / "out").names == [f"class/{name}" for name in stored]
-    prep("verify", tmp_path / "out")
-    prep("labels", tmp_path / "source", "--fraction", 1, "--output", tmp_path / "list")
-    prep("labels", tmp_path / "out", "--check", tmp_path / "list")
 
 
 def test_messages_name_the_source(prep: Prep, tmp_path: Path) -> None:

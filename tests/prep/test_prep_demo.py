@@ -1,6 +1,5 @@
 """The demo tiles: made offline, the same each time, and not to be told apart by colour."""
 
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -70,12 +69,3 @@ def test_a_missing_scikit_image_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install"):
         demo.make_demo(tmp_path / "demo")
-
-
-def test_the_cache_may_be_unwritable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/cache")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert demo.default_folder().is_relative_to(tmp_path)
-    monkeypatch.setattr(tempfile, "tempdir", "/dev/null")
-    with pytest.raises(UserError, match=r"/dev/null/cache/cocor: cannot be written, .* XDG_CACHE_HOME"):
-        demo.make_demo()

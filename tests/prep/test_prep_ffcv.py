@@ -5,13 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.ffcv_writer import write_by_ffcv
 from helpers.prep_cases import CORNERS, corner_colours, corner_image, good_cases, jpeg_bytes, write_all
 from PIL import Image
 
 from loaders.datasets import beton
 from loaders.datasets.beton import open_beton
-from loaders.datasets.dataset import open_folder
 from loaders.prep.convert import convert
 from loaders.prep.encode import Settings
 from loaders.prep.sources import open_source
@@ -64,18 +62,3 @@ def test_ffcvs_loader_shows_every_image_upright(os_cache: bool, prepared: Path) 
     for index, name in enumerate(file.names):
         wanted = colours if "grey" not in name else corner_colours(Image.open(BytesIO(file.read(index))))
         assert np.abs(corner_colours(Image.fromarray(images[index])) - wanted).max() < 16, name
-
-
-def test_files_written_by_ffcv_can_be_opened(tmp_path: Path) -> None:
-    pixels = np.asarray(corner_image())
-    samples = [(pixels[: 40 + i], i % 3) for i in range(12)]
-    path = tmp_path / "theirs.beton"
-    write_by_ffcv(path, samples, "jpg")
-    file = open_beton(path)
-    assert file.record is None and file.classes == ["0", "1", "2"]
-    assert file.labels.tolist() == [i % 3 for i in range(12)]
-    assert file.sizes.tolist() == [[40 + i, 96] for i in range(12)]
-    assert Image.open(BytesIO(file.read(11))).size == (96, 51)
-    convert(open_source(path), tmp_path / "ours", "folder", Settings(), workers=1)
-    data = open_folder(tmp_path / "ours")
-    assert data.classes == ["0", "1", "2"] and data.names[:2] == ["0/00000000.jpg", "0/00000003.jpg"]

@@ -1,6 +1,5 @@
 """Label lists: the training's own choice, written for people, checked line by line."""
 
-import os
 import re
 import shutil
 from itertools import pairwise
@@ -8,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.prep_cases import corner_image, jpeg_bytes, png_bytes, write_all
-from helpers.prep_command import Prep
+from helpers.prep_cases import Prep, corner_image, jpeg_bytes, png_bytes, write_all
 
 from loaders.datasets.dataset import open_folder, read_label_split
 from loaders.datasets.labels import stratified_split
@@ -91,19 +89,6 @@ def test_unusable_images_are_not_chosen(prep: Prep, data: Path, tmp_path: Path) 
     assert "has no labels; give class" in prep.refused("labels", data / "a", "--output", tmp_path / "no")
 
 
-def test_names_with_line_breaks_can_be_listed(prep: Prep, tmp_path: Path) -> None:
-    names = ["two\nlines.jpg", "two\nlines.png", "\rback.jpg", os.fsdecode(b"\xff\n.jpg"), " #blank .jpg", "usual.jpg"]
-    write_all(tmp_path / "data" / "a", dict.fromkeys(names, TINY))
-    prep("convert", tmp_path / "data", tmp_path / "x.beton")
-    listed = write(tmp_path / "data", tmp_path / "list", 1)
-    assert len(listed) == 6 and r"a/two\nlines.jpg" in listed
-    for data in (open_folder(tmp_path / "data"), open_images(tmp_path / "x.beton")):
-        assert sorted(read_label_split(tmp_path / "list", data)) == list(range(6))
-    write_all(tmp_path / "data" / "a", {r"two\nlines.jpg": TINY})
-    error = prep.refused("labels", tmp_path / "data", "--fraction", 1, "--output", tmp_path / "no")
-    assert r"a/two\nlines.jpg: no line of text can tell it from others" in error
-
-
 FORMS = ["folder", "x.beton", "small", "back", "packed.tar"]
 
 
@@ -132,14 +117,6 @@ class TestListsCarryOver:
             if name != "packed.tar":
                 data = open_images(forms / name)
                 assert sorted(bare(data.names[i]) for i in read_label_split(tmp_path / "list", data)) == wanted
-
-    def test_a_folder_and_its_file_choose_alike(self, forms: Path, tmp_path: Path) -> None:
-        first, second = (write(forms / name, tmp_path / name, 0.3) for name in ("folder", "x.beton"))
-        assert list(map(bare, first)) == list(map(bare, second))
-        for name in ("folder", "x.beton"):
-            data = open_images(forms / name)
-            chosen = {bare(data.names[i]) for i in stratified_split(data.labels, 0.3, 0)}
-            assert chosen == set(map(bare, first))
 
     def test_from_a_flat_folder_with_a_label_file(self, prep: Prep, tmp_path: Path) -> None:
         names = [f"{i}.png" for i in range(20)] + [f"deep/{i}.png" for i in range(20)]

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.prep_cases import corner_image, jpeg_bytes, png_bytes, write_all
-from helpers.prep_command import Prep
+from helpers.prep_cases import Prep, corner_image, jpeg_bytes, png_bytes, write_all
 
 from loaders.datasets.beton import open_beton
 from loaders.datasets.dataset import open_folder

@@ -31,11 +31,6 @@ def kill(run: Start, lane: Lane, rng: random.Random) -> None:
     run.expect({-signal.SIGKILL})
 
 
-def kill_everything(run: Start, lane: Lane, rng: random.Random) -> None:
-    runs.end(run, lane)
-    run.expect({-signal.SIGKILL})
-
-
 def kill_rank(run: Start, lane: Lane, rng: random.Random) -> None:
     """Kill one of two ranks; where ranks are started again, this run goes on by itself."""
     restarts = lane.torchrun or "max_restarts" in lane.flags
@@ -58,15 +53,6 @@ def ask_to_stop(run: Start, lane: Lane, rng: random.Random) -> None:
     run.expect({130 if number == signal.SIGINT else 75}, "--resume goes on from there")
 
 
-def ask_twice(run: Start, lane: Lane, rng: random.Random) -> None:
-    """Send two signals: the second is obeyed at once, if the first was not yet."""
-    runs.send(run.pid, signal.SIGTERM)
-    time.sleep(0.6)
-    if not run.ended():
-        runs.send(run.pid, signal.SIGTERM)
-    run.expect({75, 128 + signal.SIGTERM})
-
-
 def damage(run: Start, lane: Lane, rng: random.Random) -> None:
     """Kill, then cut the newest of several checkpoints short, or change a bit in its middle."""
     kill(run, lane, rng)
@@ -80,10 +66,10 @@ def damage(run: Start, lane: Lane, rng: random.Random) -> None:
 
 
 FAULTS: dict[str, tuple[int, list[Fault]]] = {  # by lane: its share of the rounds; faults in the order of their turns
-    "torch": (13, [kill, ask_to_stop, damage, kill_worker, ask_twice, damage]),
-    "dali": (12, [ask_to_stop, kill, damage, ask_twice, damage]),
+    "torch": (13, [kill, ask_to_stop, damage, kill_worker, damage]),
+    "dali": (12, [ask_to_stop, kill, damage]),
     "ffcv": (4, [damage, ask_to_stop, kill]),
-    "2 ranks": (5, [kill_rank, ask_to_stop, kill, kill_everything, ask_twice]),
+    "2 ranks": (5, [kill_rank, ask_to_stop, kill]),
     "2 ranks with restarts": (2, [kill_rank, kill]),
     "torchrun": (1, [kill_rank, kill]),
 }
@@ -143,9 +129,9 @@ class Rounds:
         """Break a run, or with no ``fault`` let it come to its end, and compare it if it is there."""
         if fault is not None:
             early = rng.random() < _EARLY
-            if early and fault is not kill_everything:
+            if early:
                 fault = kill
-            elif not early:
+            else:
                 wait_until(lambda: run.ended() or runs.seconds_to_step(lane.folder, run.began), f"no step: {lane.name}")
             time.sleep(rng.uniform(0, 1 if early else 1.5))
         if fault is None or run.ended():

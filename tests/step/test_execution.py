@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cocor.config.options import Config
 from cocor.distributed.collectives import World
 from cocor.monitor.health import SkipNonFinite
-from cocor.step.compile import LONG_RUN, choose, compile_backbones, executable, uncompiled
+from cocor.step.compile import LONG_RUN, choose, compile_backbones, executable
 from cocor.step.cudagraph import WARM_UP, GraphedStep
 from cocor.step.optim import Cosine
 from cocor.step.step import TrainingStep
@@ -229,6 +229,6 @@ class TestOnGpu:
         for number, pair in enumerate(noise(step.config, 1, GPU.device)):
             execute(*pair, number)
         count = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        with uncompiled(), torch.no_grad():
+        with torch.compiler.set_stance("force_eager"), torch.no_grad():
             step.method.backbone(torch.zeros(3, 3, 32, 32, device="cuda"))
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == count

@@ -16,8 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cocor.methods import METHODS
 from cocor.monitor.profile import costs
-from cocor.step.cudagraph import WARM_UP, _Recording
-from loaders.batch import Batch
 
 WAITING = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_consecutive"}
 EVERY_METHOD = pytest.mark.parametrize("method", METHODS)
@@ -113,38 +111,3 @@ def test_learning_rates_on_the_device() -> None:
     state = step.state_dict()
     saved = [state[name]["param_groups"][0]["lr"] for name in state if name.endswith("optimiser")]
     assert saved == values[1] and all(isinstance(rate, float) for rate in saved)
-
-
-class Played:
-    """What a CUDA graph does when it is played back: reads and writes the tensors with which it was recorded."""
-
-    def __init__(self, inputs: tuple[Batch, Batch | None], values: Tensor) -> None:
-        self.inputs, self.values = inputs, values
-
-    def replay(self) -> None:
-        batch, labelled = self.inputs
-        assert labelled is not None
-        tensors = [batch.views, batch.original, batch.composites, batch.composition, batch.label, labelled.original]
-        sums = [tensor.double().sum().float() for tensor in [*tensors, labelled.label]]
-        self.values.copy_(torch.stack(sums))
-
-
-def test_a_recording_reads_the_whole_batch() -> None:
-    pairs = list(noise(noise_config(), WARM_UP))
-    own, values = next(noise(noise_config(), 1)), torch.zeros(7)
-    shapes = {"one": torch.Size([]), "lengths": torch.Size([3]), "others": torch.Size([3])}
-    recording = _Recording(Played(own, values), own, shapes, values)  # type: ignore[arg-type]
-    played: list[tuple[dict[str, Tensor], Batch, Batch]] = []
-    for batch, labelled in pairs:
-        labelled.label.add_(len(played))
-        assert recording.fits(batch, labelled)
-        played.append((recording(batch, labelled), batch, labelled))
-    for metrics, batch, labelled in played:
-        assert {name: value.shape for name, value in metrics.items()} == shapes
-        assert metrics["one"] == batch.views.double().sum().float()
-        assert metrics["lengths"][2] == batch.composition.double().sum().float()
-        assert metrics["others"][1] == labelled.original.double().sum().float()
-        assert metrics["others"][2] == labelled.label.sum()
-    batch, labelled = pairs[0]
-    smaller = next(noise(noise_config(batch_size=8), 1))[0]
-    assert not recording.fits(smaller, labelled) and not recording.fits(batch, None)

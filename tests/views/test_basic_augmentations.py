@@ -4,8 +4,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from helpers.pictures import generated, photographs, pictures
-from helpers.pillow_parity import assert_equal_to_pillow, run_on_cpu
+from helpers.pictures import assert_equal_to_pillow, generated, photographs, pictures, run_on_cpu
 
 from loaders.views.ops import BASIC, RANGES, Op
 

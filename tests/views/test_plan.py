@@ -12,6 +12,7 @@ from torchvision.transforms import RandomResizedCrop
 from loaders.errors import UserError
 from loaders.views import ops
 from loaders.views.ops import END, Op
+from loaders.views.parameters import PARAMETERS, view_parameters
 from loaders.views.philox import philox4x32, uniform
 from loaders.views.plan import Augmentation, PlannedBatch, ViewPlan
 
@@ -42,6 +43,29 @@ def test_uniform_draws_are_uniform() -> None:
     assert draws.min() >= 0 and draws.max() < 1
     counts, _ = np.histogram(draws, bins=20, range=(0, 1))
     assert abs(counts - 1000).max() < 5 * np.sqrt(1000)
+
+
+def test_views_are_described_by_what_was_drawn() -> None:
+    strong = Augmentation(blur_prob=1.0, solarize_prob=0.5)
+    planned = draw(ViewPlan(contrastive=(strong, Augmentation())), 50)
+    described = view_parameters(planned, np.tile(np.array([SIZE], np.int32), (50, 1)), 2)
+    for view, row in enumerate(described):
+        for b, values in enumerate(row.tolist()):
+            found = dict(zip(PARAMETERS, values, strict=True))
+            top, left, height, width = planned.boxes[b, view] / np.array([*SIZE, *SIZE])
+            box = [top + height / 2, left + width / 2, height, width]
+            assert values[:5] == pytest.approx([*box, planned.flips[b, view]])
+            expected = dict.fromkeys(PARAMETERS[5:], 0.0) | dict.fromkeys(("brightness", "contrast", "saturation"), 1.0)
+            for place, (code, value) in enumerate(
+                zip(planned.codes[b, view], planned.magnitudes[b, view], strict=True)
+            ):
+                if code != END:
+                    name = {Op.COLOR: "saturation", Op.GRAYSCALE: "grey", Op.GAUSSIAN_BLUR: "blur"}.get(Op(code))
+                    name = name or Op(code).name.lower()
+                    expected[name] = 1.0 if name in ("grey", "solarize") else value
+                    if f"{name}_place" in expected:
+                        expected[f"{name}_place"] = place
+            assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("original", ["shared", "weak", "center", "none"])

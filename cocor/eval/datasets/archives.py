@@ -34,10 +34,7 @@ _HARMLESS = {("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray
 
 
 def _lines(path: Path) -> list[str]:
-    try:
-        return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; unpack the data set's archive again") from None
+    return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 def _mat(path: Path) -> dict[str, Any]:
@@ -45,12 +42,7 @@ def _mat(path: Path) -> dict[str, Any]:
         from scipy.io import loadmat
     except ImportError:
         raise UserError(f"{path}: reading it needs scipy: pip install scipy") from None
-    try:
-        return dict(loadmat(str(path), squeeze_me=True))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or 'missing'}; unpack the data set's archive again") from None
-    except Exception as error:  # scipy raises many kinds on foreign files
-        raise UserError(f"{path}: not readable as a MATLAB file ({error})") from None
+    return dict(loadmat(str(path), squeeze_me=True))
 
 
 class _Unpickler(pickle.Unpickler):
@@ -63,13 +55,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _unpickle(file: Path) -> dict[str, Any]:
-    try:
-        with file.open("rb") as stream:
-            return dict(_Unpickler(stream, encoding="latin1").load())
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}; unpack the data set's archive again") from None
-    except Exception as error:  # a damaged pickle can fail in any way
-        raise UserError(f"{file}: no CIFAR batch: {error}") from None
+    with file.open("rb") as stream:
+        return dict(_Unpickler(stream, encoding="latin1").load())
 
 
 def _cifar(name: str, base: Path, cache: Path) -> Listed:
@@ -91,16 +78,12 @@ def _cifar(name: str, base: Path, cache: Path) -> Listed:
     folder = cache / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
     if not folder.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
-        try:
-            with staged(folder, folder=True) as temporary:
-                for split, pixels in images.items():
-                    (temporary / split).mkdir()
-                    for i, image in track(enumerate(pixels), len(pixels), f"unpacking {split}", "images"):
-                        picture = Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0)))
-                        picture.save(temporary / split / f"{i:05d}.png", compress_level=1)
-        except UserError:
-            if not folder.is_dir():  # else another process was faster
-                raise
+        with staged(folder, folder=True) as temporary:
+            for split, pixels in images.items():
+                (temporary / split).mkdir()
+                for i, image in track(enumerate(pixels), len(pixels), f"unpacking {split}", "images"):
+                    picture = Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0)))
+                    picture.save(temporary / split / f"{i:05d}.png", compress_level=1)
     return folder, classes, splits
 
 

@@ -48,6 +48,8 @@ VIEWS: dict[str, View] = {
     "knn": View("central", "bilinear", f"[W] {_CENTRAL}; as the k-NN while training"),
     "fewshot": _CORNERED,
     "retrieval": View("full", "bicubic", "[own] the linear probe's, so that both share cached features"),
+    "neighbours": View("full", "bicubic", "[own] the linear probe's, so that both share cached features"),
+    "embed": View("full", "bicubic", "[own] the linear probe's, so that both share cached features"),
     "spectrum": View("full", "bicubic", "[own] the linear probe's, so that both share cached features"),
     "transfer": _CORNERED,
     "finetune": View("central", "bilinear", f"[R] {_CENTRAL}; learns from RandomResizedCrop(224), flip"),

@@ -70,9 +70,11 @@ def open_named(name: str, root: Path, cache: Path, workers: int | None = None) -
         try:
             listed = archive.read(base, cache) if name.startswith("cifar") else archive.read(base)
             return _checked(_split(protocol, listed, workers))
-        except (ValueError, LookupError, TypeError, AttributeError) as error:  # whatever a damaged list holds
-            reason = f"{type(error).__name__}: {error}"
-            raise UserError(f"{base}: damaged lists ({reason}); unpack the archive of {protocol.title} again") from None
+        except UserError:
+            raise
+        except Exception as error:  # pickle, scipy and JSON raise many kinds on damaged lists
+            reason = f"damaged lists ({type(error).__name__}: {error})"
+            raise UserError(f"{base}: {reason}; unpack the archive of {protocol.title} again") from error
     if find_split(root / name, TRAIN) is not None:
         return _checked(replace(open_splits(root / name, workers), protocol=protocol))
     where = ", ".join(f"{root / folder}" for folder in (*archive.folders, f"{name}/train"))
@@ -163,8 +165,9 @@ def _split(protocol: Protocol, listed: Listed, workers: int | None) -> Splits:
         place = min(index.faults)
         raise UserError(f"{root / listing.names[place]}: {index.faults[place]}; unpack the archive again")
     places = {name: place for place, name in enumerate(classes)}
-    labels, sizes = np.array([places[label] for _, label in rows], np.int64), np.array(listing.sizes, np.int64)
-    whole = ImageDataset(root, listing.names, labels, classes, index.sizes, index.plain, file_sizes=sizes)
+    labels = np.array([places[label] for _, label in rows], np.int64)
+    states = np.array(listing.sizes, np.int64), np.array(listing.mtimes, np.int64)
+    whole = ImageDataset(root, listing.names, labels, classes, index.sizes, index.plain, (), *states)
     ends = np.cumsum([len(split) for split in splits.values()])
     parts = dict(zip(splits, np.split(np.arange(len(rows)), ends[:-1]), strict=True))
     if "all" in parts:

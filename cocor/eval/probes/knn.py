@@ -43,7 +43,7 @@ def knn_accuracy(
     bank, bank_labels = bank[bank_labels >= 0], bank_labels[bank_labels >= 0]
     if not len(queries) or not len(bank):
         raise ValueError("k-NN needs labelled queries and a labelled bank")
-    predicted = knn_predict(queries, bank, bank_labels, k=k, temperature=temperature)
+    (predicted,) = knn_predict(queries, bank, bank_labels, [k], temperature=temperature)
     return _result(predicted, query_labels, k, len(bank), len(bank))
 
 
@@ -56,7 +56,8 @@ def knn_curve(
     With ``leave_one_out`` the queries are the bank. All ranks call it with the same arguments; each does a part, and
     all get the whole result.
     """
-    predicted = _predict(queries, bank, bank_labels, ks, temperature, leave_one_out, shared=True)
+    how = {"leave_one_out": leave_one_out, "shared": True}
+    predicted = knn_predict(queries, bank, bank_labels, ks, temperature=temperature, **how)
     most = len(bank) - leave_one_out
     return [_result(row, query_labels, k, len(bank), most) for row, k in zip(predicted, ks, strict=True)]
 
@@ -67,23 +68,17 @@ def _result(predicted: Tensor, labels: Tensor, k: int, bank: int, most: int) -> 
     return KnnResult(accuracy, min(k, most), len(labels), bank, note)
 
 
-def knn_predict(
-    queries: Tensor, bank: Tensor, bank_labels: Tensor, *, k: int, temperature: float, leave_one_out: bool = False
-) -> Tensor:
-    """Predict each query's class, int64 (N,), by the bank (M, D) with its labels.
-
-    ``k`` is clipped to the bank. With ``leave_one_out``, query i is bank feature i and does not vote for itself.
-    """
-    return _predict(queries, bank, bank_labels, [k], temperature, leave_one_out)[0]
-
-
 @torch.no_grad()
-def _predict(
-    queries: Tensor, bank: Tensor, bank_labels: Tensor, ks: Sequence[int], temperature: float, leave_one_out: bool,
-    shared: bool = False,
+def knn_predict(
+    queries: Tensor, bank: Tensor, bank_labels: Tensor, ks: Sequence[int], *, temperature: float,
+    leave_one_out: bool = False, shared: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Predict classes (len(ks), N)."""
-    # Ranks share out the chunks that one process would compute, so that rounding does not depend on their number.
+    """Predict each query's class, int64 (len(ks), N), by the bank (M, D) with its labels.
+
+    Each k is clipped to the bank. With ``leave_one_out``, query i is bank feature i and does not vote for itself.
+    """
+    # ``shared``: ranks share out the chunks that one process would compute, so that rounding does not depend on their
+    # number.
     if not (torch.isfinite(queries).all() and torch.isfinite(bank).all()):
         raise ValueError("features are not finite")
     bank_labels = bank_labels.to(bank.device)
@@ -142,15 +137,8 @@ def _nearest(similarity: Tensor, k: int) -> tuple[Tensor, Tensor]:
     columns, order = columns.sort(dim=1)
     values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
     columns = columns.gather(1, order)
-    least = values[:, -1:]
-    tied = ((similarity >= least).sum(dim=1) > k).nonzero().flatten()
+    tied = ((similarity >= values[:, -1:]).sum(dim=1) > k).nonzero().flatten()
     if len(tied):  # topk may have chosen any of the equals
-        rows, least = similarity[tied], least[tied]
-        above, equal = rows > least, rows == least
-        missing = k - above.sum(dim=1, keepdim=True)
-        chosen = above | (equal & (equal.cumsum(dim=1) <= missing))
-        picked = chosen.nonzero()[:, 1].reshape(-1, k)
-        order = rows.gather(1, picked).argsort(dim=1, descending=True, stable=True)
-        columns[tied] = picked.gather(1, order)
-        values[tied] = rows.gather(1, columns[tied])
+        rows = similarity[tied].sort(dim=1, descending=True, stable=True)
+        values[tied], columns[tied] = rows.values[:, :k], rows.indices[:, :k]
     return values, columns

@@ -7,7 +7,7 @@ by the root mean square of the training features; otherwise the grid would not s
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -77,9 +77,8 @@ class LinearResult:
         fit = "converged" if self.converged else "NOT converged: raise --iterations"
         ended = "all fits of the grid converged"
         if limit:
-            ended = (f"{len(limit)} fits of the grid stopped at the iteration limit, penalties {min(limit):.2g} to "
-                     f"{max(limit):.2g}: their objective is an upper bound, their accuracy that of a fit that is not "
-                     "finished")  # fmt: skip
+            span = f"penalties {min(limit):.2g} to {max(limit):.2g}"
+            ended = f"{len(limit)} fits of the grid stopped unfinished at the iteration limit, {span}"
         return [
             f"top-1 {self.top1:.2%}, mean per class {self.class_mean:.2%} (the protocol's choice: {mark})",
             f"{self.train:,} + {self.val:,} images to learn from, {self.test:,} to test on, {self.classes} classes",
@@ -99,9 +98,6 @@ def class_mean(predicted: Tensor, labels: Tensor) -> float:
     present, place = labels.unique(return_inverse=True)
     right = torch.zeros(len(present), dtype=torch.float64).index_add_(0, place, (predicted == labels).double())
     return (right / place.bincount(minlength=len(present))).mean().item()
-
-
-_METRICS: dict[Metric, Callable[[Tensor, Tensor], float]] = {"top1": top1, "class-mean": class_mean}
 
 
 def linear_probe(

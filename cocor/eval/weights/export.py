@@ -1,4 +1,4 @@
-"""Run ``cocor-export``: write a trained encoder for other programs.
+"""Write a trained encoder for other programs, and check each file by loading it back.
 
     cocor-export runs/moco --to timm detectron2 --output exported/
 
@@ -11,12 +11,10 @@ Every file is loaded back, by the program that it is for if that is installed, a
 features. A small stem is refused if the other program's model has none.
 """
 
-import argparse
 import json
 import pickle
 import re
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,16 +26,13 @@ import torchvision
 from torch import Tensor, nn
 
 import cocor
-from cocor import checkpoint, cli
+from cocor import checkpoint
 from cocor.checkpoint import export_backbone
-from cocor.eval.cli import add_encoder_flags
-from cocor.eval.weights.load import Encoder, digest, load_encoder
+from cocor.eval.weights.load import Encoder, digest
 from cocor.models import build_backbone, fixed_size
-from cocor.run_dir import check_pair
-from loaders.arguments import Parser
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
 from loaders.errors import UserError
-from loaders.files import check_folder, replacing, write_text
+from loaders.files import replacing, write_text
 
 Format = Literal["timm", "torchvision", "safetensors", "detectron2"]
 
@@ -53,7 +48,7 @@ def export(encoder: Encoder, form: Format, output: Path) -> Path:
         UserError: the format cannot hold this encoder, or the file cannot be written.
     """
     check_possible(encoder, form)
-    _FORMATS[form][1](encoder, output)
+    FORMATS[form][1](encoder, output)
     return output
 
 
@@ -223,46 +218,9 @@ def _check_same(encoder: Encoder, model: nn.Module, output: Path) -> None:
 
 
 # Suffix, and what writes and checks each format.
-_FORMATS: dict[Format, tuple[str, Callable[[Encoder, Path], None]]] = {
+FORMATS: dict[Format, tuple[str, Callable[[Encoder, Path], None]]] = {
     "timm": (".safetensors", _timm),
     "torchvision": (".pth", _torchvision),
     "safetensors": ("", _safetensors),
     "detectron2": (".pkl", _detectron2),
 }
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit code."""
-    given = sys.argv[1:] if arguments is None else arguments
-    return cli.command("cocor-export", lambda: _export(_parser().parse_all(given)))
-
-
-def _parser() -> Parser:
-    parser = Parser("cocor-export", description="Write a trained encoder for other programs.", allow_abbrev=False)
-    parser.add_argument("weights", metavar="WEIGHTS", help="a run's folder, or a file of weights of any origin")
-    parser.add_argument("--to", nargs="+", choices=list(_FORMATS), default=["timm"], help="formats (default timm)")
-    parser.add_argument("--output", type=Path, default=Path("exported"), metavar="FOLDER", help="default: exported")
-    parser.add_argument("--name", help="of the files (default: the run's)")
-    add_encoder_flags(parser)
-    parser.add_argument("--force", action="store_true", help="replace existing files")
-    return parser
-
-
-def _export(options: argparse.Namespace) -> None:
-    check_pair()
-    check_folder("--output", options.output)
-    encoder = load_encoder(options.weights, which=options.which, architecture=options.backbone, stem=options.stem)
-    print(encoder.describe())
-    name = options.name or encoder.name.replace("/", "-").replace(":", "-")
-    outputs = {form: options.output / f"{name}{_FORMATS[form][0]}" for form in options.to}
-    existing = [path for path in outputs.values() if path.exists()]
-    if existing and not options.force:
-        raise UserError(f"{existing[0]} exists; use --force to replace it, or another --name")
-    for form in outputs:  # before any is written
-        check_possible(encoder, form)
-    for form, path in outputs.items():
-        print(f"{form}: {export(encoder, form, path)}, loaded back and compared")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
