@@ -58,11 +58,7 @@ def fine_tune(
     if recipe.batch_size % world.size:
         raise UserError(f"--batch-size {recipe.batch_size}: the {world.size} ranks share it; use a multiple of that")
     batches = Batches(train.images, recipe.batch_size, recipe.seed)
-    if world.size > 1:
-        synchronise_batch_norm(model, world.device)
-    model.to(world.device).train()
-    if world.device.type == "cuda":
-        model.to(memory_format=torch.channels_last)
+    _place(model, world)
     optimiser = torch.optim.SGD(_groups(model), recipe.lr, momentum=_MOMENTUM)
     settings = {**{name: str(value) for name, value in asdict(recipe).items()}, **identity}
     first, losses = _resumed(model, optimiser, settings, work.folder)
@@ -87,6 +83,15 @@ def fine_tune(
     _renew_statistics(model, track(stream, len(anew), "statistics of BatchNorm", "batches"), world.device)
     width = max(1, -(-len(losses) // _CURVE))
     return [round(_mean(losses[at : at + width]), 4) for at in range(0, len(losses), width)]
+
+
+def _place(model: FasterRCNN, world: World) -> None:
+    """Make the model ready for training on this rank's device."""
+    if world.size > 1:
+        synchronise_batch_norm(model, world.device)
+    model.to(world.device).train()
+    if world.device.type == "cuda":
+        model.to(memory_format=torch.channels_last)
 
 
 def _share(images: Sequence[AnnotatedImage], keys: Iterable[list[Key]], work: Work) -> Iterator[list[Sample]]:
