@@ -17,6 +17,8 @@ from cocor.config.checks import check
 from cocor.config.options import BEFORE, PRESETS, Config
 from cocor.config.parse import shown
 from cocor.methods import METHODS, owners, spec
+from loaders.arguments import nearest
+from loaders.errors import UserError
 
 GROUPS = {  # the first field of each group
     "data": "data and output",
@@ -52,6 +54,22 @@ def load(argv: Sequence[str] | None = None) -> Config:
     return read(argv)[0]
 
 
+def configure(recipe: str | Path | None = None, **options: Any) -> Config:
+    """Complete ``options`` by a recipe's and the method's defaults, and check them.
+
+    ``recipe`` is a YAML file. ``options`` are the fields of :class:`Config`, with values as in such a file.
+
+    Raises:
+        UserError: as :func:`load`.
+    """
+    kinds, file = parse.kinds(Config), None if recipe is None else Path(recipe)
+    for key in options:
+        if key not in kinds:
+            raise UserError(f"{key}: no such option{nearest(key, kinds)}")
+    given = {key: parse.convert(key, value, kinds[key]) for key, value in options.items()}
+    return resolve(_from_file(file) | given, name=None if file is None else file.stem)
+
+
 def read(argv: Sequence[str] | None = None) -> tuple[Config, list[str]]:
     """Do as :func:`load`, and also return the keys of the flags that were given."""
     titles = {
@@ -61,10 +79,15 @@ def read(argv: Sequence[str] | None = None) -> tuple[Config, list[str]]:
     }
     parser = parse.parser(Config, "cocor-train", _DESCRIPTION, GROUPS, _NOTES | _method_notes(), titles)
     flags, file = parse.read_flags(Config, parser, sys.argv[1:] if argv is None else argv)
+    return resolve(_from_file(file) | flags, name=None if file is None else file.stem), list(flags)
+
+
+def _from_file(file: Path | None) -> dict[str, Any]:
+    """Read the values of ``--config``."""
     values = {} if file is None else parse.read_yaml(Config, file)
     if len(values) > len(fields(Config)) // 2:  # the file of a run, which names all options that there were
         values = BEFORE | values
-    return resolve(values | flags, name=None if file is None else file.stem), list(flags)
+    return values
 
 
 def _method_notes() -> dict[str, str]:
@@ -97,6 +120,8 @@ def resolve(values: Mapping[str, Any], name: str | None = None) -> Config:
     epochs = values.get("epochs", defaults.get("epochs", Config.epochs))
     if "warmup_epochs" in defaults:  # a short run has no room for the warm-up of a long one
         defaults = defaults | {"warmup_epochs": min(defaults["warmup_epochs"], epochs // 10)}
+    if values.get("optimiser") == "adamw":  # MoCo v3's for ViTs, whose rate is for a batch of 256
+        defaults = defaults | {"lr": 1.5e-4, "weight_decay": 0.1}
     if values.get("mmnn_optimiser", Config.mmnn_optimiser) != "adam":
         # The authors' rate, which belongs to the loss as printed; ten times it won on CIFAR-10 with the sharper one.
         defaults = defaults | {"mmnn_lr": 0.5 if defaults.get("consistency_beta", 1.0) > 1.0 else 0.05}
