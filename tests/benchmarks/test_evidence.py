@@ -14,9 +14,8 @@ from benchmarks.evidence import __main__ as evidence
 from benchmarks.evidence.report import gain, table, values
 from benchmarks.evidence.runner import Training, run_all
 from benchmarks.evidence.studies import STUDIES, Variant
-from cocor.auxiliary.multiview import MultiView
 from cocor.config.resolve import load
-from cocor.methods import METHODS, method_class
+from cocor.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--backbone", "test_resnet", "--stem", "imagenet", "--image-size=32", "--loader", "torch", "--workers", "1"]
@@ -193,15 +192,16 @@ def test_shared_flags_are_those_of_cocor_train() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_every_variant_is_a_configuration(name: str, method: str) -> None:
     """Variants differ from each other, and in flags that exist."""
-    positives = MultiView.fits(method_class(method))  # else a method cannot have all
-    variants = [variant for variant in STUDIES[name] if positives or variant.flags.get("auxiliary") != "multiview"]
-    seen = set()
-    for variant in variants:
+    seen, keys = set(), set()
+    for variant in STUDIES[name]:
+        if variant.flags.get("auxiliary") == "multiview" and method not in ("moco", "simsiam"):
+            continue  # some methods have no loss of further positives
         flags = [f"--{key.replace('_', '-')}={value}" for key, value in variant.flags.items()]
         config = load([f"--config={ROOT / 'configs' / f'cifar10_{method}.yaml'}", "--epochs=20", *flags])
         assert config.method == method
         seen.add(str(config.to_dict()) + str(variant.like))
-    assert len(seen) == len(variants) == len({variant.key for variant in variants})
+        keys.add(variant.key)
+    assert len(seen) == len(keys)
 
 
 def test_variants_are_chosen_by_parts_of_names(tmp_path: Path) -> None:
