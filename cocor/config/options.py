@@ -46,11 +46,11 @@ class Config:
     verify_data: bool = option(False, "read all images first: their contents are kept in checkpoints, and compared")
     force_data: bool = option(False, "resume although the images are not those of the checkpoint")
     force_ranks: bool = option(False, "resume on another number of GPUs although BatchNorm then sees other batches")
-    init: Path | None = option(None, "weights to start from: a checkpoint or a backbone.safetensors")
+    init: Path | None = option(None, "encoder to start from: weights that cocor-eval reads, a run, or timm:NAME")
 
     # Model and optimisation
     method: str = option("moco", "contrastive method", choices=METHODS)
-    backbone: str = option("resnet50", "timm name of the encoder")
+    backbone: str = option("resnet50", "timm name of the encoder; a tag loads no weights, see --init")
     stem: Literal["imagenet", "small"] = option(
         "imagenet", "first layers; small: 3x3 stride 1, no pooling (CIFAR), or a transformer's patches of 4 pixels"
     )

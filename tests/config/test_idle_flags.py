@@ -112,3 +112,9 @@ def test_documented_commands_are_accepted(page: str, monkeypatch: pytest.MonkeyP
     for line in re.findall(r"cocor-train (--[^#`&\n]*)", Path(page).read_text()):
         if "--help" not in line:
             assert not warned([word for word in line.split() if word != "..."])
+
+
+def test_a_tag_of_the_backbone_is_explained() -> None:
+    (said,) = warned(["--backbone", "resnet18.a1_in1k"])
+    assert said.endswith("--init timm:resnet18.a1_in1k starts from these weights")
+    assert not warned(["--backbone", "resnet18.a1_in1k", "--init", "timm:resnet18.a1_in1k"])
