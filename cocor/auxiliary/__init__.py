@@ -11,7 +11,10 @@ AUXILIARIES: dict[str, Any] = {
     "none": "cocor.auxiliary.base:Auxiliary",
     "multiview": "cocor.auxiliary.multiview:MultiView",
     "clsa": "cocor.auxiliary.clsa:CLSA",
+    "renyicl": "cocor.auxiliary.renyicl:RenyiCL",
     "augself": "cocor.auxiliary.augself:AugSelf",
     "equimod": "cocor.auxiliary.equimod:EquiMod",
+    "stl": "cocor.auxiliary.stl:STL",
+    "hierarchical": "cocor.auxiliary.hierarchical:Hierarchical",
     "strongview": "cocor.auxiliary.strongview:StrongView",
 }

@@ -49,7 +49,7 @@ class EquiMod(PairAuxiliary):
     @classmethod
     def check(cls, config: Config) -> None:
         super().check(config)
-        if config.auxiliary_pairs == "views" and config.consistency != "none":
+        if not cls.in_composites(config) and config.consistency != "none":
             raise UserError(
                 "auxiliary: equimod compares views with the whole image, where CoCor has a random crop; use "
                 "--consistency none or --auxiliary-pairs composites"
@@ -57,7 +57,7 @@ class EquiMod(PairAuxiliary):
 
     @classmethod
     def cost(cls, config: Config) -> float:
-        if config.auxiliary_pairs == "composites":
+        if cls.in_composites(config):
             return super().cost(config)
         return 3.0 + 3.0 * (2 - method_class(config.method).views_with_gradient(config))
 

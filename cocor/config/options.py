@@ -123,6 +123,7 @@ class Config:
         "views", "what it compares: both contrastive views, or original and composites"
     )
     auxiliary_temperature: float = option(0.2, "temperature of its loss", low=1e-3)
+    renyi_order: float = option(2.0, "order of the Renyi divergence", low=1)
     augself_targets: tuple[Literal["crop", "color", "blur", "flip", "grey"], ...] = option(
         ("crop", "color"), "differences of views to predict"
     )

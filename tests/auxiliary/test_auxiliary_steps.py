@@ -97,7 +97,7 @@ def test_a_run_profiles_and_resumes(auxiliary: str, photo_folder: Path, tmp_path
         ("--auxiliary equimod", "--consistency none or --auxiliary-pairs composites"),
         (
             "--auxiliary augself --auxiliary-pairs composites --recipe released",
-            "are of other crops than their original",
+            "needs original and composites of one crop",
         ),
         ("--auxiliary multiview --hypergradient taylor", "taylor compares losses that --auxiliary multiview"),
         ("--auxiliary multiveiw", "did you mean multiview"),
