@@ -15,6 +15,7 @@ AUXILIARIES: dict[str, Any] = {
     "augself": "cocor.auxiliary.augself:AugSelf",
     "equimod": "cocor.auxiliary.equimod:EquiMod",
     "stl": "cocor.auxiliary.stl:STL",
+    "looc": "cocor.auxiliary.looc:LooC",
     "hierarchical": "cocor.auxiliary.hierarchical:Hierarchical",
     "strongview": "cocor.auxiliary.strongview:StrongView",
 }

@@ -62,6 +62,9 @@ class Auxiliary(nn.Module):
         """
         return None
 
+    def after_step(self, method: Method) -> None:
+        """Update moving averages and queues; called once per step, before the method's."""
+
 
 class PairAuxiliary(Auxiliary):
     """An auxiliary of pairs: two contrastive views, or the original and a composite."""

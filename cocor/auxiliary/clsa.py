@@ -22,7 +22,7 @@ from loaders.batch import Batch
 
 
 class Queued(Auxiliary):
-    """An auxiliary that contrasts composites with MoCo's key and queue."""
+    """An auxiliary that contrasts further views, by default composites, with a queue."""
 
     needs = "queue of keys"
 

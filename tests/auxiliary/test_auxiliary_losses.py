@@ -1,5 +1,6 @@
 """Test the loss of each auxiliary against its formula, written out in float64."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -237,11 +238,35 @@ def test_hierarchical_contrasts_stages() -> None:
     counts = torch.cat([torch.zeros(B, 14), *batch.composition]).double()
     plain, *augmented = extra.augmentation(counts).split(B)
     terms = []
-    for place, images in enumerate(batch.composites):  # length 2 is contrasted at the last stage
-        original, composite = stages(batch.original)[place], stages(images)[place]
+    for place, one in enumerate(batch.composites):  # length 2 is contrasted at the last stage
+        original, composite = stages(batch.original)[place], stages(one)[place]
         rows = torch.cat([torch.cat([original, plain], 1), torch.cat([composite, augmented[place]], 1)])
         every = unit(extra.heads[place](rows))
         for i, anchor in enumerate(every):
             shares = (every @ anchor / 0.3).exp()
             terms.append(-(shares[(i + B) % (2 * B)] / (shares.sum() - shares[i])).log())
     torch.testing.assert_close(loss, torch.stack(terms).mean(), rtol=1e-8, atol=1e-10)
+
+
+def test_looc_tells_one_part_apart() -> None:
+    extra, network, batch = made("looc", "moco", embedding_dim=8, queue_size=32)
+    assert isinstance(network, MoCo)
+    batch = replace(batch, kept=images(2, B, seed=5).double())
+    loss = extra.loss(network, batch, kept(network))
+    query, expected, enqueued = network.backbone(batch.views[0]), [], []
+    for space, (head, key_head) in enumerate(zip(extra.heads, extra.key_heads, strict=True)):
+        asked = unit(head(query))
+        keys = [unit(key_head(network.key_backbone(one))) for one in (batch.views[1], *batch.kept)]
+        logits = torch.stack([(asked * key).sum(1) for key in keys], 1)
+        shares = (torch.cat([logits, asked @ extra.queues[space].T], 1) / network.temperature).softmax(1)
+        expected.append(-shares[:, 1 + space].log().mean())
+        enqueued.append(keys[1 + space])
+    torch.testing.assert_close(loss, torch.stack(expected).sum(), rtol=1e-10, atol=1e-12)
+    before = extra.queues.clone()
+    with torch.no_grad():
+        extra.heads[0][0].weight.add_(1.0)
+    key_weight = extra.key_heads[0][0].weight.clone()
+    extra.after_step(network)
+    torch.testing.assert_close(extra.queues[:, :B], torch.stack(enqueued))
+    assert torch.equal(extra.queues[:, B:], before[:, B:]) and extra.pointer == B
+    torch.testing.assert_close(extra.key_heads[0][0].weight, key_weight + (1 - network.momentum))

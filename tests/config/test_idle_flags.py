@@ -45,6 +45,7 @@ IDLE = [
     ("--auxiliary-weight 2", "--auxiliary multiview|", "--auxiliary strongview", "--auxiliary clsa"),
     ("--auxiliary-pairs composites", "--auxiliary augself|equimod", "--auxiliary clsa", "--auxiliary augself"),
     ("--auxiliary-temperature 1", "--auxiliary equimod|stl|hierarchical", "", "--auxiliary equimod --consistency none"),
+    ("--looc-kept crop", "--auxiliary looc", "--auxiliary clsa", "--auxiliary looc"),
     ("--renyi-order 3", "--auxiliary renyicl", "--auxiliary clsa", "--auxiliary renyicl"),
     ("--augself-targets blur", "--auxiliary augself", "--auxiliary clsa", "--auxiliary augself"),
     ("--mmnn constants", "--consistency softplus|abs", "--consistency none", ""),

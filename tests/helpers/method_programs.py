@@ -20,7 +20,7 @@ from timm.models import register_model
 from timm.models.resnet import BasicBlock, ResNet
 from torch import Tensor, nn
 
-from cocor.auxiliary import AUXILIARIES, equimod
+from cocor.auxiliary import AUXILIARIES, equimod, stl
 from cocor.config.options import Config
 from cocor.config.resolve import resolve
 from cocor.data import labelled_loader, open_data, training_loader, training_plan
@@ -80,7 +80,8 @@ def batches(config: Config, world: World) -> list[tuple[Batch, Batch | None]]:
 
 
 def in_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
-    return replace(batch, **{name: getattr(batch, name).to(dtype) for name in ("views", "original", "composites")})
+    images = {name: getattr(batch, name) for name in ("views", "original", "composites", "kept")}
+    return replace(batch, **{name: part.to(dtype) for name, part in images.items() if part is not None})
 
 
 def steps(config: Config, world: World, mmnn: nn.Module | None, pairs: list[tuple[Batch, Batch | None]],
@@ -111,7 +112,7 @@ def steps(config: Config, world: World, mmnn: nn.Module | None, pairs: list[tupl
 
 
 def work(images: Path, world: World, file: Path) -> None:
-    equimod._HIDDEN = 16  # thousands would take minutes to send
+    equimod._HIDDEN = stl._HIDDEN = stl._DIM = 16  # larger ones would take minutes to send
     results: dict[str, dict[str, Any]] = {"float64": {}, "float32": {}}
     plain = resolve(SMALL | {"data": images})
     pairs, mmnn = batches(plain, world), build_target(plain, world)  # fitting an MMNN takes a second
