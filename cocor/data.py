@@ -34,7 +34,7 @@ from loaders.views.plan import Augmentation, ViewPlan
 
 _log = logging.getLogger(__name__)
 
-# k-NN uses no more images than this: enough for a trend, seconds on a GPU.
+# Online probes use no more images than this: enough for a trend, seconds on a GPU.
 KNN_BANK, KNN_QUERIES = 20_000, 5_000
 _KNN_BATCH = 256
 
@@ -106,7 +106,7 @@ def _sha256(content: bytes) -> str:
 
 
 def held_out_images(config: Config) -> Path | None:
-    """Return the folder of the images on which k-NN is measured; None if it is not."""
+    """Return the folder of the images for k-NN and probes; None if there are none."""
     return None if config.loader == "synthetic" else _roots(config)[1]
 
 
@@ -117,7 +117,7 @@ def _roots(config: Config) -> tuple[Path, Path | None]:
     root, held_out = or_demo(config.data), config.val_data
     if (splits := training_splits(root)) is not None:
         root, held_out = splits[0], held_out or splits[1]
-    return root, held_out if config.knn_every else None
+    return root, held_out if config.knn_every or config.probe_every else None
 
 
 def _labelled(config: Config, train: ImageDataset) -> ImageDataset | None:
@@ -200,18 +200,19 @@ def labelled_loader(config: Config, data: Data, world: World, dtype: torch.dtype
     return _open(config, data.labelled, labelled_plan(config, stream), order, world, dtype, max(1, config.workers // 4))
 
 
-def knn_loaders(config: Config, data: Data, world: World, dtype: torch.dtype) -> tuple[Loader, Loader] | None:
-    """Open bank and queries of the online k-NN; None without labels in both."""
+def probe_loaders(config: Config, data: Data, world: World, dtype: torch.dtype) -> tuple[Loader, Loader] | None:
+    """Open bank and queries of the online probes; None without labels in both."""
     if data.held_out is None or (data.train.labels < 0).all() or (data.held_out.labels < 0).all():
         return None
 
-    def evaluation_loader(dataset: ImageDataset, limit: int) -> Loader:
+    def evaluation_loader(dataset: ImageDataset, limit: int, views: tuple[Augmentation, ...] = ()) -> Loader:
         chosen = dataset.subset(evenly(np.flatnonzero(dataset.labels >= 0), limit))
         order = BatchOrder(len(chosen), _KNN_BATCH, shuffle=False, drop_last=False)
-        plan = ViewPlan(config.image_size, config.seed, (), "center", lengths=())
+        plan = ViewPlan(config.image_size, config.seed, views, "center", lengths=())
         return _open(config, chosen, plan, order, world, dtype)
 
-    return evaluation_loader(data.train, KNN_BANK), evaluation_loader(data.held_out, KNN_QUERIES)
+    views = tuple(_augmentation(config, view) for view in range(2))  # whose distance is the alignment
+    return evaluation_loader(data.train, KNN_BANK), evaluation_loader(data.held_out, KNN_QUERIES, views)
 
 
 def _open(config: Config, images: ImageDataset, plan: ViewPlan, order: BatchOrder, world: World, dtype: torch.dtype,

@@ -4,6 +4,7 @@ import copy
 import difflib
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -20,15 +21,18 @@ from cocor.methods.batchnorm import synchronise_batch_norm
 from cocor.objective.mmnn import MMNN, Constants, by_length
 from loaders.errors import UserError
 
+SMALL_PATCH = 4  # pixels a side of a small stem's patches
+
 
 def build_backbone(name: str, stem: str = "imagenet", image_size: int | None = None) -> nn.Module:
     """Build a timm model without classifier: (B, 3, H, W) -> features (B, D).
 
-    ``stem`` "small" is the usual change for images of 32 to 64 pixels: a first convolution of 3x3 with stride 1, and no
-    pooling after it. ``image_size`` is H = W, if not timm's default; models with position embeddings are built for it.
+    ``stem`` "small" is the usual change for images of 32 to 64 pixels: a ResNet's first convolution of 3x3 with stride
+    1, and no pooling after it; a transformer's patches of 4 pixels. ``image_size`` is H = W, if not timm's default;
+    models with position embeddings are built for it.
 
     Raises:
-        UserError: an unknown name, a size that the model cannot take, a small stem for a model without ResNet stem.
+        UserError: an unknown name, a size that the model cannot take, a small stem for a model that has no such stem.
     """
     if not timm.is_model(name):
         close = difflib.get_close_matches(name, timm.list_models(), n=1)
@@ -36,23 +40,33 @@ def build_backbone(name: str, stem: str = "imagenet", image_size: int | None = N
         raise UserError(f"--backbone {name}: timm has no such model{hint}")
     model = _create(name, image_size)
     if stem == "small":
-        first = getattr(model, "conv1", None)
-        if not isinstance(first, nn.Conv2d) or not hasattr(model, "maxpool"):
-            raise UserError(f"--stem small: {name} has no ResNet stem to replace; use --stem imagenet")
-        model.conv1 = nn.Conv2d(3, first.out_channels, 3, stride=1, padding=1, bias=False)
-        nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
-        model.maxpool = nn.Identity()
+        model = _small_stem(model, name, image_size)
     if image_size is not None:
         _try_size(model, name, image_size, "--image-size")
     return model
 
 
-def _create(name: str, image_size: int | None) -> nn.Module:
+def _create(name: str, image_size: int | None, **options: Any) -> nn.Module:
     about = timm.get_pretrained_cfg(name)
     if image_size is not None and about is not None and about.fixed_input_size:
         with suppress(TypeError):  # not all models of a fixed size accept img_size
-            return timm.create_model(name, num_classes=0, img_size=image_size)
-    return timm.create_model(name, num_classes=0)
+            return timm.create_model(name, num_classes=0, img_size=image_size, **options)
+    return timm.create_model(name, num_classes=0, **options)
+
+
+def _small_stem(model: nn.Module, name: str, image_size: int | None) -> nn.Module:
+    """Return ``model``, which is timm's ``name``, with a small stem."""
+    patches = getattr(getattr(model, "patch_embed", None), "proj", None)
+    if isinstance(patches, nn.Conv2d) and patches.stride[0] > SMALL_PATCH:
+        with suppress(TypeError):  # not all models accept patch_size
+            return _create(name, image_size, patch_size=SMALL_PATCH)
+    first = getattr(model, "conv1", None)
+    if not isinstance(first, nn.Conv2d) or not hasattr(model, "maxpool"):
+        raise UserError(f"--stem small: {name} has no ResNet stem nor large patches; use --stem imagenet")
+    model.conv1 = nn.Conv2d(3, first.out_channels, 3, stride=1, padding=1, bias=False)
+    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
+    model.maxpool = nn.Identity()
+    return model
 
 
 def fixed_size(backbone: nn.Module) -> int | None:

@@ -20,6 +20,7 @@ from cocor.data import content_digest, file_states
 from cocor.distributed.collectives import barrier, on_main
 from cocor.run import Run
 from loaders.errors import UserError
+from loaders.files import replacing
 
 _LAYOUT = {"ranks": 0, "images a rank": 0}  # the part of geometry() that does not change the method
 _log = logging.getLogger(__name__)
@@ -45,17 +46,31 @@ def save(run: Run, *, must: bool) -> None:
     barrier()
 
 
-def _write(run: Run) -> None:
-    config, per_epoch = run.config, run.loader.steps_per_epoch
-    state = {
+def save_best(run: Run) -> None:
+    """Write ``checkpoints/best.pt``, on the main rank; a failure costs a warning."""
+    path = run.config.output / checkpoint.FOLDER / "best.pt"
+    try:
+        with replacing(path) as temporary:
+            checkpoint.write(checkpoint.portable(_state(run)), temporary)
+    except UserError as error:
+        _log.warning(f"{error}: {path} is that of an earlier step, or missing")
+
+
+def _state(run: Run) -> dict[str, Any]:
+    return {
         "step": run.done,
-        "epoch": run.done // per_epoch,
-        "knn_is_due": run.knn_is_due,
+        "epoch": run.done // run.loader.steps_per_epoch,
+        "knn_is_due": run.probes_are_due,
+        "best": run.best,
         "geometry": geometry(run),
         "training": run.step.state_dict(),
         "labelled": _labelled(run),
-        **checkpoint.describe(config, run.data.train.digest, run.files),
+        **checkpoint.describe(run.config, run.data.train.digest, run.files),
     }
+
+
+def _write(run: Run) -> None:
+    config, per_epoch, state = run.config, run.loader.steps_per_epoch, _state(run)
     folder, milestones = config.output / checkpoint.FOLDER, config.keep_every_epochs * per_epoch
     checkpoint.save(folder, state, keep=config.keep_checkpoints, milestones=milestones)
     about = {"architecture": config.backbone, "stem": config.stem, "image_size": config.image_size}
@@ -88,7 +103,8 @@ def restore(run: Run) -> Path | None:
     except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         last_line = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
         raise UserError(f"--resume {path}: does not fit this run: {last_line}") from None
-    run.done, run.knn_is_due = state["step"], state.get("knn_is_due", False)
+    run.done, run.probes_are_due = state["step"], state.get("knn_is_due", False)
+    run.best = state.get("best", 0.0)
     return path
 
 

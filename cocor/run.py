@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 
 from cocor.config.options import Config
-from cocor.data import Data, knn_loaders, labelled_loader, open_data, training_loader
+from cocor.data import Data, labelled_loader, open_data, probe_loaders, training_loader
 from cocor.distributed.collectives import AsyncMax, World, main_first
-from cocor.eval.probes.online_knn import OnlineKnn
+from cocor.eval.probes.online import OnlineProbes
 from cocor.models import build_auxiliary, build_method, build_target
 from cocor.monitor.health import HealthMonitor
 from cocor.step.compile import choose
@@ -29,12 +29,13 @@ class Run:
     step: TrainingStep
     loader: Loader
     labelled: Loader | None
-    knn: OnlineKnn | None
+    probes: OnlineProbes | None
     health: HealthMonitor
     any_rank: AsyncMax  # signals and checkpoints that are due on any rank
     execution: str  # see cocor.step.compile
     done: int = 0  # finished steps
-    knn_is_due: bool = True  # at this very step
+    probes_are_due: bool = True  # at this very step
+    best: float = 0.0  # accuracy of --keep-best
     files: dict[str, str] = field(default_factory=dict)  # of the training images, see checkpoint.describe; main rank
     saved: float = field(default_factory=time.monotonic)  # when the last checkpoint was written
 
@@ -43,7 +44,7 @@ class Run:
         return self.config.epochs * self.loader.steps_per_epoch
 
     def close(self) -> None:
-        for part in (self.loader, self.labelled, self.knn):
+        for part in (self.loader, self.labelled, self.probes):
             if part is not None:
                 part.close()
 
@@ -82,7 +83,7 @@ def build(config: Config, world: World) -> Run:
         config, method, target, classes, steps_per_epoch=loader.steps_per_epoch, precision=precision,
         auxiliary=auxiliary,
     )  # fmt: skip
-    evaluation = knn_loaders(config, data, world, precision) if world.main else None
-    knn = OnlineKnn(config, *evaluation, precision) if evaluation is not None else None
+    evaluation = probe_loaders(config, data, world, precision) if world.main else None
+    probes = OnlineProbes(config, *evaluation, precision) if evaluation is not None else None
     health = HealthMonitor(config, world, data.train.names)
-    return Run(config, world, data, step, loader, labelled, knn, health, AsyncMax(world.device), execution)
+    return Run(config, world, data, step, loader, labelled, probes, health, AsyncMax(world.device), execution)

@@ -34,6 +34,7 @@ from cocor.distributed import launch, signals
 from cocor.distributed.collectives import World, gather, on_main
 from cocor.distributed.env import STARTED, RankEnv
 from cocor.distributed.report import report
+from cocor.eval.probes.online import Measured
 from cocor.log import PICTURE, RunLog, duration, set_up_logging
 from cocor.monitor import dry_run, plot, profile, track
 from cocor.monitor.health import SkipNonFinite
@@ -97,7 +98,7 @@ def train(config: Config, world: World, given: Config) -> None:
         stack.callback(lambda: tracking.close(run.done == run.total))
         log = RunLog(
             config.output, world, batch_size=config.batch_size, total_steps=run.total, log_every=config.log_every,
-            start_step=run.done, again=("knn",) if run.knn_is_due else (), listener=tracking,
+            start_step=run.done, again=("knn", "probe") if run.probes_are_due else (), listener=tracking,
         )  # fmt: skip
         fit(run, stack.enter_context(closing(log)))
 
@@ -152,8 +153,8 @@ def describe(run: Run, checkpoint_read: Path | None) -> None:
     remark = run.step.method.remark(config, len(data.train))
     if run.world.main and remark:
         _log.warning(remark)
-    if run.world.main and run.knn is None and config.knn_every:
-        _log.info("no held-out images with labels: k-NN is not measured (see --val-data)")
+    if run.world.main and run.probes is None and (config.knn_every or config.probe_every):
+        _log.info("no held-out images with labels: neither k-NN nor a probe is measured (see --val-data)")
 
 
 def fit(run: Run, log: RunLog) -> None:
@@ -165,8 +166,8 @@ def fit(run: Run, log: RunLog) -> None:
     make_step = executable(run.step, run.execution)
     if run.config.on_nan == "skip":
         make_step = SkipNonFinite(run.step, make_step)
-    if run.knn_is_due:
-        measure_knn(run, log)
+    if run.probes_are_due:
+        measure(run, log)
         if run.done == run.total:
             resume.save(run, must=True)
     if run.done < run.total:
@@ -201,7 +202,7 @@ def train_epoch(run: Run, make_step: Callable[[Batch, Batch | None, int], Metric
             metrics = make_step(batch, labelled, run.done)
             run.done += 1
             signals.defer()  # from now on there is something to save
-            run.knn_is_due = False
+            run.probes_are_due = False
             run.health(run.done, metrics, batch, labelled, run.step.learning_rate)
             log.step(run.done, epoch, run.step.learning_rate, metrics)
             if config.log_samples:
@@ -219,22 +220,17 @@ def train_epoch(run: Run, make_step: Callable[[Batch, Batch | None, int], Metric
 
 
 def finish_epoch(run: Run, log: RunLog) -> None:
-    """Measure k-NN and save a checkpoint, if they are due, after an epoch's last step."""
+    """Measure and save a checkpoint, if that is due, after an epoch's last step."""
     config, last = run.config, run.done == run.total
-    epochs = run.done // run.loader.steps_per_epoch
-
-    def due(every: int) -> bool:
-        return last or bool(every and epochs % every == 0)
-
     run.health.check(run.step.learning_rate)  # before k-NN, which could only report that features are not finite
-    run.knn_is_due = due(config.knn_every)
+    run.probes_are_due = due(run, config.knn_every) or due(run, config.probe_every)
     stop_if_requested(run)
-    if run.knn_is_due:
+    if run.probes_are_due:
         # Before saving: a run that stops in between and resumes neither repeats nor misses a measurement.
-        measure_knn(run, log)
-        if run.knn_is_due or not last:
+        measure(run, log)
+        if run.probes_are_due or not last:
             stop_if_requested(run)
-    if due(config.checkpoint_every_epochs) or due(config.keep_every_epochs):
+    if due(run, config.checkpoint_every_epochs) or due(run, config.keep_every_epochs):
         resume.save(run, must=last)
 
 
@@ -253,18 +249,35 @@ def save_and_stop(run: Run, signum: int) -> NoReturn:
     raise signals.Stopped(signum, f"after step {run.done:,} of {run.total:,}")
 
 
-def measure_knn(run: Run, log: RunLog) -> None:
-    """Measure k-NN accuracy on the main rank; a signal interrupts it. Collective."""
-    finished = True
-    if run.knn is not None:
+def due(run: Run, every: int) -> bool:
+    """Tell whether what happens after so many epochs happens at this step; not with 0."""
+    epochs, within = divmod(run.done, run.loader.steps_per_epoch)
+    return bool(every) and (run.done == run.total or (not within and epochs % every == 0))
+
+
+def measure(run: Run, log: RunLog) -> None:
+    """Measure k-NN and the linear probe on the main rank; a signal interrupts them. Collective."""
+    config, finished = run.config, True
+    kinds = [kind for kind, every in (("knn", config.knn_every), ("probe", config.probe_every)) if due(run, every)]
+    if run.probes is not None and kinds:
         with torch.compiler.set_stance("force_eager"):  # for its odd batch sizes
-            result = run.knn(run.step.method.backbone, interrupted=signals.requested)
-        finished = result is not None
-        if result is not None:
-            epoch = run.done // run.loader.steps_per_epoch
-            values = {"accuracy": result.accuracy, "k": result.k, "queries": result.queries, "bank": result.bank}
-            log.event("knn", run.done, epoch, values)
-            note = f" ({result.note})" if result.note else ""
-            _log.info(f"k-NN accuracy after {counted(epoch, 'epoch')}: {result.accuracy:.1%}{note}")
-            run.health.check_knn(result.accuracy, result.queries, epoch)
-    (run.knn_is_due,) = map(bool, run.any_rank.now(not finished))
+            found = run.probes(run.step.method.backbone, kinds, interrupted=signals.requested)
+        finished = found is not None
+        if found is not None:
+            record(run, log, found)
+    (run.probes_are_due,) = map(bool, run.any_rank.now(not finished))
+
+
+def record(run: Run, log: RunLog, found: Measured) -> None:
+    """Log what was measured, and keep the best checkpoint."""
+    epoch = run.done // run.loader.steps_per_epoch
+    for kind, values in found.values.items():
+        log.event(kind, run.done, epoch, values)
+        name, note = ("k-NN", f" ({found.note})" if found.note else "") if kind == "knn" else ("linear-probe", "")
+        _log.info(f"{name} accuracy after {counted(epoch, 'epoch')}: {values['accuracy']:.1%}{note}")
+        if kind == run.config.keep_best and run.done and values["accuracy"] > run.best:
+            run.best = values["accuracy"]
+            resume.save_best(run)
+    if "knn" in found.values:
+        knn = found.values["knn"]
+        run.health.check_knn(knn["accuracy"], int(knn["queries"]), epoch)

@@ -63,7 +63,7 @@ def parser() -> Parser:
     add("--val-data", type=Path, help="held-out images for k-NN (default: the folder val beside train)")
     add("--linear", type=Path, metavar="DIR", help="also linear probes on DIR: train and test images")
     add("--invariance", type=Path, metavar="DIR", help="also what is kept of changes of the images in DIR")
-    add("--methods", nargs="+", choices=methods, help="default: moco simsiam; for `methods` all five")
+    add("--methods", nargs="+", choices=methods, help="default: moco simsiam; for `methods` all")
     add("--seeds", type=not_negative, nargs="+", default=[0, 1], help="default: 0 1")
     add("--epochs", type=positive, default=100, help="default: 100")
     add("--jobs", type=positive, default=1, help="runs at a time; they share the GPUs (default: 1)")

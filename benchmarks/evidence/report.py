@@ -16,7 +16,10 @@ from cocor.monitor.metrics_file import epochs_of, lengths_of, read_run
 from cocor.panels import legend, panels
 from loaders.errors import UserError
 
-NAMES = {"moco": "MoCo v2", "simsiam": "SimSiam", "supcon": "SupCon", "byol": "BYOL", "intl": "INTL"}
+NAMES = {
+    "moco": "MoCo v2", "simsiam": "SimSiam", "supcon": "SupCon", "byol": "BYOL", "intl": "INTL",
+    "simclr": "SimCLR", "barlow": "Barlow Twins", "vicreg": "VICReg",
+}  # fmt: skip
 _KEPT = {"mean_r2": "composition kept, R^2, %", "hue": "hue, %", "turn": "quarter turn, %", "same_hue": "same hue, %"}
 _FEWEST = 3  # seeds of which a deviation, an interval and a p value say anything
 _KINDS = ("similarity", "target")

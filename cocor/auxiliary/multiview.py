@@ -7,7 +7,7 @@ attracted to what the method has computed of the contrastive views, without grad
     moco            InfoNCE of the composite's query with the step's key and the queue (He et al. 2020, eq. 1)
     simsiam, byol   its prediction of the projections of both views, as in FastSiam (Pototzky et al. 2022, eq. 2), which
                     averages the targets before normalising them; here the cosines are averaged
-    supcon          the loss of the composites and both views (Khosla et al. 2020, eq. 2)
+    supcon, simclr  the loss of the composites and both views (Khosla et al. 2020, eq. 2)
 """
 
 from collections.abc import Sequence

@@ -33,18 +33,20 @@ _COMPOSITES = (
     *("lengths", "lengths_per_step", "composite_size", "pool", "magnitudes", "composite_order", "recipe"),
     "released_originals",
 )
-_KNN = ("val_data", "knn_k", "knn_temperature")
-_IMAGES = ("data", "verify_data", "labels", "label_split", "label_fraction", "on_error", "knn_every", *_KNN)
+_HELD_OUT = ("val_data", "knn_every", "probe_every")
+_KNN = ("knn_k", "knn_temperature")
+_IMAGES = ("data", "verify_data", "labels", "label_split", "label_fraction", "on_error", *_HELD_OUT, *_KNN)
 
 NEEDS = (
     Need(_IMAGES, "with a --loader that reads images", lambda c: c.loader != "synthetic"),
     Need(("synthetic_images",), "with --loader synthetic", lambda c: c.loader == "synthetic"),
     Need(("hw_decoder_load",), "with --loader dali on GPUs", lambda c: c.loader == "dali" and c.gpus != 0),
     Need(_KNN, "with --knn-every above 0", lambda c: c.knn_every > 0),
+    Need(("val_data",), "with --knn-every or --probe-every above 0", lambda c: c.knn_every + c.probe_every > 0),
     Need(("force_data", "force_ranks"), "with --resume", lambda c: c.resume is not None),
     Need(("init",), "where no checkpoint is named to --resume", lambda c: c.resume in (None, "auto")),
-    Need(("decay_biases",), "with --weight-decay above 0 or --optimiser lars",
-         lambda c: c.weight_decay > 0 or c.optimiser == "lars"),
+    Need(("decay_biases",), "with --optimiser lars, or sgd and --weight-decay above 0",
+         lambda c: c.optimiser == "lars" or (c.optimiser == "sgd" and c.weight_decay > 0)),
     Need(_CONSISTENCY, "with --consistency softplus|abs", lambda c: c.consistency != "none"),
     Need(_COMPOSITES, "with --consistency softplus|abs or an --auxiliary of composites", lambda c: c.has_composites),
     Need(("consistency_beta",), "with --consistency softplus and targets",
@@ -69,8 +71,8 @@ def needs() -> list[Need]:
     by_labels = [method for method in METHODS if spec(method).needs_labels]
     labels = Need(
         ("labels",),
-        f"with --mmnn learned, --method {'|'.join(by_labels)} or --knn-every above 0",
-        lambda c: c.method in by_labels or c.knn_every > 0 or c.learns_targets,
+        f"with --mmnn learned, --method {'|'.join(by_labels)} or --knn-every or --probe-every above 0",
+        lambda c: c.method in by_labels or c.knn_every + c.probe_every > 0 or c.learns_targets,
     )
     return [*NEEDS, labels, *_of_owners("method", METHODS), *_of_owners("auxiliary", AUXILIARIES)]
 
@@ -127,10 +129,19 @@ def check(config: Config) -> None:
             c.consistency == "abs" and c.execution in ("compiled", "fused"),
         f"--execution {c.execution}: LARS cannot be recorded; use compiled with --optimiser lars":
             c.optimiser == "lars" and c.execution in ("graph", "fused"),
+        "clip_grad: LARS sets the size of each weight's step itself; leave it out, or use --optimiser sgd or adamw":
+            c.optimiser == "lars" and c.clip_grad > 0,
+        "accumulate: --consistency abs and --hypergradient taylor|released need the whole batch again; use softplus "
+        "and exact, or --mmnn constants":
+            c.accumulate > 1 and learned and (c.consistency == "abs" or c.hypergradient != "exact"),
+        f"accumulate: --auxiliary {c.auxiliary} takes the whole batch at once":
+            c.accumulate > 1 and c.auxiliary != "none",
         f"hypergradient: {c.hypergradient} compares losses that --auxiliary {c.auxiliary} is no part of; use exact":
             learned and c.hypergradient != "exact" and c.auxiliary != "none",
         "--mmnn none pulls alike on all views, which is no --consistency abs; leave that out":
             c.consistency == "abs" and c.mmnn == "none",
+        f"--keep-best {c.keep_best} needs --{c.keep_best}-every above 0":
+            c.keep_best != "none" and not getattr(c, f"{c.keep_best}_every"),
         "--cpu-ranks needs --gpus 0": c.cpu_ranks > 1 and bool(c.gpus),
     }  # fmt: skip
     for message, wrong in mistakes.items():
@@ -151,5 +162,11 @@ def check_ranks(config: Config, ranks: int) -> None:
     if derives and config.sync_bn and ranks > 1:
         remedy = "use --hypergradient taylor, --consistency softplus or --no-sync-bn"
         raise UserError(f"sync_bn: consistency abs needs derivatives that synchronised BatchNorm lacks; {remedy}")
-    method_class(config.method).check(config, ranks)
+    method, parts, local = method_class(config.method), config.accumulate, config.batch_size // ranks
+    if parts > 1 and not method.accumulates:
+        fitting = "|".join(name for name in METHODS if method_class(name).accumulates)
+        raise UserError(f"accumulate: {config.method} compares the images of a batch, not of a part; use {fitting}")
+    if parts > 1 and (local % parts or local // parts < 2):
+        raise UserError(f"accumulate: the {local} images of a rank are not {parts} equal parts of 2 or more")
+    method.check(config, ranks)
     method_class(config.auxiliary, AUXILIARIES).check(config)

@@ -50,17 +50,23 @@ class Config:
     # Model and optimisation
     method: str = option("moco", "contrastive method", choices=METHODS)
     backbone: str = option("resnet50", "timm name of the encoder")
-    stem: Literal["imagenet", "small"] = option("imagenet", "first layers; small: 3x3 stride 1, no pooling (CIFAR)")
+    stem: Literal["imagenet", "small"] = option(
+        "imagenet", "first layers; small: 3x3 stride 1, no pooling (CIFAR), or a transformer's patches of 4 pixels"
+    )
     image_size: int = option(224, "side of every view in pixels", low=8, high=4096)
     epochs: int = option(200, "passes over the data", low=1, high=10**6)
     batch_size: int = option(256, "images a step, over all GPUs", low=2, high=2**20)
     labelled_batch_size: int = option(0, "labelled ones, over all GPUs; 0: a quarter of the batch", low=0, high=2**20)
+    accumulate: int = option(1, "equal parts of each GPU's batch that go through the networks one by one", low=1)
     lr: float = option(0.03, "learning rate at this batch size, never rescaled; cosine to 0", low=0)
     final_lr: float = option(0.0, "learning rate at the end, as a share of --lr", low=0, high=1)
-    optimiser: Literal["sgd", "lars"] = option("sgd", "of encoder and heads")
-    momentum: float = option(0.9, "its momentum", low=0, high=1)
+    optimiser: Literal["sgd", "lars", "adamw"] = option(
+        "sgd", "of encoder and heads; adamw: with --lr 1.5e-4 --weight-decay 0.1, if these are not given"
+    )
+    momentum: float = option(0.9, "its momentum; AdamW's first beta", low=0, high=1)
     weight_decay: float = option(1e-4, "weight decay of the encoder and heads", low=0)
     decay_biases: bool = option(True, "weight decay, and LARS, also for biases and normalisation")
+    clip_grad: float = option(0.0, "largest norm of the whole gradient, which is scaled down to it; 0: any", low=0)
     warmup_epochs: int = option(0, "epochs of linear warm-up", low=0)
     sync_bn: bool = option(False, "BatchNorm over the batches of all GPUs")
     fix_predictor_lr: bool = option(True, "keep the predictor's learning rate constant")
@@ -77,6 +83,10 @@ class Config:
     predictor_dim: int = option(512, "hidden width of the predictor", low=1, high=2**16)
     whitening_iterations: int = option(4, "steps of iterative normalisation", low=1, high=20)
     trace_weight: float | None = option(None, "weight of the trace loss", low=0)
+    redundancy_weight: float = option(0.0051, "weight of correlations between different dimensions", low=0)
+    invariance_weight: float = option(25.0, "weight of the distance between two views", low=0)
+    variance_weight: float = option(25.0, "weight of the hinge on each dimension's deviation", low=0)
+    covariance_weight: float = option(1.0, "weight of covariances between different dimensions", low=0)
 
     # CoCor
     preset: str = option(
@@ -164,6 +174,8 @@ class Config:
     knn_every: int = option(5, "epochs between two k-NN measurements on --val-data; 0: none", low=0)
     knn_k: int = option(200, "neighbours that vote", low=1)
     knn_temperature: float = option(0.07, "temperature of their weights", low=1e-3)
+    probe_every: int = option(0, "epochs between two linear probes, with all labels, on --val-data; 0: none", low=0)
+    keep_best: Literal["knn", "probe", "none"] = option("none", "which accuracy's best goes to checkpoints/best.pt")
     profile: bool = option(False, "train a few steps, print where their time goes, write a trace, and stop")
     dry_run: bool = option(False, "build everything, run two steps, print shapes, memory and time, and stop")
 
@@ -223,7 +235,7 @@ FREE_TO_CHANGE = ONE_START | {
     *("preset", "data", "val_data", "labels", "label_split", "loader", "on_error", "output", "init"),
     *("gpus", "max_restarts", "cpu_ranks", "workers", "hw_decoder_load", "execution"),
     *("log_every", "track", "on_nan", "log_samples", "checkpoint_every_epochs", "checkpoint_every_minutes"),
-    *("keep_checkpoints", "keep_every_epochs", "knn_every", "knn_k", "knn_temperature"),
+    *("keep_checkpoints", "keep_every_epochs", "knn_every", "knn_k", "knn_temperature", "probe_every", "keep_best"),
 }
 
 

@@ -97,6 +97,8 @@ def resolve(values: Mapping[str, Any], name: str | None = None) -> Config:
     epochs = values.get("epochs", defaults.get("epochs", Config.epochs))
     if "warmup_epochs" in defaults:  # a short run has no room for the warm-up of a long one
         defaults = defaults | {"warmup_epochs": min(defaults["warmup_epochs"], epochs // 10)}
+    if values.get("optimiser") == "adamw":  # MoCo v3's for ViTs, whose rate is for a batch of 256
+        defaults = defaults | {"lr": 1.5e-4, "weight_decay": 0.1}
     if values.get("mmnn_optimiser", Config.mmnn_optimiser) != "adam":
         # The authors' rate, which belongs to the loss as printed; ten times it won on CIFAR-10 with the sharper one.
         defaults = defaults | {"mmnn_lr": 0.5 if defaults.get("consistency_beta", 1.0) > 1.0 else 0.05}

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from cocor.data import file_states
 from cocor.distributed.collectives import World, barrier, together
 from cocor.eval.crops import Crop, CropPlan
-from cocor.eval.probes.online_knn import evaluating
+from cocor.eval.probes.online import evaluating
 from cocor.eval.weights.load import Encoder
 from loaders.datasets.dataset import ImageDataset, OnError
 from loaders.errors import UserError

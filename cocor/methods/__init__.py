@@ -21,6 +21,9 @@ METHODS: dict[str, Any] = {
     "supcon": "cocor.methods.supcon:SupCon",
     "byol": "cocor.methods.byol:BYOL",
     "intl": "cocor.methods.intl:INTL",
+    "simclr": "cocor.methods.simclr:SimCLR",
+    "barlow": "cocor.methods.barlow:BarlowTwins",
+    "vicreg": "cocor.methods.vicreg:VICReg",
 }
 
 

@@ -39,12 +39,17 @@ class Ranks:
     exchange: Callable[[Tensor], Tensor] = identity
 
 
+def precise(tensor: Tensor) -> Tensor:
+    """Convert to at least float32."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def normalised(features: Tensor) -> Tensor:
     """Scale rows (..., d) to length 1, in at least float32.
 
     A zero row stays zero and receives no gradient.
     """
-    features = features.to(torch.promote_types(features.dtype, torch.float32))
+    features = precise(features)
     squares = features.square().sum(-1, keepdim=True)
     zero = squares < torch.finfo(squares.dtype).tiny
     return torch.where(zero, 0.0, features * torch.where(zero, 1.0, squares).rsqrt())
@@ -85,6 +90,7 @@ class Method(nn.Module):
     needs_labels = False  # of every image
 
     cost = 4  # of the loss: forward passes an image, a backward pass is 2
+    accumulates = False  # whether the loss of a batch is the mean of its parts' losses, but for BatchNorm
     own_batch_norm: tuple[str, ...] = ()  # children whose BatchNorm --sync-bn leaves alone
 
     backbone: nn.Module
@@ -183,7 +189,11 @@ class Method(nn.Module):
         """Update moving averages and queues; called once per step, after the optimiser."""
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Group the parameters; those with ``fixed_lr`` keep the base learning rate."""
+        """Group the parameters.
+
+        Those with ``fixed_lr`` keep the base learning rate; an ``lr_share`` scales it. The first group has none of both
+        and holds the backbone's weights.
+        """
         parameters = [p for p in self.parameters() if p.requires_grad]
         return [{"params": parameters, "weight_decay": weight_decay, "fixed_lr": False}]
 
@@ -194,6 +204,8 @@ class Predicting(Method):
     CoCor's loss compares composites behind backbone, projector and predictor with the original behind backbone and
     projector, without gradient (paper, appendix "Experimental Setup for Pre-training", for SimSiam).
     """
+
+    accumulates = True
 
     projector: nn.Module
     predictor: nn.Module
@@ -250,6 +262,30 @@ def feature_std(features: Tensor) -> Tensor:
     return features.std(0, correction=0).mean() * features.shape[1] ** 0.5
 
 
+def product_norm(first: Tensor, second: Tensor) -> Tensor:
+    """Compute ``|A^T B|^2``, the sum of squares of a product (d, d), for A, B (N, d).
+
+    As it is the sum of ``A A^T * B B^T`` too, no matrix larger than min(N, d) a side is made.
+    """
+    if len(first) < first.shape[1]:
+        return ((first @ first.T) * (second @ second.T)).sum()
+    return (first.T @ second).square().sum()
+
+
 def two_layer_head(width: int, dim: int) -> nn.Sequential:
     """Build the head of MoCo v2 and of SupCon: features (N, width) -> (N, dim)."""
     return nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, dim))
+
+
+def three_layer_head(width: int, hidden: int, dim: int, *, hidden_bias: bool = False,
+                     last_bias: bool = False) -> nn.Sequential:  # fmt: skip
+    """Build the head of Barlow Twins, VICReg and INTL, with BatchNorm: (N, width) -> (N, dim)."""
+    return nn.Sequential(
+        nn.Linear(width, hidden, bias=hidden_bias),
+        nn.BatchNorm1d(hidden),
+        nn.ReLU(inplace=True),
+        nn.Linear(hidden, hidden, bias=hidden_bias),
+        nn.BatchNorm1d(hidden),
+        nn.ReLU(inplace=True),
+        nn.Linear(hidden, dim, bias=last_bias),
+    )

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from cocor.methods.base import Config, Method, Ranks, feature_size, joined, normalised
+from cocor.methods.base import Config, Method, Ranks, feature_size, joined, normalised, precise, three_layer_head
 from loaders.errors import UserError
 
 
@@ -35,16 +35,7 @@ class INTL(Method):
                  projector_dim: int = 8192, whitening_iterations: int = 4,
                  trace_weight: float | None = None) -> None:  # fmt: skip
         super().__init__(backbone, ranks)
-        hidden = projector_dim
-        self.projector = nn.Sequential(
-            nn.Linear(feature_size(backbone), hidden, bias=False),
-            nn.BatchNorm1d(hidden),
-            nn.ReLU(inplace=True),
-            nn.Linear(hidden, hidden, bias=False),
-            nn.BatchNorm1d(hidden),
-            nn.ReLU(inplace=True),
-            nn.Linear(hidden, embedding_dim),
-        )
+        self.projector = three_layer_head(feature_size(backbone), projector_dim, embedding_dim, last_bias=True)
         self.iterations, self.trace_weight = whitening_iterations, trace_weight
 
     @classmethod
@@ -58,7 +49,7 @@ class INTL(Method):
         embeddings = [self.projector(self.features(images)) for images in views]
         # In float64: GPUs round the factors of float32 products (TF32), and Newton's steps magnify that.
         with torch.autocast(views.device.type, enabled=False):
-            whole = [joined(_precise(part), self.ranks) for part in embeddings]
+            whole = [joined(precise(part), self.ranks) for part in embeddings]
             weight = self.trace_weight
             if weight is None:
                 weight = 0.01 * (math.log2(len(whole[0])) - 3)
@@ -99,7 +90,3 @@ def whitened(embeddings: Tensor, iterations: int) -> Tensor:
 def trace_loss(embeddings: Tensor) -> Tensor:
     """Sum ``(variance over d - 1)^2`` over the batch, of (N, d)."""
     return (embeddings.var(1) - 1.0).square().sum()
-
-
-def _precise(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -48,6 +48,7 @@ class MoCo(Method):
     defaults = {"lr": 0.03, "consistency_weight": 10.0, "consistency_beta": 8.0}
     options = ("queue_size", "key_bn_splits", "symmetric", "temperature", "key_momentum", "embedding_dim")
     own_batch_norm = ("key_backbone", "key_head")
+    accumulates = True
 
     queue: Tensor
     pointer: Tensor
@@ -75,10 +76,10 @@ class MoCo(Method):
     def check(cls, config: Config, ranks: int) -> None:
         if config.queue_size < (keys := config.batch_size * (1 + config.symmetric)):
             raise UserError(f"queue_size: {config.queue_size} is less than the keys of one step ({keys})")
-        local, groups = config.batch_size // ranks, key_bn_groups(config.key_bn_splits, ranks)
+        local, groups = config.batch_size // ranks // config.accumulate, key_bn_groups(config.key_bn_splits, ranks)
         if local % groups or local // groups < 2:
             fitting = max(n for n in range(1, groups + 1) if local % n == 0 and local // n >= 2)
-            batch = f"{config.batch_size} images on {ranks} ranks into equal groups of 2 or more"
+            batch = f"{local * ranks} images on {ranks} ranks into equal groups of 2 or more"
             raise UserError(f"key_bn_splits: {config.key_bn_splits} does not cut {batch}; try {fitting * ranks}")
 
     @classmethod
@@ -103,9 +104,10 @@ class MoCo(Method):
     def contrastive(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
         """Compute InfoNCE of views (2, B, 3, H, W) in float32."""
         with torch.no_grad():
-            self._keys = [self.encode_keys(images) for images in self._of_keys(views)]
+            keys = [self.encode_keys(images) for images in self._of_keys(views)]
+        self._keys += keys
         queries = [self.encode(images) for images in self._of_queries(views)]
-        logits = [self._logits(*pair) for pair in zip(queries, self._keys, strict=True)]
+        logits = [self._logits(*pair) for pair in zip(queries, keys, strict=True)]
         loss = _mean([_info_nce(*pair) for pair in logits])
         self.logits = [(positive.detach(), negative.detach()) for positive, negative in logits]
         with torch.no_grad():

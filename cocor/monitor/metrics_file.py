@@ -15,7 +15,7 @@ from loaders.errors import UserError
 
 Record = dict[str, Any]
 
-_MEASURED = {"train": "images_per_s", "knn": "accuracy"}  # by kind, beside step and epoch
+_MEASURED = {"train": "images_per_s", "knn": "accuracy", "probe": "accuracy"}  # by kind, beside step and epoch
 _BY_LENGTH = re.compile(r"([a-z]+)_(\d+)$")
 
 

@@ -2,12 +2,12 @@
 
     cocor-plot runs/moco runs/moco_cocor --output comparison.png --json comparison.json
 
-Shared panels show every run, in the same colour: k-NN accuracy, losses, learning rate, speed and the wait for data.
+Shared panels show every run, in the same colour: accuracies, losses, learning rate, speed and the wait for data.
 Every run with a consistency loss gets a panel of its own: the mean latent similarity of each composite length (solid)
 and the target that the MMNN or the constants set for it (dashed). A run whose MMNN learns also shows what it learns
 from, the inner product <grad CE, grad similarity> of each length: its mean over its deviation within the interval of
 the log (solid), and the share of steps in which it is above 0 (dashed). Panels without data are left out. ``--json``
-keeps the numbers behind the picture: k-NN by epoch, and the last similarities and targets.
+keeps the numbers behind the picture: accuracies by epoch, and the last similarities and targets.
 """
 
 import argparse
@@ -42,7 +42,8 @@ _CURVES: dict[str, tuple[str, str, str, float]] = {
 }
 # Panels of their own for every run that has the values: name of the panel -> first part of the key.
 _BY_LENGTH = {"similarity": "similarity", "products": "product"}
-PANELS = ("knn", *_CURVES, *_BY_LENGTH)
+_ACCURACIES = {"knn": "k-NN on held-out images", "probe": "linear probe on held-out images"}
+PANELS = (*_ACCURACIES, *_CURVES, *_BY_LENGTH)
 _COLUMNS = 3
 
 
@@ -99,8 +100,8 @@ def draw(runs: Runs, output: Path, wanted: Sequence[str] = PANELS) -> None:
     named: set[str] = set()
     with panels(output, count, _COLUMNS) as places:
         for axes, panel in zip(places, shared, strict=False):
-            if panel == "knn":
-                _draw_knn(axes, runs)
+            if panel in _ACCURACIES:
+                _draw_accuracies(axes, runs, panel)
             else:
                 _draw_curve(axes, runs, *_CURVES[panel])
             names = set(axes.get_legend_handles_labels()[1])
@@ -113,18 +114,18 @@ def draw(runs: Runs, output: Path, wanted: Sequence[str] = PANELS) -> None:
 
 def _has(panel: str, runs: Runs) -> bool:
     found = [record for records in runs.values() for record in records]
-    if panel == "knn":
-        return any(record["kind"] == "knn" for record in found)
+    if panel in _ACCURACIES:
+        return any(record["kind"] == panel for record in found)
     return panel in _CURVES and any(record.get(_CURVES[panel][0]) is not None for record in found)
 
 
-def _draw_knn(axes: "Axes", runs: Runs) -> None:
+def _draw_accuracies(axes: "Axes", runs: Runs, kind: str) -> None:
     for number, (name, records) in enumerate(runs.items()):
-        knn = [(r["epoch"], 100 * r["accuracy"]) for r in records if r["kind"] == "knn"]
-        if knn:
-            label, line = f"{name}: {knn[-1][1]:.1f} %", _line(records)
-            axes.plot(*zip(*knn, strict=True), line, color=f"C{number}", marker=".", label=label)
-    axes.set(title="k-NN on held-out images", xlabel="epoch", ylabel="top-1 accuracy (%)")
+        points = [(r["epoch"], 100 * r["accuracy"]) for r in records if r["kind"] == kind]
+        if points:
+            label, line = f"{name}: {points[-1][1]:.1f} %", _line(records)
+            axes.plot(*zip(*points, strict=True), line, color=f"C{number}", marker=".", label=label)
+    axes.set(title=_ACCURACIES[kind], xlabel="epoch", ylabel="top-1 accuracy (%)")
     end_at_100(axes)
 
 
@@ -180,15 +181,18 @@ def _curve(records: list[Record], key: str) -> tuple[list[float], list[float]]:
 
 
 def summary(records: list[Record]) -> Record:
-    """Summarise a run: k-NN by epoch, last similarities and targets, mean speed."""
+    """Summarise a run: accuracies by epoch, last similarities and targets, mean speed."""
     train = [r for r in records if r["kind"] == "train"]
     last = {key: value for record in train for key, value in record.items() if value is not None}  # of each length
     speeds = [r["images_per_s"] for r in train if r["images_per_s"] is not None]
     named = {what: {n: round(last[f"{what}_{n}"], 4) for n in lengths_of(records) if f"{what}_{n}" in last}
              for what in ("similarity", "target")}  # fmt: skip
-    knn = {r["epoch"]: round(r["accuracy"], 4) for r in records if r["kind"] == "knn"}
+    by_epoch = {
+        f"{kind}_by_epoch": {r["epoch"]: round(r["accuracy"], 4) for r in records if r["kind"] == kind}
+        for kind in _ACCURACIES
+    }
     speed = round(sum(speeds) / len(speeds), 1) if speeds else None
-    return {"knn_by_epoch": knn, **named, "images_per_s": speed}
+    return {**by_epoch, **named, "images_per_s": speed}
 
 
 if __name__ == "__main__":

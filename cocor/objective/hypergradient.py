@@ -7,9 +7,10 @@ target),
     dCE(theta')/d theta_d  =  eta * sum_l c_l <grad CE(theta'), grad sim_l(theta)> * d mean_i g(v_i^l) / d theta_d
 
 and likewise per sample for the abs loss. Momentum and weight decay do not depend on the MMNN within the step, so the
-formula is exact for SGD with both. For LARS the step has each weight's trust ratio besides eta, but the ratio's own
-derivative is left out: in a small network the result was 12 to 15 % off. It needs L inner products, where the paper's
-approximation (``taylor``) needs the contrastive loss, the similarities and the cross-entropy a second time.
+formula is exact for SGD with both. Other optimisers' steps, and clipped gradients, have another derivative than eta, by
+which grad CE is multiplied first (``cocor.step.derivative``): exact for AdamW and clipping, but for LARS without the
+derivative of each weight's trust ratio, which was 12 to 15 % off in a small network. It needs L inner products, where
+the paper's approximation (``taylor``) needs the contrastive loss, the similarities and the cross-entropy a second time.
 
 ``exact``, ``taylor`` and ``released`` return a surrogate: a scalar whose backward pass puts this gradient into the
 MMNN, and nothing anywhere else.

@@ -47,7 +47,7 @@ def choose(config: Config, world: World, steps: int) -> str:
     # As in cocor.config.checks.check: forward-mode derivatives cannot be compiled, LARS cannot be captured.
     # Communication in the network (synchronised BatchNorm) would break the compiled graph at every layer.
     synchronises = config.sync_bn and world.size > 1
-    compiles, records = config.consistency != "abs" and not synchronises, config.optimiser == "sgd"
+    compiles, records = config.consistency != "abs" and not synchronises, config.optimiser != "lars"
     if compiles and steps >= LONG_RUN:
         if missing is None:
             return "fused" if records else "compiled"

@@ -88,7 +88,7 @@ class CompositeTerm:
     def __init__(self, config: Config, method: Method, target: nn.Module, parameters: Sequence[Tensor], *,
                  autocast: Callable[[], AbstractContextManager[None]], streams: Streams) -> None:  # fmt: skip
         self._method, self._target, self._parameters = method, target, parameters
-        self._of_samples = config.consistency == "abs"
+        self._of_samples, self._parts = config.consistency == "abs", config.accumulate
         self._loss: Callable[..., Consistency]
         if config.mmnn == "none":
             self._loss = partial(pull_loss, weight=config.consistency_weight)
@@ -112,6 +112,19 @@ class CompositeTerm:
                 lengths.gradients.append(self._gradients(similarity, target[number], len(batch.composites)))
                 lengths.similarity.append(similarity.detach())
         return lengths
+
+    def joined(self, lengths: Lengths | None, more: Lengths) -> Lengths:
+        """Append ``more``, of the next part of the batch; gradients add up."""
+        if lengths is None:
+            return more
+        self._streams.join()
+        pairs = zip(lengths.gradients, more.gradients, strict=True)
+        return Lengths(
+            torch.cat([lengths.target, more.target], 1),
+            torch.cat([lengths.originals, more.originals]),
+            [list(torch._foreach_add(list(own), list(new))) for own, new in pairs],
+            [torch.cat(pair) for pair in zip(lengths.similarity, more.similarity, strict=True)],
+        )
 
     def finish(self, lengths: Lengths) -> CompositeGradients:
         """Wait for all lengths, and compute their consistency loss."""
@@ -146,8 +159,8 @@ class CompositeTerm:
         return self._loss(similarity, target, mean_over_ranks=mean_over_ranks)
 
     def _gradients(self, similarity: Tensor, target: Tensor, lengths: int) -> Sequence[Tensor]:
-        """Return gradients of a length's mean similarity or, for abs, of its loss."""
+        """Return a part's share in gradients of a length's mean similarity or, for abs, of its loss."""
         # The slope of the softplus loss depends on the mean alone, so add() can multiply by it later; that of the abs
         # loss differs between samples.
         output = self._loss(similarity[None], target[None]).loss / lengths if self._of_samples else similarity.mean()
-        return torch.autograd.grad(output, self._parameters, materialize_grads=True)
+        return torch.autograd.grad(output / self._parts, self._parameters, materialize_grads=True)

@@ -81,6 +81,13 @@ class OuterObjective:
         """Select the backbone's of ``values``, one per parameter of the encoder."""
         return [value for value, inside in zip(values, self._inside, strict=True) if inside]
 
+    def with_zeros(self, values: Iterable[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Undo :meth:`of_backbone`, with zeros for other ``parameters``."""
+        own = iter(values)
+        return [
+            next(own) if inside else torch.zeros_like(p) for p, inside in zip(parameters, self._inside, strict=True)
+        ]
+
     def logits(self, labelled: Batch) -> Tensor:
         """Compute logits (B, classes) in the classifier's own precision."""
         with self.autocast(), batch_statistics_only(self.backbone):

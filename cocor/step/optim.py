@@ -1,4 +1,4 @@
-"""Build optimisers (SGD, LARS for the encoder, Adam for the MMNN) and schedules.
+"""Build optimisers (SGD, LARS or AdamW for the encoder, Adam for the MMNN) and schedules.
 
 A learning rate is a number or a tensor on the device. :func:`set_rate` writes the tensor without waiting, and a CUDA
 graph of the step reads it at each replay.
@@ -6,10 +6,14 @@ graph of the step reads it at each replay.
 LARS (You et al. 2017; timm's), which BYOL's authors use, scales the step of every weight tensor: its gradient plus
 weight decay is multiplied by ``0.001 |w| / (|gradient| + decay |w|)``. With ``--no-decay-biases``, as in BYOL, biases
 and normalisation parameters get neither that factor nor weight decay.
+
+AdamW (Loshchilov & Hutter 2019) decays weights by ``lr * decay * w``, apart from the gradient, and never biases,
+normalisation parameters, and what timm exempts by name in transformers (embeddings of positions, tokens). Its betas are
+``--momentum`` and 0.999.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +65,10 @@ def build_optimiser(config: Config, method: Method, heads: nn.Module | None = No
     ]
     if heads is not None and (own := [p for p in heads.parameters() if p.requires_grad]):
         groups.append({"params": own, "weight_decay": config.weight_decay, "fixed_lr": False})
+    if config.optimiser == "adamw":
+        groups = [part for group in groups for part in _split(group, _undecayed(method.backbone))]
+        on_gpu = groups[0]["params"][0].device.type == "cuda"
+        return torch.optim.AdamW(groups, config.lr, (config.momentum, 0.999), fused=on_gpu, capturable=on_gpu)
     if not config.decay_biases:
         groups = [part for group in groups for part in _split(group)]
     if config.optimiser == "lars":
@@ -112,32 +120,26 @@ def load_state(optimiser: Optimizer, state: dict[str, Any]) -> None:
     optimiser.load_state_dict({**state, "param_groups": groups})
 
 
-def _split(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """Split ``group`` into weights, and parameters without decay and LARS' factor."""
-    weights = [p for p in group["params"] if p.ndim > 1]
-    others = [p for p in group["params"] if p.ndim <= 1]
-    parts = [{**group, "params": weights}, {**group, "params": others, "weight_decay": 0.0, "always_adapt": False}]
+def _split(group: dict[str, Any], others: Collection[Tensor] = ()) -> list[dict[str, Any]]:
+    """Split ``group`` into weights, and parameters without decay and LARS' factor.
+
+    The latter are biases, normalisation parameters and ``others``.
+    """
+    exempt = {id(p) for p in others} | {id(p) for p in group["params"] if p.ndim <= 1}
+    weights, rest = ([p for p in group["params"] if (id(p) in exempt) == out] for out in (False, True))
+    parts = [{**group, "params": weights}, {**group, "params": rest, "weight_decay": 0.0, "always_adapt": False}]
     return [part for part in parts if part["params"]]
 
 
+def _undecayed(backbone: nn.Module) -> list[Tensor]:
+    """Return the parameters that timm exempts from weight decay by their names."""
+    names: set[str] = getattr(backbone, "no_weight_decay", set)()
+    return [p for name, p in backbone.named_parameters() if name in names]
+
+
 @torch.no_grad()
-def trust_ratios(optimiser: Optimizer) -> list[Tensor] | None:
-    """Compute LARS' factor on each parameter's gradient in the coming step.
-
-    Returns tensors () in the order of the optimiser's parameters; None for SGD, where the factor is 1. Call it with the
-    gradients in place, before the step. The hyper-gradient needs it, as it is part of the derivative of the step. That
-    the factor itself depends on the gradient is left out there, an error of 12 to 15 % in a small network.
-    """
-    if not isinstance(optimiser, Lars):
-        return None
-    return [ratio for group in optimiser.param_groups for ratio in _ratios(group)]
-
-
-def _ratios(group: dict[str, Any]) -> Iterable[Tensor]:
-    parameters = group["params"]
-    if group["weight_decay"] == 0 and not group["always_adapt"]:
-        return [torch.ones((), device=p.device, dtype=p.dtype) for p in parameters]
-    weights = torch.stack(torch._foreach_norm(parameters))
-    gradients = torch.stack(torch._foreach_norm([p.grad for p in parameters]))
-    ratios = group["trust_coeff"] * weights / (gradients + group["weight_decay"] * weights + group["eps"])
-    return torch.where((weights > 0) & (gradients > 0), ratios, 1.0).unbind()
+def clip(gradients: list[Tensor], most: float) -> Tensor:
+    """Scale ``gradients`` in place to a global norm of at most ``most``; return that before, ()."""
+    norm = torch.stack(torch._foreach_norm(gradients)).norm()
+    torch._foreach_mul_(gradients, (most / norm).clamp(max=1.0))
+    return norm

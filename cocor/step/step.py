@@ -14,6 +14,7 @@ sets the learning rates (``set_rates``); all the rest, ``compute``, depends on t
 as a CUDA graph and replayed (``cocor.step.compile``).
 """
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -29,9 +30,10 @@ from cocor.methods.base import Method
 from cocor.objective.consistency import Consistency, latent_similarity
 from cocor.objective.hypergradient import Measured, exact, inner_products, released, sample_inner_products, taylor
 from cocor.step.composites import CompositeGradients, CompositeTerm, Streams, Timer
+from cocor.step.derivative import factors_after, factors_before, through_clipping
 from cocor.step.labelled_head import OuterObjective
-from cocor.step.optim import Cosine, build_optimiser, load_state, rates_to_device, set_rate, state_of, trust_ratios
-from cocor.step.subsample import StepSchedule
+from cocor.step.optim import Cosine, build_optimiser, clip, load_state, rates_to_device, set_rate, state_of
+from cocor.step.subsample import StepSchedule, split
 from loaders.batch import Batch
 
 Metrics = dict[str, Tensor]
@@ -102,7 +104,8 @@ class TrainingStep:
         config, factor = self.config, self.schedule(step)
         self.learning_rate = config.lr * factor
         for group in self.optimiser.param_groups:
-            set_rate(group, config.lr if group["fixed_lr"] else self.learning_rate)
+            rate = config.lr if group["fixed_lr"] else self.learning_rate
+            set_rate(group, rate * group.get("lr_share", 1.0))
         if self.outer is not None:
             self.outer.set_rates(step)
 
@@ -112,10 +115,17 @@ class TrainingStep:
         Returns detached metrics: scalars (), and values per length (L,).
         """
         self.optimiser.zero_grad(set_to_none=True)
-        term, composites = self.composites, None
-        lengths = term.begin(batch, self.timer) if term is not None else None
-        contrastive, auxiliary = self._contrast(batch)
-        metrics: Metrics = {f"contrastive_{name}": value for name, value in self.method.metrics.items()}
+        term, composites, lengths = self.composites, None, None
+        losses, auxiliary, metrics = list[Tensor](), None, Metrics()
+        for part in split(batch, self.config.accumulate):
+            of_part = term.begin(part, self.timer) if term is not None else None
+            loss, auxiliary = self._contrast(part)
+            losses.append(loss)
+            for name, value in self.method.metrics.items():
+                metrics[f"contrastive_{name}"] = metrics.get(f"contrastive_{name}", 0) + value / self.config.accumulate
+            if term is not None and of_part is not None:
+                lengths = term.joined(lengths, of_part)
+        contrastive = torch.stack(losses).mean()
         if auxiliary is not None:
             metrics["auxiliary_loss"] = auxiliary
 
@@ -129,10 +139,13 @@ class TrainingStep:
             metrics |= {"consistency_loss": consistency.unweighted}
             metrics |= {"similarity": consistency.similarity, "target": consistency.target}
         with self.timer("communication"):
-            reduce_gradients([p.grad for p in self.parameters if p.grad is not None])
+            reduce_gradients(self._gradients())
+        if self.config.clip_grad:
+            metrics["gradient_norm"] = clip(self._gradients(), self.config.clip_grad)
 
         if composites is not None and self.outer is not None and labelled is not None:
-            metrics |= self._step_all(self.outer, batch, labelled, contrastive, composites)
+            norm = metrics.get("gradient_norm")
+            metrics |= self._step_all(self.outer, batch, labelled, contrastive, composites, norm)
         else:
             with self.timer("optimiser"):
                 self.optimiser.step()
@@ -182,14 +195,20 @@ class TrainingStep:
     def autocast(self) -> AbstractContextManager[None]:
         return torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32)
 
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.parameters if p.grad is not None]
+
     def _contrast(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Add the gradients of method and auxiliary to ``.grad``; return both losses."""
+        """Add the gradients of method and auxiliary to ``.grad``; return both losses.
+
+        ``batch`` may be a part of several. An auxiliary gets all at once.
+        """
         method, auxiliary = self.method, self.auxiliary
         if auxiliary is None:
             with self.timer("contrastive"):
                 with self.autocast():
                     contrastive = method.contrastive(batch.views, batch.label)
-                contrastive.backward()
+                (contrastive / self.config.accumulate).backward()
             return contrastive.detach(), None
         with self.timer("contrastive"), self.autocast():
             kept = method.kept = list[Tensor]()
@@ -208,15 +227,18 @@ class TrainingStep:
         return contrastive.detach(), None if loss is None else loss.detach()
 
     def _step_all(self, outer: OuterObjective, batch: Batch, labelled: Batch, contrastive: Tensor,
-                  composites: CompositeGradients) -> Metrics:  # fmt: skip
-        """Step encoder (with its gradient in ``.grad``), MMNN and classifier."""
+                  composites: CompositeGradients, norm: Tensor | None) -> Metrics:  # fmt: skip
+        """Step encoder (with its gradient in ``.grad``), MMNN and classifier.
+
+        ``norm`` is that of the gradient before it was clipped, if it was.
+        """
         config = self.config
         before = None
         if config.hypergradient != "exact":
             with self.timer("hypergradient"):
                 before = self._measure(outer, labelled, contrastive, composites)
         old = self._weights_copy() if config.consistency == "abs" and before is None else None
-        ratios = trust_ratios(self.optimiser) if before is None else None
+        factors = factors_before(self.optimiser) if before is None else None
         with self.timer("optimiser"):
             self.optimiser.step()
         with self.timer("labelled"):
@@ -232,13 +254,27 @@ class TrainingStep:
             else:
                 surrogate = taylor(target, curvature, before, after)
         else:
-            if ratios is not None:  # LARS' factors are part of the step's derivative
-                gradient = list(torch._foreach_mul(gradient, outer.of_backbone(ratios)))
+            gradient = self._through_step(outer, gradient, factors, norm)
             products = self._products(outer, batch, composites, gradient, old)
             surrogate = exact(target, curvature, products, rate)
             metrics |= _of_products(products)
         norm = outer.step(surrogate, self.timer, 1.0 if config.mmnn_optimiser == "sgd" else self._scale(rate))
         return metrics | {"labelled_loss": cross_entropy, "labelled_accuracy": accuracy, "hypergradient_norm": norm}
+
+    def _through_step(self, outer: OuterObjective, gradient: list[Tensor], factors: list[Tensor] | None,
+                      norm: Tensor | None) -> list[Tensor]:  # fmt: skip
+        """Multiply the cross-entropy's gradient with the derivative of the step just made.
+
+        Returns tensors for the backbone's parameters or, as clipping couples all, for the encoder's.
+        """
+        for factor in (factors, factors_after(self.optimiser)):
+            if factor is not None:
+                gradient = list(torch._foreach_mul(gradient, outer.of_backbone(factor)))
+        if norm is None:
+            return gradient
+        return through_clipping(
+            outer.with_zeros(gradient, self.parameters), self._gradients(), norm, self.config.clip_grad
+        )
 
     def _scale(self, rate: float | Tensor) -> float | Tensor:
         """Return what makes the MMNN's gradient independent of rate and loss weight."""
@@ -251,11 +287,13 @@ class TrainingStep:
 
         Returns (L,), for the abs loss (L, B), which needs ``old``, the weights before the step.
         """
+        of: Callable[[Sequence[Tensor]], list[Tensor]]
+        of = list if len(gradient) == len(self.parameters) else outer.of_backbone
         if old is None:
-            return inner_products([outer.of_backbone(row) for row in composites.gradients], gradient, mean_over_ranks)
+            return inner_products([of(row) for row in composites.gradients], gradient, mean_over_ranks)
         name_of = {id(p): name for name, p in self.method.named_parameters()}
-        names = [name_of[id(p)] for p in outer.of_backbone(self.parameters)]
-        direction = dict(zip(names, gradient, strict=True))
+        pairs = zip(of(self.parameters), gradient, strict=True)
+        direction = {name_of[id(p)]: part for p, part in pairs if id(p) in name_of}  # an auxiliary's embed nothing
         on_cpu = self.device.type == "cpu"  # whose mixed-precision convolutions have no forward-mode derivative
         images = batch.composites.to(composites.originals.dtype) if on_cpu else batch.composites
         with self.timer("hypergradient"), nullcontext() if on_cpu else self.autocast():

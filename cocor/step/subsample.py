@@ -72,6 +72,22 @@ class StepSchedule:
         return self.config.mmnn_every * count // math.gcd(count, self.config.lengths_per_step)
 
 
+def split(batch: Batch, parts: int) -> list[Batch]:
+    """Cut a batch into equal parts, for ``--accumulate``."""
+    count = len(batch.index) // parts
+    if parts == 1:
+        return [batch]
+    original = batch.original.unflatten(0, (-1, len(batch.index))) if len(batch.original) else batch.original[None]
+    cuts = [slice(at * count, (at + 1) * count) for at in range(parts)]
+    return [
+        Batch(
+            batch.views[:, cut], original[:, cut].flatten(0, 1), batch.composites[:, cut], batch.composition[:, cut],
+            batch.label[cut], batch.index[cut],
+        )
+        for cut in cuts
+    ]  # fmt: skip
+
+
 def labelled_steps(config: Config, steps_per_epoch: int) -> int:
     """Count the steps of an epoch that have a labelled batch."""
     return -(-steps_per_epoch // config.mmnn_every)

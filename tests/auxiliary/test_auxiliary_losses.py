@@ -58,9 +58,9 @@ def positive(network: Any, images: Tensor, views: Tensor) -> Tensor:
         keyed = views.flip(0)[: 1 + network.symmetric]
         keys = [unit(network.key_head(network.key_backbone(view))) for view in keyed]
         return torch.stack([info_nce(network, queries, key.detach()) for key in keys]).mean()
-    if name == "SupCon":
+    if name in ("SupCon", "SimCLR"):
         everything = torch.cat([network.encode(images), *(network.encode(view).detach() for view in views)])
-        labels = LABELS.repeat(3)
+        labels = (LABELS if name == "SupCon" else torch.arange(len(images))).repeat(3)
         loss = torch.zeros((), dtype=torch.float64)
         for i, anchor in enumerate(everything):
             others = torch.arange(len(labels)) != i
@@ -75,7 +75,7 @@ def positive(network: Any, images: Tensor, views: Tensor) -> Tensor:
     return sum((prediction - target).square().sum(1).mean() for target in targets)
 
 
-@pytest.mark.parametrize("method", ["moco", "symmetric", "simsiam", "byol", "supcon"])
+@pytest.mark.parametrize("method", ["moco", "symmetric", "simsiam", "byol", "supcon", "simclr"])
 def test_multiview_adds_positives(method: str) -> None:
     extra, network, batch = made("multiview", method)
     statistics = {name: value.clone() for name, value in network.named_buffers()}

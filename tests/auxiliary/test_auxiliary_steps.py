@@ -81,6 +81,7 @@ def test_compiled_backbones_make_the_same_step(auxiliary: str) -> None:
 @EACH
 def test_a_run_profiles_and_resumes(auxiliary: str, photo_folder: Path, tmp_path: Path, capsys: Capture) -> None:
     options = {"data": photo_folder, "auxiliary": auxiliary, "method": fitting(auxiliary), "consistency": "none"}
+    options["lr"] = 1e-3  # VICReg's own is for runs with a warm-up
     assert main(runs.flags(output=tmp_path / "profiled", profile=True, **options)) == 0
     text = capsys.readouterr().out
     cost = method_class(auxiliary, AUXILIARIES).cost(load(runs.flags(**options)))
@@ -91,7 +92,7 @@ def test_a_run_profiles_and_resumes(auxiliary: str, photo_folder: Path, tmp_path
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--auxiliary multiview --method intl", "multiview goes with --method moco|simsiam|supcon|byol"),
+        ("--auxiliary multiview --method intl", "multiview goes with --method moco|simsiam|supcon|byol|simclr"),
         ("--auxiliary strongview --composite-size 112", "composite_size: strongview contrasts composites with views"),
         ("--auxiliary clsa --method simsiam", "clsa goes with --method moco; simsiam has no queue of keys"),
         ("--auxiliary equimod", "--consistency none or --auxiliary-pairs composites"),

@@ -111,7 +111,7 @@ OPTIONS = [
     ("backbone=test_vit image_size=100", "--image-size 100: test_vit cannot take it (Input height (100) should be "
      "divisible by ... use another, such as 160"),
     ("backbone=resnet5O", "--backbone resnet5O: timm has no such model; did you mean resnet50?\n"),
-    ("stem=small backbone=test_vit", "--stem small: test_vit has no ResNet stem ... use --stem imagenet"),
+    ("stem=small backbone=test_convnext", "--stem small: test_convnext has no ResNet stem ... use --stem imagenet"),
     (f"queue_size={2**24} embedding_dim={2**16}",  # 4 TiB
      "out of memory: lower the batch size, the number of workers or other sizes ("),
     (f"gpus={HAVE + 4} batch_size={8 * (HAVE + 4)} labelled_batch_size={2 * (HAVE + 4)} queue_size=999",

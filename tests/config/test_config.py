@@ -167,7 +167,9 @@ def test_help_is_quick_grouped_and_complete() -> None:
     flags = ["--" + name.replace("_", "-") for name in Config.__dataclass_fields__]
     assert all(flag in run.stdout for flag in flags)
     assert "reports and checkpoints:" in run.stdout
-    assert "(default: 0.03; simsiam: 0.05; byol: 0.3; intl: 0.5)" in " ".join(run.stdout.split())
+    assert "(default: 0.03; simsiam: 0.05; byol: 0.3; intl: 0.5; simclr: 0.3; barlow: 0.2; vicreg: 0.2)" in " ".join(
+        run.stdout.split()
+    )
 
 
 def test_batches_are_shared_out_among_the_ranks() -> None:

@@ -9,6 +9,7 @@ import yaml
 from helpers.runs import ROOT, Capture
 
 from cocor.config.resolve import load
+from cocor.models import build_backbone
 from cocor.train import main
 
 CONFIGS = ROOT / "configs"
@@ -68,3 +69,14 @@ def test_every_recipe_makes_steps(file: Path, tmp_path: Path, capsys: Capture) -
     assert main(["--config", str(recipe), *flags.split()]) == 0
     assert load(["--config", str(file)]).output == Path("runs") / file.stem and file.read_text().startswith("# ")
     assert "loss after 2 steps: " in capsys.readouterr().out
+
+
+def test_the_vit_of_its_recipe_trains(tmp_path: Path, capsys: Capture) -> None:
+    """The network itself, on a small batch: 64 patches of 4 pixels and a class token."""
+    small = "--loader synthetic --synthetic-images 16 --gpus 0 --dry-run --batch-size 4 --labelled-batch-size 4"
+    assert main(["--config", str(CONFIGS / "cifar10_vit.yaml"), *small.split(), "--queue-size", "32"]) == 0
+    shown = capsys.readouterr().out
+    assert "loss after 2 steps: " in shown and "vit_tiny_patch16_224" in shown
+    config = load(["--config", str(CONFIGS / "cifar10_vit.yaml")])
+    network = build_backbone(config.backbone, config.stem, config.image_size)
+    assert dict(network.named_parameters())["pos_embed"].shape == (1, 65, 192)

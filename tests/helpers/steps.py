@@ -17,12 +17,15 @@ from cocor.config.options import Config
 from cocor.config.resolve import resolve
 from cocor.data import labelled_loader, open_data, training_loader
 from cocor.distributed.collectives import World
+from cocor.methods.barlow import BIAS_SHARE, BarlowTwins
 from cocor.methods.base import Method, batch_statistics_only
 from cocor.methods.byol import BYOL
 from cocor.methods.intl import INTL
 from cocor.methods.moco import MoCo
+from cocor.methods.simclr import SimCLR
 from cocor.methods.simsiam import SimSiam
 from cocor.methods.supcon import SupCon
+from cocor.methods.vicreg import VICReg
 from cocor.models import build_auxiliary, build_method, build_target
 from cocor.step.step import TrainingStep
 from loaders.batch import Batch
@@ -48,6 +51,8 @@ TINY: dict[str, tuple[type[Method], dict[str, Any]]] = {
     "simsiam": (SimSiam, {"projector_dim": 16, "predictor_dim": 8}), "supcon": (SupCon, {"embedding_dim": 8}),
     "byol": (BYOL, {"embedding_dim": 16, "projector_dim": 24, "predictor_dim": 8, "key_momentum": 0.9}),
     "intl": (INTL, {"embedding_dim": 16, "projector_dim": 24, "trace_weight": 0.05}),
+    "simclr": (SimCLR, {"embedding_dim": 8}), "barlow": (BarlowTwins, {"embedding_dim": 16, "projector_dim": 24}),
+    "vicreg": (VICReg, {"embedding_dim": 16, "projector_dim": 24}),
 }  # fmt: skip
 
 
@@ -169,19 +174,22 @@ class Sgd:
 
 
 class Adam:
-    """Kingma and Ba's algorithm 1, without writing in place."""
+    """Kingma and Ba's algorithm 1, without writing in place; ``decay``, apart from the gradient, is AdamW's."""
 
-    def __init__(self, momentum: float) -> None:
-        self.momentum, self.time, self.first, self.second = momentum, 0, {}, {}
+    def __init__(self, momentum: float, decay: float = 0.0) -> None:
+        self.momentum, self.decay, self.time, self.first, self.second = momentum, decay, 0, {}, {}
 
     def step(self, weights: dict[str, Tensor], gradients: dict[str, Tensor], lr: Callable[[str], float]) -> dict:
         new, b1, b2 = {}, self.momentum, 0.999
         self.time += 1
         for name, weight in weights.items():
-            self.first[name] = b1 * self.first.get(name, 0.0) + (1 - b1) * gradients[name]
-            self.second[name] = b2 * self.second.get(name, 0.0) + (1 - b2) * gradients[name] ** 2
-            mean, square = self.first[name] / (1 - b1**self.time), self.second[name] / (1 - b2**self.time)
-            new[name] = weight - lr(name) * mean / (square.sqrt() + 1e-8)
+            first = b1 * self.first.get(name, 0.0) + (1 - b1) * gradients[name]
+            second = b2 * self.second.get(name, 0.0) + (1 - b2) * gradients[name] ** 2
+            mean, square = first / (1 - b1**self.time), second / (1 - b2**self.time)
+            root = torch.where(square > 0, torch.where(square > 0, square, 1.0).sqrt(), 0.0)  # whose derivative is 0
+            decay = self.decay if weight.ndim > 1 else 0.0
+            new[name] = weight * (1 - lr(name) * decay) - lr(name) * mean / (root + 1e-8)
+            self.first[name], self.second[name] = first.detach(), second.detach()
         return new
 
 
@@ -205,7 +213,9 @@ class Literal:
         self.classifier = copy.deepcopy(step.outer and step.outer.classifier)
         config = self.config
         lars = config.optimiser == "lars"
-        self.encoder_sgd = Sgd(config.momentum, config.weight_decay, config.decay_biases, lars)
+        self.encoder_optimiser: Any = Sgd(config.momentum, config.weight_decay, config.decay_biases, lars)
+        if config.optimiser == "adamw":
+            self.encoder_optimiser = Adam(config.momentum, config.weight_decay)
         adam = config.mmnn_optimiser == "adam"
         self.mmnn_optimiser = Adam(config.mmnn_momentum) if adam else Sgd(config.mmnn_momentum, 0.0)
         self.classifier_sgd = Sgd(0.9, config.classifier_weight_decay)
@@ -239,12 +249,16 @@ class Literal:
             target, similarity = self.mmnn(batch.composition), self.similarity(batch)
             loss = contrastive + config.consistency_weight * self.consistency(similarity, target)
         gradient = torch.autograd.grad(loss, list(theta.values()), create_graph=True)
+        if config.clip_grad:
+            norm = sum(part.square().sum() for part in gradient).sqrt()
+            gradient = [part * (config.clip_grad / norm).clamp(max=1) for part in gradient]
 
         def rate(name: str) -> float:
             fixed = config.method == "simsiam" and name.startswith("predictor.") and config.fix_predictor_lr
-            return config.lr * (1.0 if fixed else self.cosine(number))
+            share = BIAS_SHARE if config.method == "barlow" and theta[name].ndim == 1 else 1.0
+            return share * config.lr * (1.0 if fixed else self.cosine(number))
 
-        new = self.encoder_sgd.step(theta, dict(zip(theta, gradient, strict=True)), rate)
+        new = self.encoder_optimiser.step(theta, dict(zip(theta, gradient, strict=True)), rate)
         known = {"loss": loss.detach()}
         if self.classifier is not None:
             known |= self.bilevel(batch, labelled, loss, target, similarity, new, number)

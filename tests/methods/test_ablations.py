@@ -101,6 +101,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "supcon": {"lr": 0.03, "epochs": 100, "temperature": 0.07, "embedding_dim": 128, "blur_prob": (0.0,)},
     "byol": {"lr": 0.3, "optimiser": "lars", "weight_decay": 1e-6, "key_momentum": 0.99, "warmup_epochs": 10},
     "intl": {"lr": 0.5, "weight_decay": 1e-5, "embedding_dim": 8192, "warmup_epochs": 2, "final_lr": 1e-3},
+    "simclr": {"lr": 0.3, "optimiser": "lars", "weight_decay": 1e-6, "temperature": 0.1, "brightness": 0.8,
+               "sync_bn": True},
+    "barlow": {"lr": 0.2, "optimiser": "lars", "final_lr": 1e-3, "redundancy_weight": 0.0051, "sync_bn": True},
+    "vicreg": {"lr": 0.2, "optimiser": "lars", "final_lr": 1e-3, "projector_dim": 8192, "variance_weight": 25.0,
+               "sync_bn": True},
 }  # fmt: skip
 
 
@@ -114,13 +119,17 @@ class TestAuthorsSettings:
         config = load(["--config", str(tmp_path / "mine.yaml")])
         assert (config.optimiser, config.weight_decay, config.lr) == ("sgd", 5e-4, settings["lr"])
 
+    def test_adamw_has_a_rate_of_its_own(self) -> None:
+        config, other = load(["--optimiser", "adamw"]), load(["--method", "byol", "--optimiser", "adamw", "--lr", "1"])
+        assert (config.lr, config.weight_decay) == (1.5e-4, 0.1) and (other.lr, other.weight_decay) == (1.0, 0.1)
+
     def test_recipes_pin_paper_loss(self) -> None:
         def loss(*words: str) -> tuple[float, float, float]:
             config = load(words)
             return config.consistency_beta, config.consistency_weight, config.mmnn_lr
 
         assert loss("--method", "moco") == (8, 10, 1e-3) and loss("--method", "simsiam") == (8, 3, 1e-3)
-        assert {loss("--method", name) for name in ("supcon", "byol", "intl")} == {(1, 1, 1e-3)}
+        assert {loss("--method", name) for name in ("supcon", "byol", "intl", "barlow")} == {(1, 1, 1e-3)}
         rows = [path for path in CONFIGS.glob("*.yaml") if "_in1" in path.name]
         assert len(rows) == 13 and {loss("--config", str(path)) for path in rows} == {(1, 1, 1e-3)}
         for data in ("cifar10", "tiny100"):

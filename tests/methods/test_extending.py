@@ -81,7 +81,7 @@ def test_a_method_owns_its_options() -> None:
         load(["--method", "align", "--embedding-dim", "9"])
     with pytest.raises(UserError, match="method unknown: unknown here; there are moco,"):
         method_class("unknown")
-    with pytest.raises(UserError, match="one of moco, simsiam, supcon, byol, intl, align; did you mean align"):
+    with pytest.raises(UserError, match=r"one of moco, .*, align; did you mean align"):
         load(["--method", "aling"])
 
 
@@ -96,7 +96,7 @@ def test_help_shows_a_method(capsys: Capture) -> None:
     with pytest.raises(SystemExit):
         load(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "byol: 256; intl: 8192; align: 16)" in text and "INTL, Align: dimension" in text
+    assert "byol: 256; intl: 8192;" in text and "align: 16)" in text and "VICReg, Align: dimension" in text
 
 
 def test_views_are_drawn_from_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Test the losses of SupCon, BYOL and INTL against slow literal formulas, in float64."""
+"""Test the losses of SupCon, SimCLR, BYOL, INTL, Barlow Twins and VICReg against slow literal formulas, in float64."""
 
 import math
 from typing import Any
@@ -10,11 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cocor.config.resolve import load
+from cocor.methods.barlow import BIAS_SHARE, BarlowTwins, redundancy_reduction
 from cocor.methods.base import Ranks, batch_statistics_only
 from cocor.methods.byol import target_momentum
 from cocor.methods.intl import INTL, iterative_normalisation_loss, trace_loss, whitened
+from cocor.methods.simclr import SimCLR
 from cocor.methods.simsiam import SimSiam
 from cocor.methods.supcon import SupCon, supervised_contrastive
+from cocor.methods.vicreg import VICReg, variance_invariance_covariance
 from loaders.errors import UserError
 
 
@@ -164,9 +167,64 @@ class TestIntl:
         assert losses[0] == losses[1]
 
 
+def test_simclrs_loss_is_nt_xent() -> None:
+    method, views = tiny("simclr").double(), images(2, 5).double()
+    z = torch.cat([method.encode(view) for view in views])
+    expected = torch.zeros((), dtype=torch.float64)
+    for i in range(10):
+        others = sum(torch.exp(z[i] @ z[k] / 0.1) for k in range(10) if k != i)
+        expected = expected - torch.log(torch.exp(z[i] @ z[(i + 5) % 10] / 0.1) / others) / 10
+    loss = method.contrastive(views)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    assert method.head[-1].bias.grad is None and not method.head[-1].bias.any()
+
+
+SHAPES = pytest.mark.parametrize(("count", "width"), [(5, 9), (9, 5)])  # each has a product of its own
+
+
+@SHAPES
+def test_barlow_twins_loss(count: int, width: int) -> None:
+    leaf = rows(2 * count, width)
+    views = [(part - part.mean(0)) / part.std(0, correction=0) for part in leaf.chunk(2)]
+    expected = torch.zeros((), dtype=torch.float64)
+    for i in range(width):
+        for j in range(width):
+            c = sum(views[0][b, i] * views[1][b, j] for b in range(count)) / count
+            expected = expected + ((1 - c) ** 2 if i == j else 0.3 * c**2)
+    assert_same_with_gradient(redundancy_reduction(*views, 0.3), expected, leaf)
+
+
+def test_barlow_twins_standardises_and_slows_biases() -> None:
+    method = tiny("barlow")
+    features = method.projector(method.backbone(images(6)))
+    torch.testing.assert_close(features.mean(0), torch.zeros(16), atol=1e-5, rtol=0)
+    weights, others = method.parameter_groups(1e-4)
+    assert {p.ndim for p in weights["params"]} == {2, 4} and {p.ndim for p in others["params"]} == {1}
+    assert "lr_share" not in weights and others["lr_share"] == BIAS_SHARE == pytest.approx(0.024)
+
+
+@SHAPES
+def test_vicregs_loss_is_its_papers(count: int, width: int) -> None:
+    leaf = rows(2 * count, width)
+    first, second = leaf.chunk(2)
+    apart = sum((a - b).square().sum() for a, b in zip(first, second, strict=True)) / (count * width)
+    variance = covariance = torch.zeros((), dtype=torch.float64)
+    for view in (first, second):
+        mean = view.sum(0) / count
+        cov = sum(torch.outer(row - mean, row - mean) for row in view) / (count - 1)
+        for i in range(width):
+            variance = variance + torch.relu(1 - (cov[i, i] + 1e-4).sqrt()) / width / 2
+            covariance = covariance + sum(cov[i, j] ** 2 for j in range(width) if j != i) / width
+    loss = variance_invariance_covariance(first, second, (2.0, 3.0, 0.5))
+    assert_same_with_gradient(loss, 2 * apart + 3 * variance + 0.5 * covariance, leaf)
+
+
 @pytest.mark.parametrize(
     ("kind", "layers"),
     [
+        (BarlowTwins, {"projector": [(8192, False)] * 3}),
+        (VICReg, {"projector": [(8192, True), (8192, True), (8192, False)]}),
+        (SimCLR, {"head": [(96, False), (128, False)]}),
         (SupCon, {"head": [(96, True), (128, True)]}),
         (INTL, {"projector": [(8192, False), (8192, False), (8192, True)]}),
         (SimSiam, {"projector": [(2048, False)] * 3, "predictor": [(512, False), (2048, True)]}),

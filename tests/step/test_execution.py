@@ -54,7 +54,8 @@ def state_of(step: TrainingStep) -> list[Tensor]:
     modules = [tensor for part in parts if isinstance(part, nn.Module) for tensor in part.state_dict().values()]
     optimisers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
     states = [part.state[p] for part in optimisers for group in part.param_groups for p in group["params"]]
-    return modules + [state["momentum_buffer"] for state in states if state.get("momentum_buffer") is not None]
+    names = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+    return modules + [state[name] for state in states for name in names if state.get(name) is not None]
 
 
 def assert_follows(config: Config, world: World, execution: str, steps: int) -> None:
@@ -93,6 +94,7 @@ class TestChoice:
         [
             ({}, LONG_RUN, "fused"), ({}, LONG_RUN - 1, "graph"), ({"consistency": "abs"}, LONG_RUN, "graph"),
             ({"optimiser": "lars"}, LONG_RUN, "compiled"), ({"optimiser": "lars"}, 10, "eager"),
+            ({"optimiser": "adamw"}, 10, "graph"),
             ({"execution": "compiled"}, 10, "compiled"),
         ],
     )  # fmt: skip
@@ -147,6 +149,8 @@ def test_the_comparison_itself() -> None:
 KINDS = [
     {"hypergradient": "taylor"}, {"consistency": "abs"}, {"consistency": "none"}, {"mmnn": "constants"},
     {"method": "byol", "optimiser": "sgd", "sync_bn": False}, {"method": "supcon"},
+    {"optimiser": "adamw", "lr": 1e-3, "clip_grad": 1.0},
+    *({"method": name, "optimiser": "sgd"} for name in ("simclr", "barlow", "vicreg")),
 ]  # fmt: skip
 TURNS = [
     {"lengths_per_step": 1}, {"composite_size": 24}, {"mmnn_every": 3},

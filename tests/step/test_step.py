@@ -21,7 +21,9 @@ from torch import Tensor
 
 from cocor.methods import METHODS
 from cocor.models import build_method, build_target
+from cocor.step.optim import build_optimiser
 from cocor.step.step import TrainingStep
+from loaders.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -32,7 +34,8 @@ from cocor.step.step import TrainingStep
         "simsiam paper softplus taylor", "simsiam paper abs exact", "simsiam released abs taylor",
         "simsiam paper abs released", "supcon paper softplus exact", "supcon released abs taylor",
         "byol paper softplus exact", "byol released softplus taylor", "intl paper abs exact",
-        "intl released softplus exact",
+        "intl released softplus exact", "simclr paper softplus exact", "barlow paper softplus exact",
+        "barlow paper abs exact", "vicreg released softplus exact", "vicreg paper abs taylor",
     ],
 )  # fmt: skip
 def test_a_step_is_the_papers_algorithm(photo_folder: Path, case: str) -> None:
@@ -116,7 +119,8 @@ def test_the_mmnns_optimiser_resumes(photo_folder: Path, optimiser: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("method", "consistency", "decay"), [("moco", "softplus", 1e-3), ("byol", "abs", 1e-3), ("byol", "softplus", 0.0)]
+    ("method", "consistency", "decay"),
+    [("moco", "softplus", 1e-3), ("byol", "abs", 1e-3), ("barlow", "softplus", 1e-3), ("byol", "softplus", 0.0)],
 )
 def test_hypergradient_through_lars(photo_folder: Path, method: str, consistency: str, decay: float) -> None:
     options = {"optimiser": "lars", "decay_biases": False, "lr": 20.0, "weight_decay": decay}
@@ -127,7 +131,40 @@ def test_hypergradient_through_lars(photo_folder: Path, method: str, consistency
     assert groups == [(decay, {2, 4}), (0.0, {1})]
 
 
-@pytest.mark.parametrize("optimiser", ["sgd", "lars"])
+@pytest.mark.parametrize("consistency", ["softplus", "abs"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimiser": "adamw", "lr": 1e-3, "weight_decay": 0.1}, {"clip_grad": 0.5}, {"clip_grad": 1e3},
+        {"optimiser": "adamw", "lr": 1e-3, "clip_grad": 0.5, "method": "simsiam"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_hypergradient_of_adamw_and_clipping(photo_folder: Path, options: dict[str, Any], consistency: str) -> None:
+    config = config_for(photo_folder, consistency=consistency, **options)
+    assert_the_mmnn_has_moved(config, assert_equal_steps(config))
+
+
+def test_adamw_leaves_embeddings_of_places_alone() -> None:
+    method = build_method(noise_config(backbone="test_vit", optimiser="adamw"), WORLD)
+    names = {id(p): name for name, p in method.named_parameters()}
+    groups = build_optimiser(noise_config(optimiser="adamw"), method).param_groups
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    decayed, rest = ([names[id(p)] for p in group["params"]] for group in groups)
+    assert all(name.endswith("weight") and "norm" not in name for name in decayed)
+    assert {"backbone.cls_token", "backbone.pos_embed", "backbone.norm.weight", "head.0.bias"} <= set(rest)
+
+
+def test_clipping_is_reported_and_refused_with_lars(photo_folder: Path) -> None:
+    step, pairs = build(config_for(photo_folder, clip_grad=0.25), 1)
+    norm = step(*pairs[0], 0)["gradient_norm"]
+    clipped = torch.cat([p.grad.flatten() for p in step.parameters if p.grad is not None]).norm()
+    assert norm > 0.25 and float(clipped) == pytest.approx(0.25)
+    with pytest.raises(UserError, match="clip_grad: LARS sets the size"):
+        config_for(photo_folder, optimiser="lars", clip_grad=1.0)
+
+
+@pytest.mark.parametrize("optimiser", ["sgd", "lars", "adamw"])
 def test_frozen_weights_stay(optimiser: str) -> None:
     config = noise_config(optimiser=optimiser)
     method = build_method(config, WORLD)

@@ -22,7 +22,7 @@ from cocor import checkpoint
 from cocor.config.options import BEFORE, Config
 from cocor.distributed.collectives import World
 from cocor.eval.features import Extraction
-from cocor.eval.probes.online_knn import evaluating
+from cocor.eval.probes.online import evaluating
 from cocor.eval.weights.load import load_encoder
 from cocor.models import build_method
 from cocor.objective.consistency import latent_similarity

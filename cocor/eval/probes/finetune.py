@@ -19,7 +19,7 @@ from cocor import checkpoint
 from cocor.eval.datasets.protocols import FINETUNE, RANDOM_CROP_SCALE
 from cocor.eval.datasets.splits import Splits
 from cocor.eval.features import Extraction, encoded
-from cocor.eval.probes.online_knn import evaluating
+from cocor.eval.probes.online import evaluating
 from cocor.eval.weights.load import Encoder
 from cocor.step.optim import Cosine
 from loaders.datasets.dataset import ImageDataset

@@ -25,7 +25,7 @@ from cocor.eval.crops import Crop, CropPlan
 from cocor.eval.features import Extraction, Features, encode
 from cocor.eval.probes.knn import nearest_neighbours
 from cocor.eval.probes.linear import PENALTIES, linear_probe
-from cocor.eval.probes.online_knn import evaluating
+from cocor.eval.probes.online import evaluating
 from cocor.eval.weights.load import Encoder
 from loaders.datasets.dataset import ImageDataset
 from loaders.errors import UserError

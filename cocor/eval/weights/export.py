@@ -29,7 +29,7 @@ import cocor
 from cocor import checkpoint
 from cocor.checkpoint import export_backbone
 from cocor.eval.weights.load import Encoder, digest
-from cocor.models import build_backbone, fixed_size
+from cocor.models import SMALL_PATCH, build_backbone, fixed_size
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
 from loaders.errors import UserError
 from loaders.files import replacing, write_text
@@ -81,7 +81,7 @@ def _timm(encoder: Encoder, output: Path) -> None:
         size = _size_option(encoder)
         model = timm.create_model(encoder.architecture, num_classes=0, checkpoint_path=str(output), **size)
     else:
-        model = build_backbone(encoder.architecture, encoder.stem)
+        model = build_backbone(encoder.architecture, encoder.stem, _only_size(encoder))
         timm.models.load_checkpoint(model, str(output))
     _check_same(encoder, model, output)
 
@@ -138,9 +138,11 @@ def model_card(encoder: Encoder, features: int) -> str:
     """Write the README of an exported folder: contents, loading, normalisation."""
     small = ("model.conv1 = torch.nn.Conv2d(3, model.conv1.out_channels, 3, padding=1, bias=False)\n"
              "model.maxpool = torch.nn.Identity()\n")  # fmt: skip
-    stem = small if encoder.stem == "small" else ""
+    patches = hasattr(encoder.backbone, "patch_embed")
+    stem = small if encoder.stem == "small" and not patches else ""
     parameters = sum(p.numel() for p in encoder.backbone.parameters())
-    size = "".join(f", {name}={value}" for name, value in _size_option(encoder).items())
+    options = _size_option(encoder) | ({"patch_size": SMALL_PATCH} if encoder.stem == "small" and patches else {})
+    size = "".join(f", {name}={value}" for name, value in options.items())
     return f"""---
 library_name: timm
 tags: [image-feature-extraction, self-supervised, cocor]
