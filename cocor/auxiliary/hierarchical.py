@@ -73,8 +73,8 @@ class Hierarchical(PairAuxiliary):
         losses = []
         for stage, head, composite, embedding in zip(self.stages, self.heads, composites, augmented, strict=True):
             original = torch.cat([originals[stage - min(self.stages)], plain], 1)
-            pair = head(torch.cat([original, torch.cat([composite, embedding], 1)]))
-            losses.append(nt_xent(*pair.chunk(2), self.temperature, self.ranks))
+            first, second = head(torch.cat([original, torch.cat([composite, embedding], 1)])).chunk(2)
+            losses.append(nt_xent(first, second, self.temperature, self.ranks))
         return torch.stack(losses).mean()
 
 

@@ -80,7 +80,8 @@ class LooC(Queued):
         self.queues.index_copy_(1, slots, torch.stack(self._keys).to(self.queues.dtype))
         self.pointer.copy_((self.pointer + count) % size)
         self._keys = []
-        keys, heads = list(self.key_heads.parameters()), list(self.heads.parameters())
+        keys: list[Tensor] = list(self.key_heads.parameters())
+        heads: list[Tensor] = list(self.heads.parameters())
         torch._foreach_lerp_(keys, heads, 1.0 - method.momentum)
 
     def _embed_keys(self, features: Tensor) -> Tensor:

@@ -58,9 +58,10 @@ class STL(PairAuxiliary):
         pairs = torch.cat([original.repeat(len(batch.composites), 1), composites], 1)
         t = self.transformation(pairs)
         source, target = self.projector(torch.cat(pairs.chunk(2, 1))).chunk(2)
-        every = (joined(precise(part), self.ranks) for part in (t, self.transformation_head(t), source, target))
+        head = self.transformation_head(t)
+        t, head, source, target = (joined(precise(part), self.ranks) for part in (t, head, source, target))
         with torch.autocast(t.device.type, enabled=False):
-            return self._of_batch(*every, self.ranks.gather(kinds_of(batch.composition)))
+            return self._of_batch(t, head, source, target, self.ranks.gather(kinds_of(batch.composition)))
 
     def _of_batch(self, t: Tensor, head: Tensor, source: Tensor, target: Tensor, kinds: Tensor) -> Tensor:
         """Compute the loss of the global batch, with (N, d) of each and ``kinds`` (N,)."""
