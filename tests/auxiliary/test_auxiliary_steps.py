@@ -80,6 +80,16 @@ def test_compiled_backbones_make_the_same_step(auxiliary: str) -> None:
 
 
 @EACH
+def test_steps_in_bfloat16(auxiliary: str) -> None:
+    step = noise_step(
+        noise_config(auxiliary=auxiliary, method=fitting(auxiliary), consistency="none"), precision=torch.bfloat16
+    )
+    for number, (batch, _) in enumerate(noise(step.config, 2)):
+        loss = step(batch, None, number)["loss"]
+    assert loss.isfinite() and loss.dtype == torch.float32
+
+
+@EACH
 def test_steps_resume(auxiliary: str) -> None:
     config = noise_config(auxiliary=auxiliary, method=fitting(auxiliary), consistency="none")
     through, first, second = (noise_step(config) for _ in range(3))
