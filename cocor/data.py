@@ -141,7 +141,10 @@ def _shown_labels(config: Config, train: ImageDataset) -> ImageDataset:
         labelled = train.subset(read_label_split(config.label_split, train))
         if (labelled.labels == labelled.labels[0]).all():
             only = printable(train.classes[labelled.labels[0]])
-            raise UserError(f"{config.label_split}: lists images of one class, {only}, so that labels say nothing")
+            raise UserError(
+                f"{config.label_split}: lists images of one class, {only}, so that labels say nothing; list some of "
+                "several classes (cocor-prep labels does)"
+            )
         return labelled
     return train.subset(stratified_split(train.labels, config.label_fraction, config.seed))
 

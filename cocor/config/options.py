@@ -30,6 +30,8 @@ PRESETS: dict[str, dict[str, Any]] = {"tuned": {}, "paper": {"consistency_weight
 
 @dataclass(frozen=True)
 class Config:
+    """Options of a run, as ``cocor-train --help`` describes them; see ``configure``."""
+
     # Data and output
     data: Path | None = option(None, "images: class folders, or train/ and val/ of such; a flat folder; a .beton file")
     val_data: Path | None = option(None, "held-out images on which k-NN is measured; default: val or test in --data")
