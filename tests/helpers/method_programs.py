@@ -54,10 +54,10 @@ ON_TWO = {"plain": {"consistency": "none"}, "abs": {"consistency": "abs", "hyper
 
 
 def with_auxiliaries() -> dict[str, dict[str, Any]]:
-    """Name and options of every auxiliary with MoCo and SimSiam, if it goes with them; of multiview with all."""
+    """Name and options of every auxiliary with MoCo; of multiview, which differs between methods, with all."""
     found = {}
     for auxiliary, method, pairs in product(list(AUXILIARIES)[1:], METHODS, ("views", "composites")):
-        if auxiliary != "multiview" and method not in ("moco", "simsiam"):
+        if auxiliary != "multiview" and method != "moco":
             continue
         options = {"auxiliary": auxiliary, "method": method, "auxiliary_pairs": pairs, "consistency": "none"}
         in_pairs = "auxiliary_pairs" in spec(auxiliary, AUXILIARIES).options
