@@ -101,7 +101,7 @@ def test_steps_resume(auxiliary: str) -> None:
     runs.assert_same_bits(through.state_dict(), second.state_dict())
 
 
-@pytest.mark.parametrize("auxiliary", ["augself", "equimod", "looc"])  # of views that no other run has
+@pytest.mark.parametrize("auxiliary", ["equimod", "looc"])  # of views that no other run has
 def test_a_run_profiles_and_resumes(auxiliary: str, photo_folder: Path, tmp_path: Path, capsys: Capture) -> None:
     options = {"data": photo_folder, "auxiliary": auxiliary, "method": fitting(auxiliary), "consistency": "none"}
     options["lr"] = 1e-3  # VICReg's own is for runs with a warm-up
