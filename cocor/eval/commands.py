@@ -264,11 +264,11 @@ def spectrum(args: argparse.Namespace) -> None:
 
 def detect(args: argparse.Namespace) -> None:
     """Fine-tune a detector on an encoder, and measure its average precision."""
-    options.check_one_process(args)
     encoder, name = options.chosen_encoder(args, args.weights[0]), f"detect_{args.detector}"
     found = detection(args, encoder, _folder(args, encoder) / name)
-    report = {"encoder": encoder.describe(), "weights_digest": encoder.digest, "notes": found.notes}
-    _finish(args, encoder, name, found.lines(), report | {"result": found.plain()}, draw_detections, found)
+    if found is not None:
+        report = {"encoder": encoder.describe(), "weights_digest": encoder.digest, "notes": found.notes}
+        _finish(args, encoder, name, found.lines(), report | {"result": found.plain()}, draw_detections, found)
 
 
 def transfer(args: argparse.Namespace) -> None:

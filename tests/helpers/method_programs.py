@@ -50,7 +50,10 @@ SMALL: dict[str, Any] = {
     "mmnn_optimiser": "sgd", "mmnn_lr": 1.0, "mmnn_wait_epochs": 0, "mmnn_warmup_epochs": 0, "sync_bn": True,
 }  # fmt: skip
 CHEAPER = {"lengths_per_step": 2, "composite_size": 24, "mmnn_every": 2}  # see cocor.step.subsample
-ON_TWO = {"plain": {"consistency": "none"}, "abs": {"consistency": "abs", "hypergradient": "taylor"}}  # MoCo
+ON_TWO = {  # MoCo
+    "plain": {"consistency": "none"}, "abs": {"consistency": "abs", "hypergradient": "taylor"},
+    "adamw": {"optimiser": "adamw", "lr": 1e-3, "clip_grad": 0.1},
+}  # fmt: skip
 
 
 def with_auxiliaries() -> dict[str, dict[str, Any]]:
