@@ -141,7 +141,10 @@ def _shown_labels(config: Config, train: ImageDataset) -> ImageDataset:
         labelled = train.subset(read_label_split(config.label_split, train))
         if (labelled.labels == labelled.labels[0]).all():
             only = printable(train.classes[labelled.labels[0]])
-            raise UserError(f"{config.label_split}: lists images of one class, {only}, so that labels say nothing")
+            raise UserError(
+                f"{config.label_split}: lists images of one class, {only}, so that labels say nothing; list some of "
+                "several classes (cocor-prep labels does)"
+            )
         return labelled
     return train.subset(stratified_split(train.labels, config.label_fraction, config.seed))
 
@@ -152,13 +155,13 @@ def training_plan(config: Config) -> ViewPlan:
     if not config.has_composites:
         return ViewPlan(
             config.image_size, config.seed, contrastive, original="center" if config.has_center else "none",
-            lengths=(), parameters=config.has_parameters,
+            lengths=(), parameters=config.has_parameters, kept=config.kept_parts,
         )  # fmt: skip
     return ViewPlan(
         config.image_size, config.seed, contrastive, original="shared" if config.recipe == "paper" else "weak",
         originals=config.released_originals, original_scale=(config.crop_scale_min, 1.0), lengths=config.lengths,
         pool=config.pool, magnitudes=config.magnitudes, order=config.composite_order, weak=contrastive[0],
-        parameters=config.has_parameters,
+        parameters=config.has_parameters, kept=config.kept_parts,
     )  # fmt: skip
 
 

@@ -22,13 +22,15 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NoReturn
 
 import torch
 
 from cocor import cli, resume, run_dir
 from cocor.config import checks
-from cocor.config.options import PRESETS, Config
+from cocor.config.options import ONE_START, PRESETS, Config
+from cocor.config.parse import flag
 from cocor.config.resolve import read, resolve
 from cocor.distributed import launch, signals
 from cocor.distributed.collectives import World, gather, on_main
@@ -64,12 +66,36 @@ def _run(arguments: list[str]) -> None:
         if env.first:
             for line in checks.warnings(given, keys, env.launcher in ("torchrun", "srun")):
                 print(f"cocor-train: warning: {line}", file=sys.stderr)
-        if env.launcher is None and given.trains:
-            run_dir.check(given)
-            track.check(given.track or ())
-        if env.launcher is None and given.profile:
-            run_dir.check_trace(given)
-        launch.run(given, arguments, lambda config, world: train(config, world, given), "cocor.train")
+        _start(given, arguments)
+
+
+def _start(given: Config, arguments: Sequence[str]) -> None:
+    """Train by ``given``, which the flags ``arguments`` describe to further ranks."""
+    if RankEnv.read().launcher is None and given.trains:
+        run_dir.check(given)
+        track.check(given.track or ())
+    if RankEnv.read().launcher is None and given.profile:
+        run_dir.check_trace(given)
+    launch.run(given, arguments, lambda config, world: train(config, world, given), "cocor.train")
+
+
+def pretrain(config: Config) -> Path:
+    """Train as ``cocor-train`` does, and return the folder of the run.
+
+    ``config`` is best made by :func:`cocor.configure`. Several GPUs get a process each, which knows only the methods
+    and pools of this package: with your own, start your program by torchrun.
+
+    Raises:
+        UserError: a mistake in ``config``, or unusable data.
+        Stopped: a signal has ended the run, with a checkpoint.
+    """
+    checks.check(config)
+    with TemporaryDirectory() as folder, signals.handled(report):
+        file = Path(folder) / "config.yaml"
+        config.save(file)
+        once = [f"{flag(key)}={getattr(config, key)}" for key in sorted(ONE_START) if getattr(config, key)]
+        _start(config, ["--config", str(file), *once])
+    return config.output
 
 
 def train(config: Config, world: World, given: Config) -> None:

@@ -22,9 +22,10 @@ def open_images(
     path: str | os.PathLike[str], labels: str | os.PathLike[str] | None = None, on_error: OnError = "stop",
     workers: int | None = None, *, classes: Sequence[str] | None = None
 ) -> ImageDataset:  # fmt: skip
-    """Open a folder as :func:`loaders.datasets.dataset.open_folder`, or a ``.beton``.
+    """Open images as a data set: a folder, or a ``.beton`` file.
 
-    cocor-prep has verified what it stored in a ``.beton`` file, so ``on_error`` matters to folders only.
+    A folder is read by :func:`loaders.datasets.dataset.open_folder`. cocor-prep has verified what it stored in a
+    ``.beton`` file, so ``on_error`` matters to folders only.
     """
     if is_beton(path):
         return open_stored(path, labels, classes=classes)

@@ -5,13 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers.runs import READMES
+from helpers.runs import PAGES
 
 ROOT = Path(__file__).parents[1]
 MAIN = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("name", READMES)
+@pytest.mark.parametrize("name", PAGES)
 def test_links_lead_somewhere(name: str) -> None:
     file = ROOT / name
     links = re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", file.read_text(), flags=re.DOTALL))
@@ -28,7 +28,7 @@ def test_links_lead_somewhere(name: str) -> None:
             )
 
 
-@pytest.mark.parametrize("name", READMES)
+@pytest.mark.parametrize("name", PAGES)
 def test_named_files_exist(name: str) -> None:
     """Wherever a page names one by its path; NAME stands for any name."""
     text = (ROOT / name).read_text()
@@ -37,7 +37,7 @@ def test_named_files_exist(name: str) -> None:
         assert any(ROOT.glob(path.rstrip("/").replace("NAME", "*"))), path
 
 
-@pytest.mark.parametrize("name", READMES)
+@pytest.mark.parametrize("name", PAGES)
 def test_named_tests_exist(name: str) -> None:
     for path, inside in re.findall(r"`([\w/]*test_\w+\.py)((?:::\w+)*)`", (ROOT / name).read_text()):
         nodes: list[ast.stmt] = ast.parse((ROOT / path).read_text()).body
@@ -58,7 +58,7 @@ def test_every_failure_row_names_a_test() -> None:
 
 def test_every_result_is_shown() -> None:
     """Numbers and pictures of which no page speaks are of no use to anybody."""
-    text = "".join((ROOT / name).read_text() for name in READMES)
+    text = "".join((ROOT / name).read_text() for name in PAGES)
     unnamed = [file.name for file in (ROOT / "benchmarks/results").iterdir() if file.name not in text]
     assert not unnamed
 

@@ -17,6 +17,8 @@ from cocor.config.checks import check
 from cocor.config.options import BEFORE, PRESETS, Config
 from cocor.config.parse import shown
 from cocor.methods import METHODS, owners, spec
+from loaders.arguments import nearest
+from loaders.errors import UserError
 
 GROUPS = {  # the first field of each group
     "data": "data and output",
@@ -52,6 +54,22 @@ def load(argv: Sequence[str] | None = None) -> Config:
     return read(argv)[0]
 
 
+def configure(recipe: str | Path | None = None, **options: Any) -> Config:
+    """Complete ``options`` by a recipe's and the method's defaults, and check them.
+
+    ``recipe`` is a YAML file. ``options`` are the fields of :class:`Config`, with values as in such a file.
+
+    Raises:
+        UserError: as :func:`load`.
+    """
+    kinds, file = parse.kinds(Config), None if recipe is None else Path(recipe)
+    for key in options:
+        if key not in kinds:
+            raise UserError(f"{key}: no such option{nearest(key, kinds)}")
+    given = {key: parse.convert(key, value, kinds[key]) for key, value in options.items()}
+    return resolve(_from_file(file) | given, name=None if file is None else file.stem)
+
+
 def read(argv: Sequence[str] | None = None) -> tuple[Config, list[str]]:
     """Do as :func:`load`, and also return the keys of the flags that were given."""
     titles = {
@@ -61,10 +79,15 @@ def read(argv: Sequence[str] | None = None) -> tuple[Config, list[str]]:
     }
     parser = parse.parser(Config, "cocor-train", _DESCRIPTION, GROUPS, _NOTES | _method_notes(), titles)
     flags, file = parse.read_flags(Config, parser, sys.argv[1:] if argv is None else argv)
+    return resolve(_from_file(file) | flags, name=None if file is None else file.stem), list(flags)
+
+
+def _from_file(file: Path | None) -> dict[str, Any]:
+    """Read the values of ``--config``."""
     values = {} if file is None else parse.read_yaml(Config, file)
     if len(values) > len(fields(Config)) // 2:  # the file of a run, which names all options that there were
         values = BEFORE | values
-    return resolve(values | flags, name=None if file is None else file.stem), list(flags)
+    return values
 
 
 def _method_notes() -> dict[str, str]:

@@ -46,7 +46,7 @@ def inner_products(similarity_gradients: Sequence[Sequence[Tensor]], ce_gradient
 
 
 def exact(target: Tensor, curvature: Tensor, products: Tensor, learning_rate: float | Tensor) -> Tensor:
-    """Return the exact hyper-gradient as a surrogate (with LARS nearly, see above).
+    """Return a surrogate, whose backward pass gives the MMNN its exact hyper-gradient.
 
     ``target`` (L, B) is the MMNN's output with its graph. ``curvature`` and ``products`` are both (L,), from
     ``softplus_loss`` and ``inner_products``, or both (L, B), from ``abs_loss`` and ``sample_inner_products``.

@@ -21,6 +21,7 @@ Capture = pytest.CaptureFixture[str]
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
 READMES = [f"{folder}README.md" for folder in ("", "benchmarks/", "cocor/", "cocor/eval/", "loaders/")]
+PAGES = [*READMES, "cocor/API.md"]
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
 STEPS = 3  # an epoch: 24 photographs in batches of 8
 EVERY_STEP = {"checkpoint_every_minutes": 1e-9}

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from loaders.dali.decoder import DaliDecoder
 from loaders.dali.loader import DaliLoader
 from loaders.datasets.dataset import open_folder
 from loaders.datasets.stored import open_stored
@@ -36,7 +37,7 @@ def test_no_python_runs_for_each_image(photo_folder: Path, photo_beton: Path, fo
     for batch_size in (16, 64, 256):
         order = BatchOrder(600, batch_size)
         with closing(DaliLoader(images, ViewPlan(32), order=order, workers=2, read_at_once=8)) as loader:
-            decoder = loader._make_decoder()
+            decoder = DaliDecoder(loader, loader._feed, 0.65, 8)
             for job in loader.jobs.epoch(0, 0):
                 calls = 0
 

@@ -56,9 +56,8 @@ def read_weights(path: Path, which: Which = "online") -> WeightFile:
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file of weights")
-    with path.open("rb") as file:
-        if file.read(len(_LFS)) == _LFS:
-            raise UserError(f"{path}: is not the weights but Git LFS's pointer to them; run git lfs pull")
+    if _beginning(path, len(_LFS)) == _LFS:
+        raise UserError(f"{path}: is not the weights but Git LFS's pointer to them; run git lfs pull")
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     content = _read_pickle(path)
@@ -84,6 +83,11 @@ def _read_safetensors(path: Path) -> WeightFile:
     return WeightFile(path, _unwrapped(tensors), hints)
 
 
+def _beginning(path: Path, count: int) -> bytes:
+    with path.open("rb") as file:
+        return file.read(count)
+
+
 def _read_pickle(path: Path) -> Any:
     harmless: list[Any] = [argparse.Namespace, np.ndarray, np.dtype, *{type(np.dtype(kind)) for kind in _NUMPY_KINDS}]
     for part in ("core", "_core"):
@@ -96,6 +100,8 @@ def _read_pickle(path: Path) -> Any:
         if no_fault_of_a_file(error):
             raise
         text = str(error)
+        if "Unsupported operand" in text and _beginning(path, 1) != b"\x80":  # a text, a picture, a website's page
+            raise UserError(f"{path}: damaged, or no file of weights: torch.save did not write it") from None
         if "Unsupported global" in text or "weights_only" in text:
             culprit = text.partition("GLOBAL ")[2].split(" ")[0] or "code"
             loaded = "torch.load(FILE, weights_only=False)"
