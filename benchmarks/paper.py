@@ -220,7 +220,7 @@ def steps(plan: Plan, key: str) -> Iterator[str | Job]:
 
 def execute(job: Job) -> None:
     """Run a command that is not done. UserError if it fails."""
-    if job.result is not None and job.result.is_file():
+    if job.result is not None and job.result.exists():
         print(f"{job.result} is there")
         return
     name, *words = job.words
