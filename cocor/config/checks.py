@@ -100,7 +100,11 @@ def warnings(config: Config, keys: Iterable[str], launched: bool = False) -> lis
         for key in keys
         if getattr(config, key) and (reasons := [need.where for need in unmet if key in need.keys])
     }
-    return [f"{flag(key)} has no effect: it acts only {where}" for key, where in idle.items()]
+    lines = [f"{flag(key)} has no effect: it acts only {where}" for key, where in idle.items()]
+    if "backbone" in keys and "." in config.backbone and config.init is None:
+        name = config.backbone
+        lines.append(f"--backbone {name}: training starts at random; --init timm:{name} starts from these weights")
+    return lines
 
 
 def check(config: Config) -> None:

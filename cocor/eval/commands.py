@@ -27,8 +27,8 @@ from cocor.eval.probes.linear import LinearResult, linear_probe
 from cocor.eval.probes.retrieval import evenly_spread, retrieve, save_sheet
 from cocor.eval.probes.sgd import sgd_probe, sgd_probe_on_crops, shared_batch, shortened
 from cocor.eval.transfer import transfer as transfer_table
-from cocor.eval.weights.load import Encoder
 from cocor.log import set_up_logging
+from cocor.weights.load import Encoder
 from loaders.cpus import available_cores
 from loaders.errors import UserError
 from loaders.files import write_text

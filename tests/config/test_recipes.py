@@ -8,8 +8,8 @@ import pytest
 import yaml
 from helpers.runs import ROOT, Capture
 
+from cocor.backbone import build_backbone
 from cocor.config.resolve import load
-from cocor.models import build_backbone
 from cocor.train import main
 
 CONFIGS = ROOT / "configs"

@@ -26,7 +26,7 @@ from cocor.eval.detect.batches import Batches, decoded
 from cocor.eval.detect.datasets import open_sets
 from cocor.eval.detect.model import build_detector
 from cocor.eval.detect.recipe import RECIPES
-from cocor.eval.weights.load import load_encoder
+from cocor.weights.load import load_encoder
 
 Capsys = pytest.CaptureFixture[str]
 SMALL = ("--min-size", "64", "96", "--batch-size", "2", "--regions", "16", "--gpu", "no", "--workers", "0")

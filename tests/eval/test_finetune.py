@@ -11,7 +11,7 @@ from cocor.eval.cli import main
 from cocor.eval.datasets.splits import Splits, open_splits
 from cocor.eval.features import Extraction
 from cocor.eval.probes.finetune import FinetuneResult, FinetuneSettings, finetune
-from cocor.eval.weights.load import digest, load_encoder
+from cocor.weights.load import digest, load_encoder
 from loaders.errors import UserError
 
 HOW = Extraction(size=32, batch_size=4, workers=0)

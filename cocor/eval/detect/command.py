@@ -14,8 +14,8 @@ from cocor.eval.detect.datasets import DetectionSet, open_sets
 from cocor.eval.detect.finetune import Work, detect_objects, fine_tune
 from cocor.eval.detect.model import build_detector
 from cocor.eval.detect.recipe import Recipe, chosen_recipe
-from cocor.eval.weights.load import Encoder
 from cocor.panels import panels, shown
+from cocor.weights.load import Encoder
 from loaders.cpus import available_cores
 from loaders.datasets.decode import decode
 from loaders.files import write_text

@@ -20,8 +20,8 @@ from cocor.eval.datasets.protocols import FINETUNE, RANDOM_CROP_SCALE
 from cocor.eval.datasets.splits import Splits
 from cocor.eval.features import Extraction, encoded
 from cocor.eval.probes.online import evaluating
-from cocor.eval.weights.load import Encoder
 from cocor.step.optim import Cosine
+from cocor.weights.load import Encoder
 from loaders.datasets.dataset import ImageDataset
 from loaders.datasets.labels import stratified_split
 from loaders.errors import UserError
