@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 from loaders import __version__ as __version__
 
 if TYPE_CHECKING:
+    from cocor.backbone import build_backbone as build_backbone
     from cocor.config.options import Config as Config
     from cocor.config.resolve import configure as configure
-    from cocor.eval.weights.load import Encoder as Encoder
-    from cocor.eval.weights.load import load_encoder as load_encoder
     from cocor.methods import METHODS as METHODS
     from cocor.methods.base import Method as Method
     from cocor.methods.base import Ranks as Ranks
@@ -21,17 +20,18 @@ if TYPE_CHECKING:
     from cocor.methods.base import normalised as normalised
     from cocor.methods.moco import MoCo as MoCo
     from cocor.methods.simsiam import SimSiam as SimSiam
-    from cocor.models import build_backbone as build_backbone
     from cocor.objective.consistency import latent_similarity as latent_similarity
     from cocor.objective.consistency import softplus_loss as softplus_loss
     from cocor.objective.hypergradient import exact as exact_hypergradient  # noqa: F401
     from cocor.objective.hypergradient import inner_products as inner_products
     from cocor.objective.mmnn import MMNN as MMNN
     from cocor.train import pretrain as pretrain
+    from cocor.weights.load import Encoder as Encoder
+    from cocor.weights.load import load_encoder as load_encoder
 
 _HOMES = {
     "Config": "config.options", "configure": "config.resolve", "pretrain": "train",
-    "load_encoder": "eval.weights.load", "Encoder": "eval.weights.load", "build_backbone": "models",
+    "load_encoder": "weights.load", "Encoder": "weights.load", "build_backbone": "backbone",
     "METHODS": "methods", "Method": "methods.base", "Ranks": "methods.base", "feature_size": "methods.base",
     "normalised": "methods.base", "MoCo": "methods.moco", "SimSiam": "methods.simsiam",
     "MMNN": "objective.mmnn", "latent_similarity": "objective.consistency", "softplus_loss": "objective.consistency",

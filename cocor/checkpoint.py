@@ -186,21 +186,6 @@ def changed_images(state: Mapping[str, Any], digest: str, files: Mapping[str, st
     return f"files with other modification times, all of the same lengths; {remedy}"
 
 
-def read_backbone(path: Path) -> dict[str, Tensor]:
-    """Read the backbone's weights from an exported file or a checkpoint; else UserError."""
-    if path.suffix == ".safetensors":
-        try:
-            return safetensors.torch.load_file(path)
-        except (OSError, safetensors.SafetensorError) as error:
-            raise UserError(f"{path}: cannot be read: {error}") from None
-    weights = load(path).get("training", {}).get("method", {})
-    prefix = "backbone."
-    backbone = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
-    if not backbone:
-        raise UserError(f"{path}: holds no backbone")
-    return backbone
-
-
 def export_backbone(backbone: nn.Module, path: Path, metadata: Mapping[str, object]) -> None:
     """Write the weights of ``backbone`` by timm's names, with ``metadata`` as text.
 

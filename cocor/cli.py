@@ -98,6 +98,7 @@ def command(name: str, body: Callable[[], None]) -> int:
     die_with_launcher()
     cuda_env.use_all()
     print_everything()
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # which names no file; images that cannot be used are named
     # PyTorch's own, at the first torch.func.jvp of a process.
     warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", FutureWarning)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warns, with pages of C++ frames, that a rank has gone

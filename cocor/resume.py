@@ -121,7 +121,9 @@ def _refuse_another_run(run: Run, path: Path, state: Mapping[str, Any]) -> None:
     if not config.force_data and state.get("labelled", _labelled(run)) != _labelled(run):
         differences.append("labelled images: others than in the checkpoint; --force-data goes on with them")
     if differences:
-        raise UserError(f"--resume {path}: another run: {'; '.join(differences)}")
+        longer = state["config"].get("epochs", config.epochs) < config.epochs
+        new_run = "; to train on, start a new run from its encoder: --init RUN --output NEW" if longer else ""
+        raise UserError(f"--resume {path}: another run: {'; '.join(differences)}{new_run}")
     if checkpoint.changed_images(state, digest, run.files):
         _log.warning("other images than in the checkpoint (--force-data): this epoch may repeat or miss some")
     elif "contents" in state.get("files", {}):

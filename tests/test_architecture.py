@@ -61,6 +61,7 @@ def test_no_import_circles_between_folders() -> None:
         ("cocor.objective", ("cocor.objective", "cocor.methods.base", "loaders.views.ops", "loaders.errors")),
         ("cocor.config", ("cocor.config", "cocor.methods", "cocor.auxiliary", "loaders")),
         ("cocor.auxiliary", ("cocor.auxiliary", "cocor.methods", "cocor.objective", "loaders")),
+        ("cocor.weights", ("cocor.weights", "cocor.backbone", "cocor.run_dir", "loaders")),
         ("cocor.distributed", ("cocor.distributed", "cocor.config", "loaders")),
         ("cocor.step",
          ("cocor.step", "cocor.auxiliary", "cocor.objective", "cocor.methods", "cocor.distributed", "cocor.config",

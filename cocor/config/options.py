@@ -17,6 +17,7 @@ from cocor.config.parse import option
 from cocor.methods import METHODS, spec
 from loaders.files import write_text
 from loaders.views.ops import POOLS, Magnitudes, Order
+from loaders.views.plan import Kept
 
 Loader = Literal["dali", "torch", "synthetic", "ffcv"]
 Consistency = Literal["softplus", "abs", "none"]
@@ -46,11 +47,11 @@ class Config:
     verify_data: bool = option(False, "read all images first: their contents are kept in checkpoints, and compared")
     force_data: bool = option(False, "resume although the images are not those of the checkpoint")
     force_ranks: bool = option(False, "resume on another number of GPUs although BatchNorm then sees other batches")
-    init: Path | None = option(None, "weights to start from: a checkpoint or a backbone.safetensors")
+    init: Path | None = option(None, "encoder to start from: weights that cocor-eval reads, a run, or timm:NAME")
 
     # Model and optimisation
     method: str = option("moco", "contrastive method", choices=METHODS)
-    backbone: str = option("resnet50", "timm name of the encoder")
+    backbone: str = option("resnet50", "timm name of the encoder; a tag loads no weights, see --init")
     stem: Literal["imagenet", "small"] = option(
         "imagenet", "first layers; small: 3x3 stride 1, no pooling (CIFAR), or a transformer's patches of 4 pixels"
     )
@@ -96,6 +97,9 @@ class Config:
     consistency: Consistency = option("softplus", "consistency loss; none: the plain method")
     consistency_weight: float = option(1.0, "weight of the consistency loss", low=0)
     consistency_beta: float = option(1.0, "sharpness of the softplus", low=1e-3)
+    consistency_sign: Literal["text", "printed"] = option(
+        "text", "sign of the softplus; text: pulls views to their target; printed: pushes, as the paper's formula does"
+    )
     lengths: tuple[int, ...] = option((1, 2, 3), "lengths of the composite augmentations", low=1, high=10)
     lengths_per_step: int = option(0, "lengths that a step trains on, in turn; 0: all", low=0)
     composite_size: int = option(0, "side of composites, scaled down, in pixels; 0: --image-size", low=0, high=4096)
@@ -135,6 +139,8 @@ class Config:
         "views", "what it compares: both contrastive views, or original and composites"
     )
     auxiliary_temperature: float = option(0.2, "temperature of its loss", low=1e-3)
+    renyi_order: float = option(2.0, "order of the Renyi divergence", low=1)
+    looc_kept: tuple[Kept, ...] = option(("crop", "color"), "parts of the first view that a head each is to tell apart")
     augself_targets: tuple[Literal["crop", "color", "blur", "flip", "grey"], ...] = option(
         ("crop", "color"), "differences of views to predict"
     )
@@ -204,6 +210,11 @@ class Config:
     def has_parameters(self) -> bool:
         """Tell whether a step needs the parameters of the contrastive views."""
         return spec(self.auxiliary, AUXILIARIES).view_parameters and self.auxiliary_pairs == "views"
+
+    @property
+    def kept_parts(self) -> tuple[Kept, ...]:
+        """Return the parts of the first view that further ones keep, if a step needs such."""
+        return self.looc_kept if "looc_kept" in spec(self.auxiliary, AUXILIARIES).options else ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for YAML and checkpoints: texts for paths, lists."""

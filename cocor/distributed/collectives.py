@@ -135,6 +135,15 @@ def gather(tensor: Tensor) -> Tensor:
     return result
 
 
+def gather_objects(value: T) -> list[T]:
+    """Collect a ``value`` that can be pickled from every rank, in their order."""
+    if ranks() == 1:
+        return [value]
+    values: list[Any] = [None] * ranks()
+    dist.all_gather_object(values, value)
+    return values
+
+
 @torch.no_grad()
 def exchange(tensor: Tensor) -> Tensor:
     """Send the r-th of equal parts of ``tensor`` (ranks * N, ...) to rank r.
@@ -231,11 +240,9 @@ def _user_error(work: Callable[[], object]) -> UserError | None:
 
 def _raise_on_all(error: UserError | None) -> None:
     """Raise this rank's ``error``, or the lowest other rank's. Collective."""
-    if ranks() > 1:
-        messages: list[str | None] = [None] * ranks()
-        dist.all_gather_object(messages, None if error is None else str(error))
-        other = next((message for message in messages if message is not None), None)
-        error = error or (None if other is None else UserError(other))
+    messages = gather_objects(None if error is None else str(error))
+    other = next((message for message in messages if message is not None), None)
+    error = error or (None if other is None else UserError(other))
     if error is not None:
         raise error
 

@@ -27,8 +27,8 @@ from cocor.eval.probes.linear import LinearResult, linear_probe
 from cocor.eval.probes.retrieval import evenly_spread, retrieve, save_sheet
 from cocor.eval.probes.sgd import sgd_probe, sgd_probe_on_crops, shared_batch, shortened
 from cocor.eval.transfer import transfer as transfer_table
-from cocor.eval.weights.load import Encoder
 from cocor.log import set_up_logging
+from cocor.weights.load import Encoder
 from loaders.cpus import available_cores
 from loaders.errors import UserError
 from loaders.files import write_text
@@ -264,11 +264,11 @@ def spectrum(args: argparse.Namespace) -> None:
 
 def detect(args: argparse.Namespace) -> None:
     """Fine-tune a detector on an encoder, and measure its average precision."""
-    options.check_one_process(args)
     encoder, name = options.chosen_encoder(args, args.weights[0]), f"detect_{args.detector}"
     found = detection(args, encoder, _folder(args, encoder) / name)
-    report = {"encoder": encoder.describe(), "weights_digest": encoder.digest, "notes": found.notes}
-    _finish(args, encoder, name, found.lines(), report | {"result": found.plain()}, draw_detections, found)
+    if found is not None:
+        report = {"encoder": encoder.describe(), "weights_digest": encoder.digest, "notes": found.notes}
+        _finish(args, encoder, name, found.lines(), report | {"result": found.plain()}, draw_detections, found)
 
 
 def transfer(args: argparse.Namespace) -> None:

@@ -38,8 +38,8 @@ def _parser() -> Parser:
 def _export(options: argparse.Namespace) -> None:
     check_pair()
     check_folder("--output", options.output)
-    from cocor.eval.weights.export import FORMATS, check_possible, export
-    from cocor.eval.weights.load import load_encoder
+    from cocor.eval.export import FORMATS, check_possible, export
+    from cocor.weights.load import load_encoder
 
     encoder = load_encoder(options.weights, which=options.which, architecture=options.backbone, stem=options.stem)
     print(encoder.describe())

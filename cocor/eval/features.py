@@ -26,7 +26,7 @@ from cocor.data import file_states
 from cocor.distributed.collectives import World, barrier, together
 from cocor.eval.crops import Crop, CropPlan
 from cocor.eval.probes.online import evaluating
-from cocor.eval.weights.load import Encoder
+from cocor.weights.load import Encoder
 from loaders.datasets.dataset import ImageDataset, OnError
 from loaders.errors import UserError
 from loaders.files import replacing

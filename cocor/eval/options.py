@@ -18,7 +18,7 @@ from cocor.eval.features import Extraction, Features, features_of
 from cocor.eval.probes.consistency import Subject
 from cocor.eval.probes.fewshot import check_shots, check_ways
 from cocor.eval.probes.linear import check_splits
-from cocor.eval.weights.load import Encoder, load_encoder
+from cocor.weights.load import Encoder, load_encoder
 from loaders.arguments import nearest
 from loaders.datasets.beton import is_beton
 from loaders.datasets.dataset import ImageDataset

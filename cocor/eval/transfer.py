@@ -13,7 +13,7 @@ from pathlib import Path
 from cocor.eval.datasets.protocols import PROTOCOLS
 from cocor.eval.datasets.splits import Absent, Splits, open_named
 from cocor.eval.probes.linear import LinearResult
-from cocor.eval.weights.load import Encoder
+from cocor.weights.load import Encoder
 from loaders.errors import UserError
 from loaders.files import write_text
 

@@ -170,6 +170,8 @@ def orientation_of(image: Image.Image) -> int:
 def _has_plain_pixels(image: Image.Image) -> bool:
     if image.mode not in ("L", "RGB") or image.has_transparency_data:
         return False
+    if image.format == "PNG" and ("icc_profile" in image.info or image.info.get("srgb", 0) > 3):
+        return False  # libpng, by which DALI decodes, prints a warning about many of these, without a name
     if image.format in _JPEG:
         components = getattr(image, "layer", None) or [(1,)]
         return image.info.get("adobe_transform") != 0 and components[0][0] != ord("R")  # else stored as RGB

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -102,6 +103,7 @@ def _work(pipe: Connection, function: Callable[[Any], Any], huge: Semaphore) -> 
     global _huge
     _huge = huge
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # as in the parent
     parent: Any = multiprocessing.parent_process()
     threading.Thread(target=lambda: parent.join() or os._exit(1), daemon=True).start()
     with suppress(EOFError, ConnectionError):

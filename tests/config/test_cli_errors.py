@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.runs import ROOT, Capture, flags, run
+from PIL import Image
 
+import cocor
 from cocor.eval.export_cli import main as export
 from cocor.train import main
 from loaders.errors import explain
@@ -195,6 +197,23 @@ class TestMachine:
         errors.flush()
         assert rb"\u65e5" in errors.buffer.getvalue()
 
+    def test_help_and_version_do_not_wait_for_pytorch(self) -> None:
+        program = """
+import sys
+from cocor import cli
+for command in (cli.train, cli.evaluate, cli.export, cli.plot, cli.prepare):
+    for flag in ("--help", "--version"):
+        sys.argv = ["cocor", flag]
+        try:
+            command()
+        except SystemExit as end:
+            assert not end.code
+print("torch" in sys.modules)
+"""
+        lines = run(program=("-c", program)).stdout.splitlines()
+        assert lines[-1] == "False"
+        assert {f"cocor-{name} {cocor.__version__}" for name in ("train", "eval", "export", "plot", "prep")} <= {*lines}
+
     def test_the_command_itself(self, tmp_path: Path) -> None:
         result = run("--data", str(tmp_path / "gone"), "--output", str(tmp_path / "run"), "--gpus", "0")
         assert (result.returncode, result.stdout) == (2, "")
@@ -243,3 +262,15 @@ def test_skipped_files_are_named(photo_copy: Path, tmp_path: Path) -> None:
     log = (output / "log.txt").read_text()
     assert "22 images in 4 classes" in log
     assert "skipped chelsea/0.jpg: truncated" in log and "skipped chelsea/1.jpg: not an image" in log
+
+
+def test_decoders_print_no_warnings_of_their_own(photo_copy: Path, tmp_path: Path) -> None:
+    """Of a broken EXIF block by Pillow, and of a PNG's colour profile by libpng."""
+    with Image.open(photo_copy / "chelsea/0.jpg") as image:
+        entry = b"\xff\x00\x12\x01\x03\x00\x01\x00\x00\x00\xff\xff\xff\xff"
+        image.save(photo_copy / "chelsea/exif.jpg", exif=b"Exif\x00\x00II*\x00\x08\x00\x00\x00" + entry)
+        image.save(photo_copy / "chelsea/profile.png", icc_profile=bytes(200))
+    done = run(
+        *flags(data=photo_copy, output=tmp_path / "run", loader="dali", dry_run=True, batch_size=26, queue_size=26)
+    )
+    assert done.returncode == 0 and "arning" not in done.stderr, done.stderr

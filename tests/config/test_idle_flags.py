@@ -47,7 +47,9 @@ IDLE = [
      "--consistency none --auxiliary augself --auxiliary-pairs composites"),
     ("--auxiliary-weight 2", "--auxiliary multiview|", "--auxiliary strongview", "--auxiliary clsa"),
     ("--auxiliary-pairs composites", "--auxiliary augself|equimod", "--auxiliary clsa", "--auxiliary augself"),
-    ("--auxiliary-temperature 1", "--auxiliary equimod", "", "--auxiliary equimod --consistency none"),
+    ("--auxiliary-temperature 1", "--auxiliary equimod|stl|hierarchical", "", "--auxiliary equimod --consistency none"),
+    ("--looc-kept crop", "--auxiliary looc", "--auxiliary clsa", "--auxiliary looc"),
+    ("--renyi-order 3", "--auxiliary renyicl", "--auxiliary clsa", "--auxiliary renyicl"),
     ("--augself-targets blur", "--auxiliary augself", "--auxiliary clsa", "--auxiliary augself"),
     ("--mmnn constants", "--consistency softplus|abs", "--consistency none", ""),
     ("--mmnn-lr 0.1", "--consistency softplus|abs", "--consistency none", ""),
@@ -112,3 +114,9 @@ def test_documented_commands_are_accepted(page: str, monkeypatch: pytest.MonkeyP
     for line in re.findall(r"cocor-train (--[^#`&\n]*)", Path(page).read_text()):
         if "--help" not in line:
             assert not warned([word for word in line.split() if word != "..."])
+
+
+def test_a_tag_of_the_backbone_is_explained() -> None:
+    (said,) = warned(["--backbone", "resnet18.a1_in1k"])
+    assert said.endswith("--init timm:resnet18.a1_in1k starts from these weights")
+    assert not warned(["--backbone", "resnet18.a1_in1k", "--init", "timm:resnet18.a1_in1k"])

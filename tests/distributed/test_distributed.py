@@ -1,5 +1,7 @@
 """Test process groups over gloo, as ``--gpus N`` starts them, and the environment of torchrun and Slurm."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 from helpers.runs import LAUNCHERS, Done, run
@@ -104,3 +106,15 @@ def test_machine_values_are_settled_once(alone: pytest.MonkeyPatch) -> None:
         alone.setenv(key, value)
     with pytest.raises(UserError, match="256 is no multiple of the 3 ranks; try 258"):
         settle(load(["--gpus", "0"]))
+
+
+def test_left_over_variables_are_named(alone: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """RANK and WORLD_SIZE of an earlier program let a command wait for ranks that nobody starts."""
+    for key, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        alone.setenv(key, value)
+    alone.setattr(collectives, "_TIMEOUT", timedelta(seconds=1))
+    alone.setattr(collectives, "_PATIENCE_S", 0.1)
+    with pytest.raises(torch.distributed.DistError):
+        collectives.init(use_gpu=False)
+    said = "rank 0 waits for others of 2; if there are none, unset RANK and WORLD_SIZE: 0 s so far"
+    assert said in capsys.readouterr().err

@@ -14,9 +14,9 @@ from cocor.distributed.collectives import World
 from cocor.eval.features import Extraction
 from cocor.eval.figures import draw_consistency
 from cocor.eval.probes.consistency import LENGTHS, measure, subject, target_rises
-from cocor.eval.weights.load import digest
 from cocor.models import build_method
 from cocor.objective.mmnn import MMNN
+from cocor.weights.load import digest
 from loaders.datasets.dataset import open_folder
 from loaders.errors import UserError
 

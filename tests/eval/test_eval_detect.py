@@ -3,6 +3,8 @@
 import contextlib
 import io
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 import torch
 import yaml
 from helpers.boxes import COCO_IDS, TRAIN, scene, voc_xml, write_coco, write_voc
-from helpers.runs import ROOT
+from helpers.runs import ROOT, environment
 from PIL import Image
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
@@ -24,7 +26,7 @@ from cocor.eval.detect.batches import Batches, decoded
 from cocor.eval.detect.datasets import open_sets
 from cocor.eval.detect.model import build_detector
 from cocor.eval.detect.recipe import RECIPES
-from cocor.eval.weights.load import load_encoder
+from cocor.weights.load import load_encoder
 
 Capsys = pytest.CaptureFixture[str]
 SMALL = ("--min-size", "64", "96", "--batch-size", "2", "--regions", "16", "--gpu", "no", "--workers", "0")
@@ -73,7 +75,9 @@ def test_fpn_on_coco_equals_pycocotools(coco: Path, tmp_path: Path, capsys: Caps
     assert "| AP | AP50 | AP75 |" in out and f"1 training images left out, such as {TRAIN:012d}.jpg: no object" in out
 
 
-def test_c4_on_voc_resumes_to_the_same(voc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_c4_on_voc_resumes_to_the_same(
+    voc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
+) -> None:
     flags = ("--iterations", "4", "--checkpoint-every", "2")
     assert call(voc, tmp_path / "whole", *flags) == 0
     saved, save = [], checkpoint.save
@@ -90,6 +94,39 @@ def test_c4_on_voc_resumes_to_the_same(voc: Path, tmp_path: Path, monkeypatch: p
     whole, part = ((tmp_path / name / "detect_c4.json").read_text() for name in ("whole", "part"))
     assert whole == part
     assert call(voc, tmp_path / "part", *flags, "--lr", "0.5") == 2
+    assert "was made with lr 0.0025, not 0.5; choose another --output" in capsys.readouterr().err
+
+
+def test_ranks_share_batches_and_test_images(voc: Path, tmp_path: Path) -> None:
+    """The loss of the first step is one rank's, but for the boxes that are sampled and padding."""
+    flags = ["--dataset", "voc0712", "--root", str(voc), *SMALL, "--iterations", "2", "--lr", "0.001"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command += ["cocor.eval.cli", "detect", "random:test_resnet", *flags, "--output", str(tmp_path / "two")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert call(voc, tmp_path / "one", "--iterations", "2", "--lr", "0.001") == 0
+    one, two = (json.loads((tmp_path / name / "detect_c4.json").read_text())["result"] for name in ("one", "two"))
+    assert two["losses"] == pytest.approx(one["losses"], rel=0.1) and two["test_images"] == one["test_images"]
+    state = checkpoint.load(tmp_path / "two" / "detect_c4" / "step_0000002.pt")["model"]
+    assert state["roi_heads.box_head.inner.0.0.bn1.num_batches_tracked"] == 2
+    found = json.loads((tmp_path / "two" / "detect_c4" / "detections.json").read_text())
+    assert len({row["image_id"] for row in found}) == one["test_images"]
+
+
+def test_bfloat16_gives_float32_features() -> None:
+    encoder, images = load_encoder("random:test_resnet"), torch.rand(2, 3, 64, 64)
+    half, exact = (
+        build_detector("c4", encoder, 20, RECIPES["voc0712"], kind).backbone(images)
+        for kind in (torch.bfloat16, torch.float32)
+    )
+    assert half.dtype == torch.float32 and not torch.equal(half, exact)
+    assert torch.allclose(half, exact, atol=0.1)
+
+
+def test_pycocotools_is_asked_for(voc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
+    monkeypatch.setitem(sys.modules, "pycocotools", None)
+    assert call(voc, tmp_path) == 2
+    assert "needs pycocotools: pip install pycocotools" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["voc0712", "coco"])

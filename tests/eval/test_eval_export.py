@@ -8,11 +8,11 @@ import timm
 import torch
 import torchvision
 
+from cocor.backbone import build_backbone
 from cocor.checkpoint import export_backbone
+from cocor.eval.export import detectron2_name, export
 from cocor.eval.export_cli import main
-from cocor.eval.weights.export import detectron2_name, export
-from cocor.eval.weights.load import Encoder, load_encoder
-from cocor.models import build_backbone
+from cocor.weights.load import Encoder, load_encoder
 from loaders.errors import UserError
 
 Capsys = pytest.CaptureFixture[str]

@@ -21,10 +21,10 @@ import torch
 from helpers.hostile import Harm, Refused, damaged, one_line_or_none, refusal, run_train
 
 import loaders.jit
+from cocor.backbone import build_backbone
 from cocor.eval.export_cli import main as export
-from cocor.eval.weights.load import load_encoder
-from cocor.models import build_backbone
 from cocor.train import main as train
+from cocor.weights.load import load_encoder
 from loaders.datasets.dataset import open_folder
 from loaders.datasets.size_index import CACHE_NAME
 

@@ -16,7 +16,7 @@ from cocor.eval.cli import main
 from cocor.eval.features import Extraction
 from cocor.eval.figures import draw_invariance
 from cocor.eval.probes.invariance import HUES, LENGTHS, Invariance, InvariancePlan, invariance, r_squared, ridge
-from cocor.eval.weights.load import Encoder
+from cocor.weights.load import Encoder
 from loaders.datasets.dataset import ImageDataset, open_folder
 from loaders.views.ops import END, Op
 

@@ -32,7 +32,7 @@ def compared(results: dict[int, Results], precision: str, method: str,
     """Name, value on ``ranks`` ranks and on one."""
     one, several = results[1][precision][method], results[ranks][precision][method]
     assert one.keys() == several.keys()
-    with_mmnn = method in (*METHODS, "cheaper", "abs")
+    with_mmnn = method in (*METHODS, "cheaper", "abs", "adamw")
     if with_mmnn:
         told = {"loss", "similarity_2", "labelled_loss", "hypergradient_norm", "contrastive_feature_std"}
         told |= {"gradient_contrastive", "gradient_consistency"}
@@ -61,7 +61,8 @@ def test_ranks_train_the_same_auxiliaries(results: dict[int, Results], name: str
         torch.testing.assert_close(several, one, rtol=1e-8, atol=1e-10, msg=lambda text, n=place: f"{n}: {text}")
 
 
-@pytest.mark.parametrize("name", ["plain", "abs"])  # without CoCor; the other loss, measured anew after the step
+# Without CoCor; the other loss, measured anew after the step; clipped by the norm over all ranks.
+@pytest.mark.parametrize("name", ["plain", "abs", "adamw"])
 def test_ranks_make_the_same_other_steps(results: dict[int, Results], name: str) -> None:
     for place, several, one in compared(results, "float64", name, 2):
         torch.testing.assert_close(several, one, rtol=1e-7, atol=1e-9, msg=lambda text, n=place: f"{n}: {text}")

@@ -7,8 +7,10 @@ import pytest
 from PIL import Image
 
 from cocor.monitor.metrics_file import epochs_of, read_run
+from cocor.monitor.plot import _draw_curve as draw_curve
+from cocor.monitor.plot import _draw_similarities as draw_similarities
 from cocor.monitor.plot import main
-from cocor.panels import WIDTH, panels
+from cocor.panels import WIDTH, end_at_100, panels
 
 Capsys = pytest.CaptureFixture[str]
 
@@ -106,6 +108,23 @@ def test_lengths_that_take_turns_are_all_drawn(tmp_path: Path) -> None:
     assert main([str(tmp_path), "--output", str(tmp_path / "p.svg"), "--json", str(tmp_path / "n.json")]) == 0
     (found,) = json.loads((tmp_path / "n.json").read_text()).values()
     assert found["similarity"] == {"1": 0.3, "2": 0.4, "3": 0.5} and found["target"] == {"1": 0.5, "2": 0.5, "3": 0.5}
+
+
+def test_a_single_measurement_is_a_dot(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    first, *_ = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text(first)
+    with panels(tmp_path / "p.png", 2) as (loss, similarity):
+        draw_curve(loss, {"run": read_run(run)}, "loss", "loss", "loss", 1)
+        draw_similarities(similarity, "run", read_run(run))
+        assert {line.get_marker() for axes in (loss, similarity) for line in axes.lines} == {"."}
+
+
+def test_no_accuracy_axis_goes_past_100(tmp_path: Path) -> None:
+    with panels(tmp_path / "p.png", 1) as (axes,):
+        axes.plot([0, 1], [40, 100])
+        end_at_100(axes)
+        assert axes.get_ylim()[1] == 100
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

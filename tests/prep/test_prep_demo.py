@@ -7,6 +7,8 @@ import pytest
 from PIL import Image
 from sklearn.neighbors import KNeighborsClassifier
 
+from cocor import run_dir
+from cocor.config.options import Config
 from loaders.datasets.dataset import open_folder
 from loaders.errors import UserError
 from loaders.prep import demo
@@ -69,3 +71,17 @@ def test_a_missing_scikit_image_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install"):
         demo.make_demo(tmp_path / "demo")
+
+
+@pytest.mark.parametrize(("there", "meant"), [([], True), (["demo/config.yaml"], True), (["demo/a/1.jpg"], False)])
+def test_a_run_may_be_called_demo(
+    there: list[str], meant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images of that name are meant by ``--data demo``; a run is not."""
+    monkeypatch.chdir(tmp_path)
+    for name in there:
+        Path(name).parent.mkdir(parents=True)
+        Path(name).write_text("# cocor 0.1.0, python 3.12\n")
+    assert demo.is_demo(Path("demo")) == meant
+    if meant:
+        run_dir.check(Config(data=Path("demo"), output=Path("demo"), resume="auto"))

@@ -149,7 +149,7 @@ def test_the_comparison_itself() -> None:
 KINDS = [
     {"hypergradient": "taylor"}, {"consistency": "abs"}, {"consistency": "none"}, {"mmnn": "constants"},
     {"method": "byol", "optimiser": "sgd", "sync_bn": False}, {"method": "supcon"},
-    {"optimiser": "adamw", "lr": 1e-3, "clip_grad": 1.0},
+    {"optimiser": "adamw", "lr": 1e-3, "clip_grad": 1.0}, {"accumulate": 2},
     *({"method": name, "optimiser": "sgd"} for name in ("simclr", "barlow", "vicreg")),
 ]  # fmt: skip
 TURNS = [

@@ -1,17 +1,23 @@
 """Transformers and ConvNeXts of timm's train, are evaluated and exported like ResNets."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
 import torch
 from helpers import runs
 
+from cocor.backbone import build_backbone
+from cocor.config.options import Config
 from cocor.eval.cli import main as evaluate
 from cocor.eval.export_cli import main as export
-from cocor.eval.weights.load import load_encoder
+from cocor.models import start_from
 from cocor.train import main
+from cocor.weights.load import load_encoder
+from loaders.errors import UserError
 
 # A ViT's patches have 16 pixels, of a small stem 4; a ConvNeXt divides the side by 32.
 BACKBONES = [("test_vit", "imagenet", 48), ("test_vit", "small", 32), ("test_convnext", "imagenet", 64)]
@@ -39,3 +45,32 @@ def test_it_trains_and_is_evaluated_and_exported(photo_folder: Path, tmp_path: P
     assert torch.equal(model(sample), encoder.backbone(sample))
     card = (output / "run" / "README.md").read_text()
     assert ("patch_size=4" in card) == (stem == "small") and "conv1" not in card
+
+
+@pytest.mark.parametrize(("backbone", "stem", "size"), BACKBONES)
+def test_init_reads_what_is_evaluated(tmp_path: Path, caplog: pytest.LogCaptureFixture, backbone: str, stem: Any,
+                                      size: int) -> None:  # fmt: skip
+    """Here MoCo's layout, with a head, of a model for images of timm's size."""
+    caplog.set_level("INFO")
+    trained, started = (build_backbone(backbone, stem, side) for side in (None, size))
+    state = {f"module.encoder_q.{name}": value for name, value in trained.state_dict().items()}
+    torch.save({"state_dict": state | {"module.encoder_q.fc.weight": torch.zeros(2, 2)}}, tmp_path / "moco.pth.tar")
+    start_from(started, Config(backbone=backbone, stem=stem, image_size=size, init=tmp_path / "moco.pth.tar"))
+    weights = trained.state_dict()
+    assert all(torch.equal(v, weights[name]) for name, v in started.state_dict().items() if name != "pos_embed")
+    assert f"{len(weights)} of {len(weights)} tensors loaded, 1 of other parts left" in caplog.text
+
+
+def test_init_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    state = {f"encoder.{name}": value for name, value in build_backbone("resnet18").state_dict().items()}
+    for name, place in (("whole", 0), ("half", len(state) // 2)):
+        torch.save(dict(list(state.items())[place:]), tmp_path / name)
+    small, usual = (Config(backbone="resnet18", stem=stem) for stem in ("small", "imagenet"))
+    for config, init, message in (
+        (usual, "half", "no encoder|tensors of resnet18 match"),
+        (small, "whole", "conv1.weight.*another model with --backbone or --stem"),
+        (usual, "timm:no", "no such model"),
+    ):
+        path = Path(init) if ":" in init else tmp_path / init
+        with pytest.raises(UserError, match=message):
+            start_from(build_backbone("resnet18", config.stem), replace(config, init=path))

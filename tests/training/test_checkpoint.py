@@ -185,18 +185,3 @@ def test_the_export_is_what_timm_loads(tmp_path: Path) -> None:
     export_backbone(model, path, {})
     timm.models.load_checkpoint(again, str(path))
     assert all(torch.equal(value, again.state_dict()[key]) for key, value in model.state_dict().items())
-
-
-def test_a_backbone_is_read_from_either_file(tmp_path: Path) -> None:
-    module = nn.Linear(2, 2)
-    export_backbone(module, tmp_path / "a.safetensors", {})
-    weights = {f"backbone.{key}": value for key, value in module.state_dict().items()} | {"queue": torch.zeros(2)}
-    path = checkpoint.save(tmp_path, {"step": 1, "training": {"method": weights}}, keep=1)
-    for file in (tmp_path / "a.safetensors", path):
-        read = checkpoint.read_backbone(file)
-        assert read.keys() == {"weight", "bias"} and torch.equal(read["weight"], module.weight)
-    (tmp_path / "b.safetensors").write_bytes(b"no")
-    empty = checkpoint.save(tmp_path, {"step": 2}, keep=2)
-    for file, message in ((tmp_path / "b.safetensors", "cannot be read"), (empty, "holds no backbone")):
-        with pytest.raises(UserError, match=message):
-            checkpoint.read_backbone(file)

@@ -11,8 +11,8 @@ import torch
 from helpers import runs
 from helpers.runs import STEPS, Capture, assert_same_bits, final_state, flags, interrupted, metrics
 from PIL import Image
+from safetensors.torch import load_file
 
-from cocor import checkpoint
 from cocor.methods.moco import MoCo
 from cocor.train import main
 
@@ -62,10 +62,10 @@ class TestRunFolder:
             assert torch.equal(value, trained[f"backbone.{name}"])
 
     def test_a_run_starts_from_the_weights_of_another(self, unbroken: Path, photo_folder: Path, tmp_path: Path) -> None:
-        options = {"data": photo_folder, "init": unbroken / "backbone.safetensors", "consistency": "none"}
+        options = {"data": photo_folder, "init": unbroken, "consistency": "none"}
         assert main(flags(**options, output=tmp_path / "run", epochs=1, lr=0, weight_decay=0, loader="torch")) == 0
-        backbone = checkpoint.read_backbone(tmp_path / "run" / "backbone.safetensors")
-        for name, value in checkpoint.read_backbone(unbroken / "backbone.safetensors").items():
+        backbone = load_file(tmp_path / "run" / "backbone.safetensors")
+        for name, value in load_file(unbroken / "backbone.safetensors").items():
             assert "running" in name or "tracked" in name or torch.equal(backbone[name], value)
 
     def test_the_saved_configuration_repeats_the_run(self, unbroken: Path, tmp_path: Path) -> None:
@@ -138,6 +138,8 @@ class TestOutput:
         assert str(files) in line and "--resume" in line and "--overwrite" in line
         line = self.refused(capsys, "--resume", data=photo_folder, output=files, temperature=0.5)
         assert "temperature: 0.2 in the checkpoint, 0.5 now" in line
+        line = self.refused(capsys, "--resume", data=photo_folder, output=files, epochs=400)
+        assert "epochs: 2 in the checkpoint, 400 now; to train on, start a new run" in line and "--init RUN" in line
         saved = unbroken / "checkpoints" / "step_0000004.pt"
         assert "another run" in self.refused(capsys, data=photo_folder, output=files, resume=saved)
         assert times() == before

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -9,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from cocor.distributed.collectives import together
 from cocor.eval.detect.datasets import AnnotatedImage
 from loaders.datasets.decode import decode
 from loaders.errors import UnusableImage, UserError
 
+Key = tuple[int, bool]  # place of an image, whether mirrored
 _log = logging.getLogger(__name__)
 
 
@@ -30,7 +33,7 @@ class _Samples(Dataset[Sample | UnusableImage]):
     def __init__(self, images: Sequence[AnnotatedImage]) -> None:
         self._images = images
 
-    def __getitem__(self, key: tuple[int, bool]) -> Sample | UnusableImage:
+    def __getitem__(self, key: Key) -> Sample | UnusableImage:
         image, mirrored = self._images[key[0]], key[1]
         try:
             pixels = torch.from_numpy(np.array(decode(str(image.path)))).permute(2, 0, 1)
@@ -58,9 +61,9 @@ class Batches:
             most = max(tall, len(images) - tall)
             raise UserError(f"--batch-size {size}: only {most:,} images are of one orientation; use that or fewer")
 
-    def keys(self, iterations: range) -> Iterator[list[tuple[int, bool]]]:
-        """Yield (place of the image, whether mirrored) for every image of a batch."""
-        rows: list[list[tuple[int, bool]]] = []
+    def keys(self, iterations: range) -> Iterator[list[Key]]:
+        """Yield the keys of the images of each batch."""
+        rows: list[list[Key]] = []
         epoch = -1
         for iteration in iterations:
             if iteration // self._of_an_epoch != epoch:
@@ -68,8 +71,8 @@ class Batches:
                 rows = self._epoch(epoch)
             yield rows[iteration % self._of_an_epoch]
 
-    def _epoch(self, epoch: int) -> list[list[tuple[int, bool]]]:
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+    def _epoch(self, epoch: int) -> list[list[Key]]:
+        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + epoch) % 2**63)
         order = torch.randperm(len(self._tall), generator=generator)
         groups = [order[self._tall[order] == kind] for kind in (False, True)]
         rows = torch.cat([group[: len(group) // self._size * self._size].view(-1, self._size) for group in groups])
@@ -79,22 +82,26 @@ class Batches:
 
 
 def decoded(
-    images: Sequence[AnnotatedImage], keys: Iterable[list[tuple[int, bool]]], workers: int, on_error: str
+    images: Sequence[AnnotatedImage], keys: Iterable[list[Key]], workers: int, on_error: str
 ) -> Iterator[list[Sample]]:
-    """Decode the images of each batch in ``workers`` processes.
+    """Decode the images of each batch in ``workers`` processes; all ranks do so at once.
 
-    An image that cannot be read is an UnusableImage or, with ``on_error`` "skip", left out of its batch with a warning.
+    An image that cannot be read is a UserError on all ranks or, with ``on_error`` "skip", left out with a warning.
     """
     named: set[str] = set()
     loader: DataLoader[Sample | UnusableImage] = DataLoader(
         _Samples(images), batch_sampler=keys, num_workers=workers, collate_fn=list
     )  # fmt: skip
     for batch in loader:
-        faults = [str(sample) for sample in batch if isinstance(sample, UnusableImage)]
-        if faults and on_error == "stop":
-            raise UserError(f"{faults[0]}; --on-error skip leaves such images out")
-        for fault in faults:
-            if fault not in named:
-                _log.warning(f"left out: {fault}")
-                named.add(fault)
-        yield [sample for sample in batch if isinstance(sample, Sample)]
+        yield together(partial(_readable, batch, on_error, named))
+
+
+def _readable(batch: Sequence[Sample | UnusableImage], on_error: str, named: set[str]) -> list[Sample]:
+    faults = [str(sample) for sample in batch if isinstance(sample, UnusableImage)]
+    if faults and on_error == "stop":
+        raise UserError(f"{faults[0]}; --on-error skip leaves such images out")
+    for fault in faults:
+        if fault not in named:
+            _log.warning(f"left out: {fault}")
+            named.add(fault)
+    return [sample for sample in batch if isinstance(sample, Sample)]

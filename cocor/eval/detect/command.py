@@ -14,8 +14,8 @@ from cocor.eval.detect.datasets import DetectionSet, open_sets
 from cocor.eval.detect.finetune import Work, detect_objects, fine_tune
 from cocor.eval.detect.model import build_detector
 from cocor.eval.detect.recipe import Recipe, chosen_recipe
-from cocor.eval.weights.load import Encoder
 from cocor.panels import panels, shown
+from cocor.weights.load import Encoder
 from loaders.cpus import available_cores
 from loaders.datasets.decode import decode
 from loaders.files import write_text
@@ -48,8 +48,8 @@ class Detection:
         return recipe | {"losses": self.losses, "test_images": len(self.test.images), "precision": self.precision}
 
 
-def detection(args: argparse.Namespace, encoder: Encoder, folder: Path) -> Detection:
-    """Fine-tune as the flags say, with checkpoints and detections in ``folder``.
+def detection(args: argparse.Namespace, encoder: Encoder, folder: Path) -> Detection | None:
+    """Fine-tune as the flags say, with checkpoints and detections in ``folder``; the main rank reports.
 
     Raises:
         UserError: the encoder, the data or a checkpoint does not fit, or pycocotools is missing.
@@ -58,14 +58,17 @@ def detection(args: argparse.Namespace, encoder: Encoder, folder: Path) -> Detec
     recipe = chosen_recipe(args)
     train, test = open_sets(args.dataset, args.root, args.on_error)
     workers = available_cores() if args.workers is None else args.workers
-    work = Work(args.world.device, workers, args.on_error, folder, args.checkpoint_every)
-    half = args.precision == "bf16" or (args.precision is None and work.device.type == "cuda")
+    work = Work(args.world, workers, args.on_error, folder, args.checkpoint_every)
+    half = args.precision == "bf16" or (args.precision is None and args.world.device.type == "cuda")
     kind = torch.bfloat16 if half else torch.float32
     torch.manual_seed(recipe.seed)
     model = build_detector(args.detector, encoder, len(train.classes), recipe, kind)
-    identity = {"detector": args.detector, "encoder": encoder.digest, "classes": ", ".join(train.classes)}
-    losses = fine_tune(model, train, recipe, work, identity | {"precision": str(kind)})
+    identity = {"detector": args.detector, "encoder": encoder.digest, "images": str(len(train.images))}
+    identity |= {"classes": ", ".join(train.classes), "precision": str(kind)}
+    losses = fine_tune(model, train, recipe, work, identity)
     boxes, read = detect_objects(model, test, work)
+    if not args.world.main:
+        return None
     write_text(folder / "detections.json", json.dumps(boxes) + "\n")
     found = average_precision(read, boxes)
     title = f"{encoder.name} on {args.dataset}, {args.detector.upper()}, {recipe.iterations:,} iterations"

@@ -6,6 +6,7 @@ batches (seed, iteration) -> losses -> SGD ... -> BatchNorm's statistics anew ->
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torchvision.models.detection import FasterRCNN
 
 from cocor import checkpoint
+from cocor.distributed.collectives import World, gather_objects, mean_over_ranks, on_main, reduce_gradients
 from cocor.eval.detect.average_precision import Rows
-from cocor.eval.detect.batches import Batches, Sample, decoded
-from cocor.eval.detect.datasets import DetectionSet
+from cocor.eval.detect.batches import Batches, Key, Sample, decoded
+from cocor.eval.detect.datasets import AnnotatedImage, DetectionSet
 from cocor.eval.detect.recipe import Recipe
+from cocor.methods.batchnorm import synchronise_batch_norm
 from loaders.errors import UserError
 from loaders.progress import track
 
@@ -30,9 +33,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Work:
-    """How to compute: on ``device``, images decoded by ``workers``, checkpoints in ``folder`` every ``every``."""
+    """How to compute: by the ranks of ``world``, images decoded by ``workers``, a checkpoint ``every`` iterations."""
 
-    device: torch.device
+    world: World
     workers: int
     on_error: str
     folder: Path
@@ -48,36 +51,53 @@ def fine_tune(
     ``recipe``, a checkpoint must agree in.
 
     Raises:
-        UserError: the loss is no number, an image cannot be read, or checkpoints are of another run.
+        UserError: the ranks cannot share a batch, the loss is no number, an image cannot be read, or checkpoints are of
+            another run.
     """
+    world = work.world
+    if recipe.batch_size % world.size:
+        raise UserError(f"--batch-size {recipe.batch_size}: the {world.size} ranks share it; use a multiple of that")
     batches = Batches(train.images, recipe.batch_size, recipe.seed)
-    model.to(work.device).train()
-    if work.device.type == "cuda":
-        model.to(memory_format=torch.channels_last)
+    _place(model, world)
     optimiser = torch.optim.SGD(_groups(model), recipe.lr, momentum=_MOMENTUM)
     settings = {**{name: str(value) for name, value in asdict(recipe).items()}, **identity}
     first, losses = _resumed(model, optimiser, settings, work.folder)
     todo = range(first, recipe.iterations)
-    keys = batches.keys(todo)
-    stream = decoded(train.images, keys, work.workers, work.on_error)
+    stream = _share(train.images, batches.keys(todo), work)
     for iteration, batch in zip(todo, track(stream, len(todo), "fine-tuning", "iterations"), strict=True):
-        torch.manual_seed(recipe.seed + iteration)  # sizes and sampled boxes are those of an unbroken run
+        # Sizes and sampled boxes are those of an unbroken run, and differ between ranks.
+        torch.manual_seed(((recipe.seed + iteration) * world.size + world.rank) % 2**63)
         for group in optimiser.param_groups:
             group["lr"] = recipe.rate(iteration)
-        if batch:
-            losses.append(_step(model, optimiser, batch, work.device))
-        if not all(map(_finite, losses[-1:])):
+        losses.append(_step(model, optimiser, batch, world.device))
+        if not abs(losses[-1]) < float("inf"):
             raise UserError(f"iteration {iteration}: the loss is no longer finite; lower --lr ({recipe.lr:g})")
         done = iteration + 1
         if done % work.every == 0 or done == recipe.iterations:
             _log.info(f"iteration {done:,} of {recipe.iterations:,}: loss {_mean(losses[-work.every :]):.3f}")
             state = {"step": done, "model": model.state_dict(), "optimiser": optimiser.state_dict()}
-            checkpoint.save(work.folder, state | {"settings": settings, "losses": losses}, keep=1)
+            state |= {"settings": settings, "losses": losses}
+            on_main(partial(checkpoint.save, work.folder, state, keep=1))
     anew = range(recipe.iterations, recipe.iterations + min(_STATISTICS_FROM, recipe.iterations))
-    stream = decoded(train.images, batches.keys(anew), work.workers, work.on_error)
-    _renew_statistics(model, track(stream, len(anew), "statistics of BatchNorm", "batches"), work.device)
+    stream = _share(train.images, batches.keys(anew), work)
+    _renew_statistics(model, track(stream, len(anew), "statistics of BatchNorm", "batches"), world.device)
     width = max(1, -(-len(losses) // _CURVE))
     return [round(_mean(losses[at : at + width]), 4) for at in range(0, len(losses), width)]
+
+
+def _place(model: FasterRCNN, world: World) -> None:
+    """Make the model ready for training on this rank's device."""
+    if world.size > 1:
+        synchronise_batch_norm(model, world.device)
+    model.to(world.device).train()
+    if world.device.type == "cuda":
+        model.to(memory_format=torch.channels_last)
+
+
+def _share(images: Sequence[AnnotatedImage], keys: Iterable[list[Key]], work: Work) -> Iterator[list[Sample]]:
+    """Decode this rank's share of every batch."""
+    own = (batch[work.world.rank :: work.world.size] for batch in keys)
+    return decoded(images, own, work.workers, work.on_error)
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -111,22 +131,21 @@ def _step(model: FasterRCNN, optimiser: torch.optim.Optimizer, batch: Sequence[S
     loss = _loss(model, batch, device)
     optimiser.zero_grad()
     loss.backward()
+    reduce_gradients([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
     optimiser.step()
-    return float(loss.detach())
+    return float(mean_over_ranks(loss.detach()))
 
 
 def _loss(model: FasterRCNN, batch: Sequence[Sample], device: torch.device) -> Tensor:
     """Return the sum of the losses of proposals (objectness, box) and regions (class, box)."""
+    if not batch:
+        raise UserError("no image of a batch can be read; repair the data, or raise --batch-size")
     targets = [{name: value.to(device) for name, value in sample.target.items()} for sample in batch]
     return torch.stack(list(model([_pixels(sample, device) for sample in batch], targets).values())).sum()
 
 
 def _pixels(sample: Sample, device: torch.device) -> Tensor:
     return sample.pixels.to(device, non_blocking=True).float() / 255
-
-
-def _finite(value: float) -> bool:
-    return abs(value) < float("inf")
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -142,25 +161,24 @@ def _renew_statistics(model: FasterRCNN, batches: Iterable[list[Sample]], device
             module.momentum = None  # the plain mean
     torch.manual_seed(0)
     for batch in batches:
-        if batch:
-            _loss(model, batch, device)
+        _loss(model, batch, device)
 
 
 @torch.no_grad()
 def detect_objects(model: FasterRCNN, test: DetectionSet, work: Work) -> tuple[Rows, DetectionSet]:
-    """Detect the objects of every test image, one image at a time.
+    """Detect the objects of every test image, one image at a time on each rank.
 
     Returns rows of COCO's result format and the set of the images that could be read.
     """
     model.eval()
     rows: Rows = []
-    readable = []
-    keys: Iterator[list[tuple[int, bool]]] = ([(place, False)] for place in range(len(test.images)))
-    stream = decoded(test.images, keys, work.workers, work.on_error)
-    for batch in track(stream, len(test.images), "detecting", "images"):
-        for sample in batch:
-            (found,) = model([_pixels(sample, work.device)])
-            readable.append(sample.image)
+    read: set[int | str] = set()
+    count, size = len(test.images), work.world.size
+    keys = ([(place, False) for place in range(first, min(first + size, count))] for first in range(0, count, size))
+    for batch in track(_share(test.images, keys, work), count, "detecting", "images", size):
+        for sample in batch:  # at most one
+            (found,) = model([_pixels(sample, work.world.device)])
+            read.add(sample.image.id)
             boxes, labels, scores = (found[name].cpu() for name in ("boxes", "labels", "scores"))
             boxes[:, 2:] -= boxes[:, :2]
             rows += [
@@ -168,4 +186,7 @@ def detect_objects(model: FasterRCNN, test: DetectionSet, work: Work) -> tuple[R
                  "bbox": [round(side, 2) for side in box], "score": round(score, 5)}
                 for box, label, score in zip(boxes.tolist(), labels.tolist(), scores.tolist(), strict=True)
             ]  # fmt: skip
-    return rows, replace(test, images=tuple(readable))
+    shares = gather_objects((rows, read))
+    read = set().union(*(share[1] for share in shares))
+    kept = tuple(image for image in test.images if image.id in read)
+    return [row for share in shares for row in share[0]], replace(test, images=kept)

@@ -14,7 +14,7 @@ from torchvision.models.detection.rpn import RPNHead
 from torchvision.ops import roi_align
 
 from cocor.eval.detect.recipe import Recipe
-from cocor.eval.weights.load import Encoder
+from cocor.weights.load import Encoder
 from loaders.errors import UserError
 
 Detector = Literal["c4", "fpn"]

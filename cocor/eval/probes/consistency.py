@@ -23,10 +23,10 @@ from cocor.config.options import BEFORE, Config
 from cocor.distributed.collectives import World
 from cocor.eval.features import Extraction
 from cocor.eval.probes.online import evaluating
-from cocor.eval.weights.load import load_encoder
 from cocor.models import build_method
 from cocor.objective.consistency import latent_similarity
 from cocor.objective.mmnn import MMNN, Constants, by_length
+from cocor.weights.load import load_encoder
 from loaders.datasets.dataset import ImageDataset
 from loaders.errors import UserError
 from loaders.open import open_loader

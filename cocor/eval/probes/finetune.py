@@ -20,8 +20,8 @@ from cocor.eval.datasets.protocols import FINETUNE, RANDOM_CROP_SCALE
 from cocor.eval.datasets.splits import Splits
 from cocor.eval.features import Extraction, encoded
 from cocor.eval.probes.online import evaluating
-from cocor.eval.weights.load import Encoder
 from cocor.step.optim import Cosine
+from cocor.weights.load import Encoder
 from loaders.datasets.dataset import ImageDataset
 from loaders.datasets.labels import stratified_split
 from loaders.errors import UserError
@@ -31,7 +31,8 @@ from loaders.views.order import BatchOrder
 from loaders.views.plan import ViewPlan
 
 _SAVE_SECONDS = 60.0
-_FEWEST_STEPS = 16  # of an epoch: fewer labels make smaller batches, with rates in proportion
+# Few labels make smaller batches, with rates in proportion, so that an epoch has 16 steps; BatchNorm needs some images.
+_FEWEST_STEPS, _SMALLEST_BATCH = 16, 32
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def finetune(
     training = _Training(encoder, train, settings, how, folder, resume)
     for _ in track(training.steps(), training.steps_left, f"fine-tuning on {settings.fraction:.3g}", "steps"):
         pass
-    top1, top5, tested = _test(training.model, splits.test, how)
+    top1, top5, tested = _test(training.model, splits.test, settings, how)
     sizes = len(train), tested, len(train.classes), settings.epochs, training.batch
     seconds = time.perf_counter() - began
     return FinetuneResult(
@@ -100,7 +101,7 @@ class _Training:
         resume: bool,
     ) -> None:  # fmt: skip
         self._settings, self._how, self._train, self._folder = settings, how, train, folder
-        self.batch = min(how.batch_size, max(2, len(train) // _FEWEST_STEPS))
+        self.batch = min(how.batch_size, len(train), max(_SMALLEST_BATCH, len(train) // _FEWEST_STEPS))
         torch.manual_seed(settings.seed)  # of dropout
         self.model = _with_classifier(encoder, len(train.classes), how)
         parts = [list(part.parameters()) for part in self.model]
@@ -141,7 +142,7 @@ class _Training:
                         yield
                 self._epoch, self.loss = epoch + 1, loss.item()
                 if not torch.isfinite(loss):
-                    raise UserError(f"the loss is {self.loss}: lower --lr ({settings.lr:g}) or --head-lr")
+                    raise _diverged(settings)
                 if time.monotonic() - saved > _SAVE_SECONDS or self._epoch == settings.epochs:
                     self._save()
                     saved = time.monotonic()
@@ -186,13 +187,21 @@ def _with_classifier(encoder: Encoder, classes: int, how: Extraction) -> nn.Sequ
     return model.to(memory_format=torch.channels_last) if how.world.device.type == "cuda" else model
 
 
-def _test(model: nn.Module, test: ImageDataset, how: Extraction) -> tuple[float, float, int]:
+def _test(
+    model: nn.Module, test: ImageDataset, settings: FinetuneSettings, how: Extraction
+) -> tuple[float, float, int]:
     """Return top-1, top-5, and of how many labelled images that could be read."""
     test = test.subset((test.labels >= 0).nonzero()[0])
     labels, ranks = torch.from_numpy(test.labels.copy()), torch.full((len(test),), -1)
     with evaluating(model):
         for index, logits in encoded(model, test, how, "test images"):
+            if not logits.isfinite().all():
+                raise _diverged(settings)
             own = logits.gather(1, labels[index, None])
             ranks[index] = (logits > own).sum(1)
     ranks = ranks[ranks >= 0]
     return (ranks < 1).double().mean().item(), (ranks < 5).double().mean().item(), len(ranks)
+
+
+def _diverged(settings: FinetuneSettings) -> UserError:
+    return UserError(f"the loss is no number: lower --lr ({settings.lr:g}) or --head-lr ({settings.head_lr:g})")

@@ -26,7 +26,7 @@ from cocor.eval.features import Extraction, Features, encode
 from cocor.eval.probes.knn import nearest_neighbours
 from cocor.eval.probes.linear import PENALTIES, linear_probe
 from cocor.eval.probes.online import evaluating
-from cocor.eval.weights.load import Encoder
+from cocor.weights.load import Encoder
 from loaders.datasets.dataset import ImageDataset
 from loaders.errors import UserError
 from loaders.open import open_loader

@@ -19,7 +19,7 @@ from cocor.eval.datasets.protocols import RANDOM_CROP_SCALE, SgdSettings
 from cocor.eval.features import Extraction, Features, encode
 from cocor.eval.probes.linear import check_splits, class_mean, top1
 from cocor.eval.probes.online import evaluating
-from cocor.eval.weights.load import Encoder
+from cocor.weights.load import Encoder
 from loaders.datasets.dataset import ImageDataset
 from loaders.errors import UserError
 from loaders.open import open_loader

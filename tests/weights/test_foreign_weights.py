@@ -15,10 +15,10 @@ import torchvision
 from torch import Tensor, nn
 
 from cocor import checkpoint
+from cocor.backbone import build_backbone
 from cocor.checkpoint import export_backbone
-from cocor.eval.weights.load import digest, load_encoder
 from cocor.methods.moco import MoCo
-from cocor.models import build_backbone
+from cocor.weights.load import digest, load_encoder
 from loaders.errors import UserError
 
 State = dict[str, Tensor]

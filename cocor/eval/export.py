@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 import cocor
 from cocor import checkpoint
+from cocor.backbone import SMALL_PATCH, build_backbone, fixed_size
 from cocor.checkpoint import export_backbone
-from cocor.eval.weights.load import Encoder, digest
-from cocor.models import SMALL_PATCH, build_backbone, fixed_size
+from cocor.weights.load import Encoder, digest
 from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
 from loaders.errors import UserError
 from loaders.files import replacing, write_text

@@ -16,8 +16,8 @@ from itertools import takewhile
 import torch
 from torch import Tensor, nn
 
-from cocor.eval.weights.files import WeightFile, Which
-from cocor.models import build_backbone
+from cocor.backbone import build_backbone
+from cocor.weights.files import WeightFile, Which
 from loaders.errors import UserError
 
 # Origin -> prefixes of the trained encoder, in the order of the search, and of its moving average. Names come without

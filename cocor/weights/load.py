@@ -2,7 +2,7 @@
 
     read_weights -> names -> layout (prefix, renaming) -> architecture by the shapes -> timm model, filled, in eval mode
 
-Known are the programs of :mod:`cocor.eval.weights.layouts`, these within a wrapper of one's own, and any other prefix
+Known are the programs of :mod:`cocor.weights.layouts`, these within a wrapper of one's own, and any other prefix
 below which, and nowhere else, a whole encoder lies. Every parameter and running statistic of the encoder must come from
 the file, and no weight below the prefix may be left over but those of heads; else counts and names are reported.
 """
@@ -16,10 +16,10 @@ import timm
 import torch
 from torch import nn
 
-from cocor.eval.weights.files import Which, read_weights
-from cocor.eval.weights.layouts import Layout, Models, recognise
-from cocor.models import build_backbone
+from cocor.backbone import build_backbone
 from cocor.run_dir import step_of
+from cocor.weights.files import Which, read_weights
+from cocor.weights.layouts import Layout, Models, recognise
 from loaders.errors import UserError
 
 

@@ -1,1 +1,0 @@
-"""Weights: checkpoints of any origin in, other tools' formats out."""

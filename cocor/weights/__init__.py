@@ -1,0 +1,1 @@
+"""Encoders from files of weights of any origin."""
