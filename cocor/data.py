@@ -155,13 +155,13 @@ def training_plan(config: Config) -> ViewPlan:
     if not config.has_composites:
         return ViewPlan(
             config.image_size, config.seed, contrastive, original="center" if config.has_center else "none",
-            lengths=(), parameters=config.has_parameters,
+            lengths=(), parameters=config.has_parameters, kept=config.kept_parts,
         )  # fmt: skip
     return ViewPlan(
         config.image_size, config.seed, contrastive, original="shared" if config.recipe == "paper" else "weak",
         originals=config.released_originals, original_scale=(config.crop_scale_min, 1.0), lengths=config.lengths,
         pool=config.pool, magnitudes=config.magnitudes, order=config.composite_order, weak=contrastive[0],
-        parameters=config.has_parameters,
+        parameters=config.has_parameters, kept=config.kept_parts,
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ class Batch:
     - ``label`` (B,) int64, -1 where there is none; ``index`` (B,) int64, the sample's place in the data set.
     - ``parameters`` (V, B, 16) float32: what was done to each contrastive view, the numbers of
       :data:`loaders.views.parameters.PARAMETERS`; None unless the plan asks for them.
+    - ``kept`` (N, B, 3, H, W): further views with a part of the first contrastive one; None unless the plan has some.
     """
 
     views: Tensor
@@ -33,6 +34,7 @@ class Batch:
     label: Tensor
     index: Tensor
     parameters: Tensor | None = None
+    kept: Tensor | None = None
 
 
 class Loader(Protocol):

@@ -11,7 +11,11 @@ AUXILIARIES: dict[str, Any] = {
     "none": "cocor.auxiliary.base:Auxiliary",
     "multiview": "cocor.auxiliary.multiview:MultiView",
     "clsa": "cocor.auxiliary.clsa:CLSA",
+    "renyicl": "cocor.auxiliary.renyicl:RenyiCL",
     "augself": "cocor.auxiliary.augself:AugSelf",
     "equimod": "cocor.auxiliary.equimod:EquiMod",
+    "stl": "cocor.auxiliary.stl:STL",
+    "looc": "cocor.auxiliary.looc:LooC",
+    "hierarchical": "cocor.auxiliary.hierarchical:Hierarchical",
     "strongview": "cocor.auxiliary.strongview:StrongView",
 }

@@ -59,7 +59,7 @@ class AugSelf(PairAuxiliary):
 
     @classmethod
     def cost(cls, config: Config) -> float:
-        if config.auxiliary_pairs == "composites":
+        if cls.in_composites(config):
             return super().cost(config)
         return 2.0 - method_class(config.method).views_with_gradient(config)
 

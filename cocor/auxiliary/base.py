@@ -62,19 +62,29 @@ class Auxiliary(nn.Module):
         """
         return None
 
+    def after_step(self, method: Method) -> None:
+        """Update moving averages and queues; called once per step, before the method's."""
+
 
 class PairAuxiliary(Auxiliary):
     """An auxiliary of pairs: two contrastive views, or the original and a composite."""
 
     def __init__(self, config: Config, method: Method) -> None:
         super().__init__(config, method)
-        self.of_composites = config.auxiliary_pairs == "composites"
+        self.of_composites = self.in_composites(config)
+
+    @classmethod
+    def in_composites(cls, config: Config) -> bool:
+        """Tell whether the pairs are original and composite."""
+        return config.auxiliary_pairs == "composites"
 
     @classmethod
     def check(cls, config: Config) -> None:
         super().check(config)
-        if config.auxiliary_pairs == "composites" and config.recipe == "released":
-            raise UserError("auxiliary_pairs: composites of --recipe released are of other crops than their original")
+        if cls.in_composites(config) and config.recipe == "released":
+            raise UserError(
+                f"recipe: {config.auxiliary} needs original and composites of one crop, not those of released"
+            )
 
     @classmethod
     def cost(cls, config: Config) -> float:

@@ -21,11 +21,9 @@ from cocor.methods.moco import Logits, MoCo
 from loaders.batch import Batch
 
 
-class CLSA(Auxiliary):
-    """Distributional divergence between a view and its composites over the queue."""
+class Queued(Auxiliary):
+    """An auxiliary that contrasts further views, by default composites, with a queue."""
 
-    options = ("auxiliary_weight",)
-    composites = True
     needs = "queue of keys"
 
     @classmethod
@@ -35,6 +33,13 @@ class CLSA(Auxiliary):
     @classmethod
     def cost(cls, config: Config) -> float:
         return 3.0 * composites_in_step(config)
+
+
+class CLSA(Queued):
+    """Distributional divergence between a view and its composites over the queue."""
+
+    options = ("auxiliary_weight",)
+    composites = True
 
     def loss(self, method: Method, batch: Batch, features: Sequence[Tensor]) -> Tensor:
         assert isinstance(method, MoCo)

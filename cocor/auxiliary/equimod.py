@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from cocor.auxiliary.base import PairAuxiliary, view_features
-from cocor.auxiliary.heads import nt_xent, perceptron
+from cocor.auxiliary.heads import nt_xent, perceptron, precise
 from cocor.methods import method_class
 from cocor.methods.base import Config, Method, batch_statistics_only, feature_size
 from loaders.batch import Batch
@@ -49,7 +49,7 @@ class EquiMod(PairAuxiliary):
     @classmethod
     def check(cls, config: Config) -> None:
         super().check(config)
-        if config.auxiliary_pairs == "views" and config.consistency != "none":
+        if not cls.in_composites(config) and config.consistency != "none":
             raise UserError(
                 "auxiliary: equimod compares views with the whole image, where CoCor has a random crop; use "
                 "--consistency none or --auxiliary-pairs composites"
@@ -57,7 +57,7 @@ class EquiMod(PairAuxiliary):
 
     @classmethod
     def cost(cls, config: Config) -> float:
-        if config.auxiliary_pairs == "composites":
+        if cls.in_composites(config):
             return super().cost(config)
         return 3.0 + 3.0 * (2 - method_class(config.method).views_with_gradient(config))
 
@@ -72,6 +72,6 @@ class EquiMod(PairAuxiliary):
                 augmented, parameters = view_features(method, batch, features, gradient=True), batch.parameters
         source, *moved = self.projector(torch.cat([original, *augmented])).chunk(1 + len(augmented))
         embedded = torch.cat(moved)
-        change = self.augmentation(parameters.flatten(0, 1).to(original.dtype))
+        change = self.augmentation(parameters.flatten(0, 1).to(precise(original).dtype))
         predicted = self.predictor(torch.cat([source.repeat(len(moved), 1), change], 1))
         return nt_xent(embedded, predicted, self.temperature, self.ranks)

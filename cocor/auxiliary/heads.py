@@ -1,5 +1,6 @@
 """Networks on top of features, and losses that several auxiliaries share."""
 
+import math
 from itertools import pairwise
 
 import torch
@@ -28,14 +29,23 @@ def precise(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def nt_xent(first: Tensor, second: Tensor, temperature: float, ranks: Ranks) -> Tensor:
+def log_mean_exp(values: Tensor, ranks: Ranks) -> Tensor:
+    """Compute ``log(mean(exp(values)))`` over all elements of all ranks, a scalar."""
+    return joined(values.flatten().logsumexp(0)[None], ranks).logsumexp(0) - math.log(values.numel() * ranks.size)
+
+
+def nt_xent(first: Tensor, second: Tensor, temperature: float, ranks: Ranks, counts: Tensor | None = None) -> Tensor:
     """Compute SimCLR's NT-Xent of pairs (B, d), against all others of all ranks.
 
     Source: Chen et al. 2020, eq. 1, averaged over both directions. Every rank computes the loss of the global batch.
+    Pairs whose ``counts`` (ranks * B,) is false are negatives only; without any other the loss is 0.
     """
     with torch.autocast(first.device.type, enabled=False):
         whole = torch.cat([joined(normalised(part), ranks) for part in (first, second)])
         logits = whole @ whole.T / temperature
         logits = logits.masked_fill(torch.eye(len(whole), dtype=torch.bool, device=whole.device), -torch.inf)
         partner = torch.arange(len(whole), device=whole.device).roll(len(whole) // 2)
-        return F.cross_entropy(logits, partner)
+        if counts is None:
+            return F.cross_entropy(logits, partner)
+        both = counts.repeat(2).to(logits.dtype)
+        return (F.cross_entropy(logits, partner, reduction="none") * both).sum() / both.sum().clamp_min(1.0)

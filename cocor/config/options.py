@@ -17,6 +17,7 @@ from cocor.config.parse import option
 from cocor.methods import METHODS, spec
 from loaders.files import write_text
 from loaders.views.ops import POOLS, Magnitudes, Order
+from loaders.views.plan import Kept
 
 Loader = Literal["dali", "torch", "synthetic", "ffcv"]
 Consistency = Literal["softplus", "abs", "none"]
@@ -135,6 +136,8 @@ class Config:
         "views", "what it compares: both contrastive views, or original and composites"
     )
     auxiliary_temperature: float = option(0.2, "temperature of its loss", low=1e-3)
+    renyi_order: float = option(2.0, "order of the Renyi divergence", low=1)
+    looc_kept: tuple[Kept, ...] = option(("crop", "color"), "parts of the first view that a head each is to tell apart")
     augself_targets: tuple[Literal["crop", "color", "blur", "flip", "grey"], ...] = option(
         ("crop", "color"), "differences of views to predict"
     )
@@ -204,6 +207,11 @@ class Config:
     def has_parameters(self) -> bool:
         """Tell whether a step needs the parameters of the contrastive views."""
         return spec(self.auxiliary, AUXILIARIES).view_parameters and self.auxiliary_pairs == "views"
+
+    @property
+    def kept_parts(self) -> tuple[Kept, ...]:
+        """Return the parts of the first view that further ones keep, if a step needs such."""
+        return self.looc_kept if "looc_kept" in spec(self.auxiliary, AUXILIARIES).options else ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for YAML and checkpoints: texts for paths, lists."""

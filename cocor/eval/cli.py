@@ -83,7 +83,7 @@ def _parser() -> Parser:
     _data(finetune)
     part = f"share of every class (default {_list(FINETUNE.fractions)}: one training each)"
     finetune.add_argument("--label-fraction", type=fraction, nargs="+", default=list(FINETUNE.fractions), help=part)
-    epochs = f"default {FINETUNE.epochs(0.01)} up to 1 % of the labels, else {FINETUNE.epochs(1.0)}"
+    epochs = f"default {FINETUNE.epochs(0.01)} up to 1 %% of the labels, else {FINETUNE.epochs(1.0)}"
     finetune.add_argument("--epochs", type=positive, help=epochs)
     rate = f"learning rate of a batch of 256 (default {FINETUNE.lr})"
     finetune.add_argument("--lr", type=above_zero, default=FINETUNE.lr, help=rate)

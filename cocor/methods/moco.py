@@ -15,6 +15,7 @@ cut into groups with separate BatchNorm statistics, ``key_bn_splits`` over all r
 
 import copy
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +104,7 @@ class MoCo(Method):
     def contrastive(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
         """Compute InfoNCE of views (2, B, 3, H, W) in float32."""
         with torch.no_grad():
-            keys = [self._encode_keys(images) for images in self._of_keys(views)]
+            keys = [self.encode_keys(images) for images in self._of_keys(views)]
         self._keys += keys
         queries = [self.encode(images) for images in self._of_queries(views)]
         logits = [self._logits(*pair) for pair in zip(queries, keys, strict=True)]
@@ -168,20 +169,24 @@ class MoCo(Method):
         queries: list[Tensor] = [*self.backbone.parameters(), *self.head.parameters()]
         torch._foreach_lerp_(keys, queries, 1.0 - self.momentum)
 
-    def _encode_keys(self, images: Tensor) -> Tensor:
-        """Encode the keys of all ranks (ranks * B, dim), in the order of the global batch."""
+    def encode_keys(self, images: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Encode the keys of all ranks (ranks * B, dim), in the order of the global batch.
+
+        ``head`` maps features of the key backbone to embeddings, by default those of the method. No gradient.
+        """
+
+        def encode(part: Tensor) -> Tensor:
+            return normalised(self.key_head(self.key_backbone(part))) if head is None else head(self.key_backbone(part))
+
         ranks, groups = self.ranks, self.groups * self.ranks.size
         if groups == 1:
-            return self._encode_key(images)
+            return encode(images)
         # Channels-last images are contiguous as (N, H, W, C): indexing and sending them keeps that layout.
         channels_last = images.permute(0, 2, 3, 1).contiguous()
         mine = shuffle.shuffled(channels_last, self.step, groups, ranks).permute(0, 3, 1, 2)
         parts = mine.tensor_split(1 if self._groups_inside else self.groups)
-        keys = ranks.gather(torch.cat([self._encode_key(part) for part in parts]))
+        keys = ranks.gather(torch.cat([encode(part) for part in parts]))
         return torch.empty_like(keys).index_copy_(0, shuffle.order(self.step, len(keys), groups), keys)
-
-    def _encode_key(self, images: Tensor) -> Tensor:
-        return normalised(self.key_head(self.key_backbone(images)))
 
     def _logits(self, queries: Tensor, keys: Tensor) -> Logits:
         """Compute logits of a query's own key (B,) and of the queue (B, K), in float32.

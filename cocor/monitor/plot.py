@@ -36,6 +36,7 @@ _CURVES: dict[str, tuple[str, str, str, float]] = {
     "loss": ("loss", "loss (contrastive + consistency)", "loss", 1),
     "contrastive": ("contrastive_loss", "contrastive loss", "loss", 1),
     "consistency": ("consistency_loss", "consistency loss", "loss", 1),
+    "auxiliary": ("auxiliary_loss", "auxiliary loss", "loss", 1),
     "lr": ("lr", "learning rate", "learning rate", 1),
     "speed": ("images_per_s", "speed", "images/s, all GPUs", 1),
     "wait": ("data_wait_share", "waiting for data", "share of the time (%)", 100),

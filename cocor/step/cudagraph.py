@@ -2,7 +2,7 @@
 
 import gc
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor, nn
@@ -120,8 +120,12 @@ class GraphedStep:
 
 
 def _tensors(batch: Batch | None) -> list[Tensor]:
-    every = [] if batch is None else [getattr(batch, field.name) for field in fields(batch)]
-    return [tensor for tensor in every if tensor is not None]
+    return [] if batch is None else list(_named(batch).values())
+
+
+def _named(batch: Batch) -> dict[str, Tensor]:
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return {name: tensor for name, tensor in values.items() if tensor is not None}
 
 
 def _layout(batch: Batch | None) -> list[tuple[object, ...]]:
@@ -129,4 +133,4 @@ def _layout(batch: Batch | None) -> list[tuple[object, ...]]:
 
 
 def _clone(batch: Batch) -> Batch:
-    return type(batch)(*(tensor.clone() for tensor in _tensors(batch)))  # keeps the memory format
+    return replace(batch, **{name: tensor.clone() for name, tensor in _named(batch).items()})  # keeps the memory format

@@ -63,7 +63,7 @@ def build_optimiser(config: Config, method: Method, heads: nn.Module | None = No
         {**group, "params": [p for p in group["params"] if p.requires_grad]}  # timm freezes some
         for group in method.parameter_groups(config.weight_decay)
     ]
-    if heads is not None and (own := list(heads.parameters())):
+    if heads is not None and (own := [p for p in heads.parameters() if p.requires_grad]):
         groups.append({"params": own, "weight_decay": config.weight_decay, "fixed_lr": False})
     if config.optimiser == "adamw":
         groups = [part for group in groups for part in _split(group, _undecayed(method.backbone))]

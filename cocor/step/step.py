@@ -150,6 +150,8 @@ class TrainingStep:
             with self.timer("optimiser"):
                 self.optimiser.step()
         with self.timer("optimiser"):
+            if self.auxiliary is not None:
+                self.auxiliary.after_step(self.method)
             self.method.after_step()
         metrics["loss"] = contrastive
         if auxiliary is not None:

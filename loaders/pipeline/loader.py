@@ -163,10 +163,13 @@ def assemble(images: Tensor, tensors: dict[str, Tensor], plan: ViewPlan, dtype: 
     """Cut views (T, B, S, S, 3) into a batch, uncopied if of the right type."""
     layout, size = plan.layout, plan.size
     channels_last = images.to(dtype).permute(0, 1, 4, 2, 3)
-    views, original, composites = channels_last.split([layout.contrastive, layout.originals, layout.composites])
+    counts = [layout.contrastive, layout.originals, layout.composites, layout.kept]
+    views, original, composites, kept = channels_last.split(counts)
     original = original.permute(0, 1, 3, 4, 2).reshape(-1, size, size, 3).permute(0, 3, 1, 2)
     composition, label, index = (tensors[name] for name in ("composition", "label", "index"))
-    return Batch(views, original, composites, composition, label, index, tensors.get("parameters"))
+    return Batch(
+        views, original, composites, composition, label, index, tensors.get("parameters"), kept if plan.kept else None
+    )
 
 
 def usable_device(device: torch.device | str) -> torch.device:

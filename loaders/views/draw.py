@@ -127,7 +127,7 @@ def _draw_magnitude(seed, epoch, index, stream, number, limits):  # type: ignore
 
 @jit
 def draw_programs(  # type: ignore[no-untyped-def]
-    seed, epochs, index, rows, lengths, pool, ranges, places, first_composite, codes, magnitudes, composition
+    seed, epochs, index, rows, streams, lengths, pool, ranges, places, first_composite, codes, magnitudes, composition
 ):
     """Write ``codes`` and ``magnitudes`` (B, T, P), and ``composition`` (L, B, 14).
 
@@ -136,9 +136,9 @@ def draw_programs(  # type: ignore[no-untyped-def]
     """
     for b in range(len(index)):
         for t in range(len(rows)):
-            stream = _VIEW_STREAM + t
+            stream = _VIEW_STREAM + streams[t]
             at = _draw_augmentation(seed, epochs[b], index[b], stream, rows[t], codes[b, t], magnitudes[b, t])
-            if t < first_composite:
+            if t < first_composite or t >= first_composite + len(lengths):
                 continue
             for i in range(lengths[t - first_composite]):
                 number = 16 + 3 * i

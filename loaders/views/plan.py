@@ -10,6 +10,8 @@ themselves: files, boxes and programs come from here, so all of them show the sa
                         ``center``: the central crop of an evaluation
     composites          l draws with replacement from the pool, on the shared crop (paper) or on a contrastive-style
                         view of a crop of their own (released)
+    kept                further contrastive views, each with one part of the first one: its ``crop``, flip included, or
+                        its ``color``, the whole program
 """
 
 from dataclasses import dataclass, field
@@ -26,6 +28,7 @@ from loaders.views.ops import END
 
 Original = Literal["none", "shared", "weak", "center"]
 Filter = Literal["bilinear", "bicubic"]
+Kept = Literal["crop", "color"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class ViewLayout:
     originals: int
     composites: int
     crop_of_view: tuple[int, ...]
+    kept: int = 0
 
     @property
     def crops(self) -> int:
@@ -103,6 +107,7 @@ class ViewPlan:
     weak: Augmentation = field(default_factory=Augmentation)
     filter: Filter = "bilinear"
     parameters: bool = False
+    kept: tuple[Kept, ...] = ()
 
     def __post_init__(self) -> None:
         if self.size < 1 or any(length < 1 for length in self.lengths):
@@ -123,8 +128,10 @@ class ViewPlan:
             composite_crops = list(range(count + originals, count + originals + len(self.lengths)))
         else:
             composite_crops = original_crops * len(self.lengths)
-        crops = (*contrastive, *original_crops, *composite_crops)
-        return ViewLayout(count, originals, len(self.lengths), crops)
+        crops = [*contrastive, *original_crops, *composite_crops]
+        for part in self.kept:
+            crops.append(0 if part == "crop" else max(crops) + 1)
+        return ViewLayout(count, originals, len(self.lengths), tuple(crops), len(self.kept))
 
     @property
     def program_length(self) -> int:
@@ -145,19 +152,19 @@ class ViewPlan:
         codes = np.full((batch, layout.views, self.program_length), END, np.uint8)
         magnitudes = np.zeros((batch, layout.views, self.program_length), np.float32)
         composition = np.zeros((layout.composites, batch, len(ops.BASIC)), np.uint8)
-        crop_rows, view_rows, lengths, pool, ranges, places = self._tables
+        crop_rows, view_rows, streams, lengths, pool, ranges, places = self._tables
         index = np.ascontiguousarray(index, np.int64)
         sizes = np.ascontiguousarray(sizes, np.int32)
         draw_crops(self.seed, epochs, index, sizes, crop_rows, boxes, flips)
         draw_programs(
-            self.seed, epochs, index, view_rows, lengths, pool, ranges, places, layout.contrastive + layout.originals,
-            codes, magnitudes, composition,
+            self.seed, epochs, index, view_rows, streams, lengths, pool, ranges, places,
+            layout.contrastive + layout.originals, codes, magnitudes, composition,
         )  # fmt: skip
         return PlannedBatch(index, boxes, flips, codes, magnitudes, composition)
 
     @cached_property
     def _tables(self) -> tuple[npt.NDArray[Any], ...]:
-        """Build crop rows (C, 4), view rows (T, 10), lengths, pool, ranges, places."""
+        """Build crop rows (C, 4), view rows (T, 10), streams (T,), lengths, pool, ranges, places."""
         layout, row_length = self.layout, len(self.weak.row())
         crop_rows = [[*a.crop_scale, a.flip_prob, 0.0] for a in self.contrastive]
         view_rows = [a.row() for a in self.contrastive]
@@ -169,9 +176,17 @@ class ViewPlan:
         else:
             crop_rows += [[0.0, 0.0, 0.0, 1.0] if self.original == "center" else shared] * layout.originals
             view_rows += [[0.0] * row_length] * (layout.originals + layout.composites)
+        # Behind all others, so that these are drawn as without them. A stream of draws is named by a view's place.
+        streams = [
+            *range(len(view_rows)),
+            *(0 if p == "color" else len(view_rows) + n for n, p in enumerate(self.kept)),
+        ]
+        crop_rows += crop_rows[:1] * self.kept.count("color")
+        view_rows += view_rows[:1] * len(self.kept)
         ranges = [ops.RANGES[self.magnitudes].get(op, (0.0, 0.0, False, False)) for op in ops.BASIC]
         pool, order = np.array(ops.POOLS[self.pool], np.uint8), np.array(ops.ORDERS[self.order], np.int64)
         places = np.argsort(order) if len(order) else np.zeros(len(ops.BASIC), np.int64)
         crops, views = np.array(crop_rows, np.float64), np.array(view_rows, np.float64)
         lengths = np.array(self.lengths, np.int64)
-        return crops.reshape(-1, 4), views.reshape(-1, row_length), lengths, pool, np.array(ranges), places
+        drawn = crops.reshape(-1, 4), views.reshape(-1, row_length), np.array(streams, np.int64)
+        return *drawn, lengths, pool, np.array(ranges), places

@@ -1,5 +1,6 @@
 """Test the loss of each auxiliary against its formula, written out in float64."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ PLACE = {name: place for place, name in enumerate(PARAMETERS)}
 def made(auxiliary: str, method: str, **options: Any) -> tuple[Any, Method, Batch]:
     """An auxiliary with a method that has just computed its loss of a batch, all in float64."""
     kind = method if method not in ("split", "symmetric") else "moco"
-    options |= {"lengths": (1, 2), "consistency": "none"}
+    options = {"lengths": (1, 2), "consistency": "none"} | options
     config = noise_config(auxiliary=auxiliary, method=kind, **options)
     torch.manual_seed(1)
     network = tiny(method).double()
@@ -178,3 +179,94 @@ def test_equimod_predicts_displacements(method: str, pairs: str) -> None:
         partner = (i + len(every) // 2) % len(every)
         terms.append(-(shares[partner] / (shares.sum() - shares[i])).log())
     torch.testing.assert_close(loss, torch.stack(terms).mean(), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("order", [1.0, 1.5, 2.0])
+def test_renyicl_is_a_skew_divergence(order: float) -> None:
+    extra, network, batch = made("renyicl", "moco", renyi_order=order, queue_size=64)
+    loss = extra.loss(network, batch, [])
+    keys = unit(network.key_head(network.key_backbone(batch.views[1])))
+    queries = [network.encode(images) for images in batch.composites]
+    positive = torch.cat([(one * keys).sum(1) for one in queries]) / network.temperature
+    negative = torch.cat([(one @ network.queue.T).flatten() for one in queries]) / network.temperature
+    mixed = (order * positive).exp().mean() / 64 + (1 - 1 / 64) * (order * negative).exp().mean()
+    first = positive.mean() if order == 1 else ((order - 1) * positive).exp().mean().log() / (order - 1)
+    torch.testing.assert_close(loss, mixed.log() / order - first, rtol=1e-10, atol=1e-12)
+
+
+def test_stl_shares_transformations() -> None:
+    """Images 0, 1, 3 and 2, 4 share a composition of length 1; image 5, and all of length 2, share none."""
+    extra, network, batch = made("stl", "simsiam", auxiliary_temperature=0.3)
+    batch.composition[:] = 0
+    for b, op in enumerate([3, 3, 7, 3, 7, 11]):
+        batch.composition[0, b, op] = 1
+        batch.composition[1, b, 8] = batch.composition[1, b, b] = 1
+    loss = extra.loss(network, batch, kept(network))
+    original, *composites = [network.backbone(images) for images in (batch.original, *batch.composites)]
+    pairs = torch.cat([torch.cat([original, composite], 1) for composite in composites])
+    t = extra.transformation(pairs)
+    heads = unit(extra.transformation_head(t))
+    embedded = extra.projector(torch.cat([original, original, *composites]))
+    source, target = embedded[:12], unit(embedded[12:])
+    others = {0: [1, 3], 1: [0, 3], 3: [0, 1], 2: [4], 4: [2]}
+    moved = []
+    for i in range(12):
+        mean = t[others[i]].mean(0) if i in others else torch.zeros(128, dtype=torch.float64)
+        moved.append((extra.weights.weight @ mean).view(128, 128) @ source[i])
+    every = torch.cat([target, unit(torch.stack(moved))])
+    transformation = equivariance = torch.zeros((), dtype=torch.float64)
+    for i, same in others.items():
+        logits = heads @ heads[i] / 0.3
+        rest = torch.arange(12) != i
+        transformation = transformation - (logits[same] - logits[rest].logsumexp(0)).mean() / 12
+        for anchor, partner in ((i, i + 12), (i + 12, i)):
+            logits = every @ every[anchor] / 0.3
+            rest = torch.arange(24) != anchor
+            equivariance = equivariance - (logits[partner] - logits[rest].logsumexp(0)) / 10
+    torch.testing.assert_close(loss, equivariance + 0.1 * transformation, rtol=1e-8, atol=1e-10)
+
+
+def test_hierarchical_contrasts_stages() -> None:
+    extra, network, batch = made("hierarchical", "simsiam", lengths=(2, 1), auxiliary_temperature=0.3)
+    loss = extra.loss(network, batch, kept(network))
+
+    def stages(images: Tensor) -> list[Tensor]:
+        body: Any = network.backbone
+        third = body.layer3(body.layer2(body.layer1(body.maxpool(body.act1(body.bn1(body.conv1(images)))))))
+        return [body.layer4(third).mean((2, 3)), third.mean((2, 3))]
+
+    counts = torch.cat([torch.zeros(B, 14), *batch.composition]).double()
+    plain, *augmented = extra.augmentation(counts).split(B)
+    terms = []
+    for place, one in enumerate(batch.composites):  # length 2 is contrasted at the last stage
+        original, composite = stages(batch.original)[place], stages(one)[place]
+        rows = torch.cat([torch.cat([original, plain], 1), torch.cat([composite, augmented[place]], 1)])
+        every = unit(extra.heads[place](rows))
+        for i, anchor in enumerate(every):
+            shares = (every @ anchor / 0.3).exp()
+            terms.append(-(shares[(i + B) % (2 * B)] / (shares.sum() - shares[i])).log())
+    torch.testing.assert_close(loss, torch.stack(terms).mean(), rtol=1e-8, atol=1e-10)
+
+
+def test_looc_tells_one_part_apart() -> None:
+    extra, network, batch = made("looc", "moco", embedding_dim=8, queue_size=32)
+    assert isinstance(network, MoCo)
+    batch = replace(batch, kept=images(2, B, seed=5).double())
+    loss = extra.loss(network, batch, kept(network))
+    query, expected, enqueued = network.backbone(batch.views[0]), [], []
+    for space, (head, key_head) in enumerate(zip(extra.heads, extra.key_heads, strict=True)):
+        asked = unit(head(query))
+        keys = [unit(key_head(network.key_backbone(one))) for one in (batch.views[1], *batch.kept)]
+        logits = torch.stack([(asked * key).sum(1) for key in keys], 1)
+        shares = (torch.cat([logits, asked @ extra.queues[space].T], 1) / network.temperature).softmax(1)
+        expected.append(-shares[:, 1 + space].log().mean())
+        enqueued.append(keys[1 + space])
+    torch.testing.assert_close(loss, torch.stack(expected).sum(), rtol=1e-10, atol=1e-12)
+    before = extra.queues.clone()
+    with torch.no_grad():
+        extra.heads[0][0].weight.add_(1.0)
+    key_weight = extra.key_heads[0][0].weight.clone()
+    extra.after_step(network)
+    torch.testing.assert_close(extra.queues[:, :B], torch.stack(enqueued))
+    assert torch.equal(extra.queues[:, B:], before[:, B:]) and extra.pointer == B
+    torch.testing.assert_close(extra.key_heads[0][0].weight, key_weight + (1 - network.momentum))

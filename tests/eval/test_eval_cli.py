@@ -93,6 +93,16 @@ def test_transfer_makes_the_table(data: Path, cache: Path, tmp_path: Path, capsy
     assert Image.open(tmp_path / "transfer.png").width > 400
 
 
+COMMANDS = "linear knn fewshot finetune retrieval neighbours embed consistency invariance spectrum detect transfer"
+
+
+@pytest.mark.parametrize("command", COMMANDS.split())
+def test_help_explains_a_command(command: str, capsys: Capsys) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([command, "--help"])
+    assert left.value.code == 0 and f"usage: cocor-eval {command}" in capsys.readouterr().out
+
+
 def test_datasets_are_chosen_by_name() -> None:
     assert chosen_datasets(["all"]) == list(TRANSFER) and chosen_datasets(["pets,cars", "pets"]) == ["pets", "cars"]
     with pytest.raises(UserError, match="did you mean food101"):

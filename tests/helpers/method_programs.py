@@ -20,7 +20,7 @@ from timm.models import register_model
 from timm.models.resnet import BasicBlock, ResNet
 from torch import Tensor, nn
 
-from cocor.auxiliary import AUXILIARIES, equimod
+from cocor.auxiliary import AUXILIARIES, equimod, stl
 from cocor.config.options import Config
 from cocor.config.resolve import resolve
 from cocor.data import labelled_loader, open_data, training_loader, training_plan
@@ -57,10 +57,10 @@ ON_TWO = {  # MoCo
 
 
 def with_auxiliaries() -> dict[str, dict[str, Any]]:
-    """Name and options of every auxiliary with MoCo and SimSiam, if it goes with them; of multiview with all."""
+    """Name and options of every auxiliary with MoCo; of multiview, which differs between methods, with all."""
     found = {}
     for auxiliary, method, pairs in product(list(AUXILIARIES)[1:], METHODS, ("views", "composites")):
-        if auxiliary != "multiview" and method not in ("moco", "simsiam"):
+        if auxiliary != "multiview" and method != "moco":
             continue
         options = {"auxiliary": auxiliary, "method": method, "auxiliary_pairs": pairs, "consistency": "none"}
         in_pairs = "auxiliary_pairs" in spec(auxiliary, AUXILIARIES).options
@@ -83,7 +83,8 @@ def batches(config: Config, world: World) -> list[tuple[Batch, Batch | None]]:
 
 
 def in_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
-    return replace(batch, **{name: getattr(batch, name).to(dtype) for name in ("views", "original", "composites")})
+    images = {name: getattr(batch, name) for name in ("views", "original", "composites", "kept")}
+    return replace(batch, **{name: part.to(dtype) for name, part in images.items() if part is not None})
 
 
 def steps(config: Config, world: World, mmnn: nn.Module | None, pairs: list[tuple[Batch, Batch | None]],
@@ -114,7 +115,7 @@ def steps(config: Config, world: World, mmnn: nn.Module | None, pairs: list[tupl
 
 
 def work(images: Path, world: World, file: Path) -> None:
-    equimod._HIDDEN = 16  # thousands would take minutes to send
+    equimod._HIDDEN = stl._HIDDEN = stl._DIM = 16  # larger ones would take minutes to send
     results: dict[str, dict[str, Any]] = {"float64": {}, "float32": {}}
     plain = resolve(SMALL | {"data": images})
     pairs, mmnn = batches(plain, world), build_target(plain, world)  # fitting an MMNN takes a second

@@ -102,6 +102,8 @@ def noise(config: Config, count: int, device: torch.device = WORLD.device) -> It
         if config.has_parameters:
             parameters = torch.rand(2, size, len(PARAMETERS), device=device, generator=generator)
             batch = replace(batch, parameters=parameters.round(decimals=1))
+        if config.kept_parts:
+            batch = replace(batch, kept=images(len(config.kept_parts), size))
         yield (
             batch,
             Batch(images(0, few), images(few), images(0, few), composition[:0, :few], label[:few], label[:few]),

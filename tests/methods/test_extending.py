@@ -1,16 +1,20 @@
 """Test a method and a pool that a user's program adds, as whole runs."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from helpers import runs
 from helpers.runs import Capture
 from torch import Tensor, nn
 
 from cocor import checkpoint
+from cocor.auxiliary import AUXILIARIES
+from cocor.auxiliary.base import Auxiliary
 from cocor.config.checks import warnings
 from cocor.config.options import Config
 from cocor.config.resolve import load, read
@@ -18,6 +22,7 @@ from cocor.data import training_plan
 from cocor.methods import METHODS, Spec, method_class, spec
 from cocor.methods.base import Method, Ranks, feature_size, normalised
 from cocor.train import main
+from loaders.batch import Batch
 from loaders.errors import UserError
 from loaders.views.ops import BASIC, POOLS, Op
 
@@ -46,9 +51,28 @@ class Align(Method):
         return normalised(self.head(self.backbone(images)))
 
 
+class Norm(Auxiliary):
+    """Features of contrastive views are to have length 1, after a learned scale."""
+
+    defaults = {"auxiliary_weight": 0.5}
+    options = ("auxiliary_weight",)
+
+    def __init__(self, config: Config, method: Method) -> None:
+        super().__init__(config, method)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    @classmethod
+    def cost(cls, config: Config) -> float:
+        return 7.0
+
+    def loss(self, method: Method, batch: Batch, features: Sequence[Tensor]) -> Tensor:
+        return (self.scale * torch.cat([*features]).norm(dim=1) - 1).square().mean()
+
+
 @pytest.fixture(autouse=True)
 def added(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(METHODS, "align", Align)
+    monkeypatch.setitem(AUXILIARIES, "norm", Norm)
     monkeypatch.setitem(POOLS, "turns", (Op.ROTATE, Op.SHEAR_X))
 
 
@@ -57,11 +81,12 @@ def flags(**options: Any) -> list[str]:
     return runs.flags(**{"batch_size": 12, "knn_every": 0, "loader": "torch", "hypergradient": "taylor"} | options)
 
 
-@pytest.mark.parametrize("options", [{"method": "align"}, {"pool": "turns"}], ids=str)
+@pytest.mark.parametrize("options", [{"method": "align"}, {"pool": "turns"}, {"auxiliary": "norm"}], ids=str)
 def test_a_run_profiles_and_resumes(options: dict, photo_folder: Path, tmp_path: Path, capsys: Capture) -> None:
-    options |= {"data": str(photo_folder)}
+    options = {"data": str(photo_folder)} | options | ({"hypergradient": "exact"} if "auxiliary" in options else {})
     assert main(flags(output=tmp_path / "profiled", profile=True, **options)) == 0
-    assert f"{6 if 'method' in options else 4}.00" in capsys.readouterr().out
+    cost = 6 if "method" in options else 7 if "auxiliary" in options else 4
+    assert f"{cost}.00" in capsys.readouterr().out
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert main(flags(output=whole, **options)) == 0
     shutil.copytree(whole, broken)

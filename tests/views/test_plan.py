@@ -1,5 +1,6 @@
 """The view plan is a pure function, and what it draws has the distributions that the recipes promise."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -66,6 +67,23 @@ def test_views_are_described_by_what_was_drawn() -> None:
                     if f"{name}_place" in expected:
                         expected[f"{name}_place"] = place
             assert {name: found[name] for name in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("original", ["shared", "weak", "none"])
+def test_further_views_keep_a_part_of_the_first(original: str) -> None:
+    plan = ViewPlan(original=original, lengths=() if original == "none" else (1, 2))  # type: ignore[arg-type]
+    without = draw(plan, 50)
+    planned, layout = draw(replace(plan, kept=("crop", "color")), 50), replace(plan, kept=("crop", "color")).layout
+    crop, color = layout.views - 2, layout.views - 1
+    assert layout.crop_of_view[crop] == 0 and layout.crop_of_view[color] == layout.crops - 1
+    for name in ("boxes", "flips", "codes", "magnitudes"):
+        old, new = getattr(without, name), getattr(planned, name)
+        assert np.array_equal(old, new[:, : old.shape[1]])  # all else is drawn as without them
+    assert np.array_equal(planned.codes[:, color], planned.codes[:, 0])
+    assert np.array_equal(planned.magnitudes[:, color], planned.magnitudes[:, 0])
+    assert (planned.magnitudes[:, crop] != planned.magnitudes[:, 0]).any(1).mean() > 0.9
+    assert (planned.boxes[:, -1] != planned.boxes[:, 0]).any(1).all()
+    assert np.array_equal(planned.composition, without.composition)
 
 
 @pytest.mark.parametrize("original", ["shared", "weak", "center", "none"])
