@@ -149,10 +149,11 @@ def objective(config: Config) -> str:
         return method
     names = dict.fromkeys([config.preset, *PRESETS])  # a method's two presets may be equal
     presets = {name: resolve({"method": config.method, "preset": name}) for name in names}
-    keys = ("consistency", "consistency_weight", "consistency_beta")
+    keys = ("consistency", "consistency_weight", "consistency_beta", "consistency_sign")
     same = (name for name, other in presets.items() if all(getattr(other, k) == getattr(config, k) for k in keys))
     targets = "no targets" if config.mmnn == "none" else f"{config.mmnn} targets"
-    loss = f"{config.consistency}, weight {config.consistency_weight:g}, beta {config.consistency_beta:g}, {targets}"
+    name = config.consistency + (" of the printed sign" if config.consistency_sign == "printed" else "")
+    loss = f"{name}, weight {config.consistency_weight:g}, beta {config.consistency_beta:g}, {targets}"
     return f"{method} + CoCor (preset {next(same, 'of its own')}: {loss})"
 
 

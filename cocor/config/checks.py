@@ -28,7 +28,7 @@ _MMNN = (
     *("mmnn_wait_epochs", "mmnn_warmup_epochs", "classifier_lr", "classifier_weight_decay"),
     *("labelled_batch_size", "label_split", "label_fraction", "shuffle_labels"),
 )
-_CONSISTENCY = ("preset", "consistency_weight", "consistency_beta", "mmnn", "constants", *_MMNN)
+_CONSISTENCY = ("preset", "consistency_weight", "consistency_beta", "consistency_sign", "mmnn", "constants", *_MMNN)
 _COMPOSITES = (
     *("lengths", "lengths_per_step", "composite_size", "pool", "magnitudes", "composite_order", "recipe"),
     "released_originals",
@@ -144,6 +144,8 @@ def check(config: Config) -> None:
             learned and c.hypergradient != "exact" and c.auxiliary != "none",
         "--mmnn none pulls alike on all views, which is no --consistency abs; leave that out":
             c.consistency == "abs" and c.mmnn == "none",
+        "--consistency-sign printed turns the softplus of a target round; leave it out with --consistency abs and "
+        "--mmnn none": c.consistency_sign == "printed" and (c.consistency == "abs" or c.mmnn == "none"),
         f"--keep-best {c.keep_best} needs --{c.keep_best}-every above 0":
             c.keep_best != "none" and not getattr(c, f"{c.keep_best}_every"),
         "--cpu-ranks needs --gpus 0": c.cpu_ranks > 1 and bool(c.gpus),

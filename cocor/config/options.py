@@ -97,6 +97,9 @@ class Config:
     consistency: Consistency = option("softplus", "consistency loss; none: the plain method")
     consistency_weight: float = option(1.0, "weight of the consistency loss", low=0)
     consistency_beta: float = option(1.0, "sharpness of the softplus", low=1e-3)
+    consistency_sign: Literal["text", "printed"] = option(
+        "text", "sign of the softplus; text: pulls views to their target; printed: pushes, as the paper's formula does"
+    )
     lengths: tuple[int, ...] = option((1, 2, 3), "lengths of the composite augmentations", low=1, high=10)
     lengths_per_step: int = option(0, "lengths that a step trains on, in turn; 0: all", low=0)
     composite_size: int = option(0, "side of composites, scaled down, in pixels; 0: --image-size", low=0, high=4096)

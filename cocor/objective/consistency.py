@@ -11,6 +11,7 @@ the gradients of all ranks, as data-parallel training does, gives the gradient o
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 from cocor.methods.base import identity, normalised
 
 MeanOverRanks = Callable[[Tensor], Tensor]
+Sign = Literal["text", "printed"]
 
 
 @dataclass(frozen=True)
@@ -48,20 +50,21 @@ def latent_similarity(composites: Tensor, originals: Tensor) -> Tensor:
     return (normalised(composites) * normalised(originals.detach())).sum(-1)
 
 
-def softplus_loss(similarity: Tensor, target: Tensor, *, weight: float = 1.0, beta: float = 1.0,
+def softplus_loss(similarity: Tensor, target: Tensor, *, weight: float = 1.0, beta: float = 1.0, sign: Sign = "text",
                   mean_over_ranks: MeanOverRanks = identity) -> Consistency:  # fmt: skip
     """Compute ``weight`` times the mean over lengths of ``softplus(beta k_l) / beta``.
 
     There ``k_l = mean_i target - mean_i similarity``. ``similarity`` and ``target`` are (L, B). The sign of ``k_l`` is
-    that of the paper's text and figures (views more similar than their target are hardly pushed apart); its eq.
-    "consist_loss_alt" prints the opposite. ``beta`` 1 is the printed formula, whose pull depends little on the target;
-    a larger one stops pulling once the target is reached.
+    that of the paper's text and figures (views more similar than their target are hardly pushed apart); with ``sign``
+    "printed" it is the opposite, as in eq. "consist_loss_alt", which pushes views away from their original. ``beta`` 1
+    is the printed formula, whose pull depends little on the target; a larger one stops once the target is reached.
     """
+    direction = 1.0 if sign == "text" else -1.0
     weights = _weights(similarity)
     local = similarity.mean(1)
     means = mean_over_ranks(torch.stack([local.detach(), target.detach().mean(1)]))
-    gap = beta * (means[1] - means[0])
-    slope = weight * (-weights * torch.sigmoid(gap))
+    gap = direction * beta * (means[1] - means[0])
+    slope = -direction * weight * weights * torch.sigmoid(gap)
     curvature = weight * (weights * beta * torch.sigmoid(gap) * torch.sigmoid(-gap))
     value = (weights * F.softplus(gap) / beta).sum()
     loss = weight * value + _carrier(slope, local)

@@ -95,7 +95,8 @@ class CompositeTerm:
         elif self._of_samples:
             self._loss = partial(abs_loss, weight=config.consistency_weight)
         else:
-            self._loss = partial(softplus_loss, weight=config.consistency_weight, beta=config.consistency_beta)
+            beta, sign = config.consistency_beta, config.consistency_sign
+            self._loss = partial(softplus_loss, weight=config.consistency_weight, beta=beta, sign=sign)
         self._autocast, self._streams = autocast, streams
 
     def begin(self, batch: Batch, timer: Timer) -> Lengths:

@@ -99,6 +99,8 @@ FLAGS = [  # and parts of what is said
     ("--composite-size 13", "composite_size: 13 is no size between 14 and the 224 of --image-size"),
     ("--mmnn-every 0", "mmnn_every: 0 is too small; the least is 1"),
     ("--warmup-epochs 200", "warmup_epochs: 200 leaves nothing of 200 epochs; lower it or raise epochs"),
+    ("--consistency-sign printed --mmnn none", "--consistency-sign printed|leave it out with --consistency abs"),
+    ("--consistency-sign printed --consistency abs", "--consistency-sign printed"),
     ("--constants 0.5,0.6", "constants|fall"), ("--constants -0.3,-0.1", "constants|fall"),
     ("--lr -1e-3", "lr: -0.001 is too small; the least is 0"), ("--blur-sigma 2,1", "blur_sigma"),
     ("--overwrite --resume", "--overwrite|--resume"), ("--cpu-ranks 2 --gpus 1", "--cpu-ranks|--gpus 0"),

@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -15,39 +14,6 @@ from cocor.train import main
 CONFIGS = ROOT / "configs"
 FILES = sorted(CONFIGS.glob("*.yaml"))
 OF_THE_PAPER = [file for file in FILES if "in100" in file.stem or "in1k" in file.stem]
-
-# Every row of the paper's tables and figures that is a training: file, flags, and what the flags must come to.
-ROWS: list[Any] = [
-    *[(f"{m}_{d}", "", {"method": m}) for m in ("moco", "simsiam", "supcon") for d in ("in1k", "in100")],
-    *[(f"{m}_in100", "", {"method": m}) for m in ("byol", "intl")],
-    *[("moco_in1k", f"--epochs {n}", {"epochs": n}) for n in (50, 100, 200)],
-    *[("simsiam_in1k", f"--epochs {n}", {"epochs": n}) for n in (50, 100, 200)],
-    *[(f"{m}_in100", "--mmnn constants", {"mmnn": "constants"}) for m in ("moco", "simsiam")],
-    *[("moco_in100", f"--composite-order {o}", {"composite_order": o, "epochs": 200}) for o in ("fixed1", "fixed2")],
-    ("simsiam_in100_r34", "", {"backbone": "resnet34", "epochs": 200}),
-    *[("simsiam_in100_pools", f"--pool {p}", {"pool": p, "epochs": 500}) for p in ("color", "affine", "all")],
-    *[("simsiam_in100_labels", f"--label-fraction {f}", {"label_fraction": f}) for f in (1.0, 0.1, 0.01, 0.001)],
-    *[
-        (f"{m}_in100_lengths", f"--lengths {n}", {"lengths": (n,), "epochs": 50})
-        for m in ("moco", "simsiam")
-        for n in (1, 2, 3, 4, 5, 10)
-    ],
-    ("moco_in100_lengths", "--mmnn constants --lengths 2 --constants 0.75", {"constants": (0.75,), "lengths": (2,)}),
-]
-# And the methods alone: with the flags that say something without CoCor.
-ALONE = [
-    (file, f"{flags} --consistency none", settings | {"consistency": "none"})
-    for file, flags, settings in (*ROWS, *((file.stem, "", {}) for file in OF_THE_PAPER))
-    if not flags or flags.startswith("--epochs")
-]
-
-
-@pytest.mark.parametrize(("file", "flags", "settings"), ROWS + ALONE, ids=lambda value: str(value) if value else "")
-def test_every_row_of_the_paper_is_a_file(file: str, flags: str, settings: dict[str, object]) -> None:
-    config = load(["--config", str(CONFIGS / f"{file}.yaml"), *flags.split()])
-    assert {key: getattr(config, key) for key in settings} == settings
-    assert (config.batch_size, config.recipe) == (256, "paper")
-    assert (config.consistency_beta, config.consistency_weight, config.mmnn_lr) == (1.0, 1.0, 1e-3)
 
 
 @pytest.mark.parametrize("file", OF_THE_PAPER, ids=lambda file: file.stem)

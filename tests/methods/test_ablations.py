@@ -145,6 +145,8 @@ class TestAuthorsSettings:
         (tmp_path / "mine.yaml").write_text("preset: paper\nconsistency_beta: 3\n")
         own = load(["--config", str(tmp_path / "mine.yaml"), "--consistency-weight", "7", "--mmnn", "none"])
         assert objective(own) == "moco + CoCor (preset of its own: softplus, weight 7, beta 3, no targets)"
+        words = "preset of its own: softplus of the printed sign, weight 1, beta 1, learned targets"
+        assert words in objective(replace(paper, consistency_sign="printed"))
 
     def test_sgd_of_the_mmnn_has_the_rates_of_before(self) -> None:
         def rate(*words: str) -> float:

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cocor.methods.base import normalised
-from cocor.objective.consistency import abs_loss, latent_similarity, pull_loss, softplus_loss
+from cocor.objective.consistency import Sign, abs_loss, latent_similarity, pull_loss, softplus_loss
 
 
 @pytest.fixture
@@ -17,10 +17,9 @@ def pair() -> tuple[Tensor, Tensor]:
     return similarity.requires_grad_(), target.requires_grad_()
 
 
-def literal_softplus(similarity: Tensor, target: Tensor, beta: float = 1.0) -> Tensor:
-    lengths = [
-        torch.log1p(torch.exp(beta * (g.mean() - s.mean()))) / beta for s, g in zip(similarity, target, strict=True)
-    ]
+def literal_softplus(similarity: Tensor, target: Tensor, beta: float, sign: Sign) -> Tensor:
+    k = beta * (target.mean(1) - similarity.mean(1)) * (1 if sign == "text" else -1)
+    lengths = list(torch.log1p(torch.exp(k)) / beta)
     return sum(lengths, torch.zeros(())) / len(lengths)
 
 
@@ -51,21 +50,25 @@ def test_similarity_is_the_cosine() -> None:
     assert torch.allclose(rows.norm(dim=1), torch.ones(2))
 
 
+@pytest.mark.parametrize("sign", ["text", "printed"])
 @pytest.mark.parametrize("beta", [1.0, 7.5])
-def test_softplus_loss_and_its_derivatives(pair: tuple[Tensor, Tensor], beta: float) -> None:
+def test_softplus_loss_and_its_derivatives(pair: tuple[Tensor, Tensor], beta: float, sign: Sign) -> None:
     similarity, target = pair
-    loss = literal_softplus(similarity, target, beta)
+    loss = literal_softplus(similarity, target, beta, sign)
     (slope,) = torch.autograd.grad(loss, similarity, create_graph=True)
     curvature = [-torch.autograd.grad(slope[i, 0], target, retain_graph=True)[0][i, 0] * 8 * 8 for i in range(3)]
 
-    result = softplus_loss(similarity, target, beta=beta)
+    result = softplus_loss(similarity, target, beta=beta, sign=sign)
     assert torch.allclose(result.loss, loss)
     assert torch.allclose(result.slope, slope.sum(1))
     assert torch.allclose(result.curvature, torch.stack(curvature))
     assert torch.allclose(result.similarity, similarity.mean(1)) and torch.allclose(result.target, target.mean(1))
     assert torch.allclose(torch.autograd.grad(result.loss, similarity)[0], slope)
-    far = softplus_loss(torch.tensor([[-0.3], [1.0]]), torch.full((2, 1), 0.7), beta=beta)
-    assert far.slope[0] < min(beta, 5) * far.slope[1] < 0  # a higher similarity lowers the loss, most where it is low
+    low, high = softplus_loss(torch.tensor([[-0.3], [1.0]]), torch.full((2, 1), 0.7), beta=beta, sign=sign).slope
+    if sign == "text":
+        assert low < min(beta, 5) * high < 0  # a higher similarity lowers the loss, most where it is low
+    else:
+        assert 0 < min(beta, 5) * low < high  # and as printed raises it, most where it is high
     far = softplus_loss(torch.zeros(2, 4), torch.tensor([[-300.0] * 4, [300.0] * 4]))
     assert bool(far.loss.isfinite()) and bool(far.curvature.isfinite().all())
 
