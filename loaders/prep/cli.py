@@ -169,7 +169,8 @@ def _convert(options: argparse.Namespace) -> int:
     how = {"workers": options.workers, "on_error": options.on_error, "force": options.force}
     done = convert(_open(options), options.output, target, settings, **how)
     treatments = ", ".join(f"{count:,} {name}" for name, count in done.treatments.items())
-    print(f"{printable(options.output)}: {counted(done.images, 'image')} ({treatments})")
+    without = f", {done.unlabelled:,} without a class" if done.unlabelled else ""
+    print(f"{printable(options.output)}: {counted(done.images, 'image')} ({treatments}){without}")
     for name, reason in done.skipped:
         print(f"skipped {printable(name)}: {reason}")
     return 0
