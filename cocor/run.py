@@ -4,6 +4,7 @@ import time
 from collections.abc import Generator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 
@@ -17,6 +18,8 @@ from cocor.step.compile import choose
 from cocor.step.step import TrainingStep
 from loaders.batch import Batch, Loader
 from loaders.cpus import available_cores
+
+_Pair = tuple[Batch, Batch | None]
 
 
 @dataclass
@@ -38,26 +41,45 @@ class Run:
     best: float = 0.0  # accuracy of --keep-best
     files: dict[str, str] = field(default_factory=dict)  # of the training images, see checkpoint.describe; main rank
     saved: float = field(default_factory=time.monotonic)  # when the last checkpoint was written
+    _stream: Generator[_Pair, None, None] | None = None  # see pairs
+    _place: tuple[int, int] | None = None  # epoch and step of its next batch
 
     @property
     def total(self) -> int:
         return self.config.epochs * self.loader.steps_per_epoch
 
     def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
         for part in (self.loader, self.labelled, self.probes):
             if part is not None:
                 part.close()
 
-    def pairs(self, epoch: int, first: int) -> Generator[tuple[Batch, Batch | None], None, None]:
-        """Yield an epoch's batches from step ``first``, each with a labelled one or None."""
+    def pairs(self, epoch: int, first: int) -> Generator[_Pair, None, None]:
+        """Yield an epoch's batches from step ``first``, each with a labelled one or None.
+
+        Batches of the next epoch are under way when it ends.
+        """
+        if self._stream is None or self._place != (epoch, first):
+            if self._stream is not None:
+                self._stream.close()
+            self._stream = self._pairs(epoch, first)
+        self._place = None  # if this is left early, the stream is of no use any more
+        yield from islice(self._stream, self.loader.steps_per_epoch - first)
+        self._place = epoch + 1, 0
+
+    def _pairs(self, epoch: int, first: int) -> Generator[_Pair, None, None]:
+        """Yield all batches until the run's end."""
         subsample, number = self.step.subsample, epoch * self.loader.steps_per_epoch + first
+        epochs = range(epoch, max(self.config.epochs, epoch + 1))  # the profiler trains for longer
         with ExitStack() as stack:
-            batches = stack.enter_context(closing(self.loader.epoch(epoch, first)))
+            batches = stack.enter_context(closing(self.loader.epochs(epochs, first)))
             if self.labelled is None:
                 for batch in batches:
                     yield batch, None
             else:
-                labelled = stack.enter_context(closing(self.labelled.epoch(epoch, subsample.labelled_before(number))))
+                before = subsample.labelled_before(number)
+                labelled = stack.enter_context(closing(self.labelled.epochs(epochs, before)))
                 for step, batch in enumerate(batches, start=number):
                     yield batch, next(labelled) if subsample.has_labelled(step) else None
 

@@ -47,6 +47,10 @@ class Loader(Protocol):
         """Yield the batches of epoch ``e`` from ``start_step`` on; may be left early."""
         ...
 
+    def epochs(self, epochs: range, start_step: int = 0) -> Generator[Batch, None, None]:
+        """Yield the batches of several epochs without a pause between them."""
+        ...
+
     def close(self) -> None:
         """Release threads, processes and memory. Calling it twice is allowed."""
         ...

@@ -6,6 +6,7 @@ is handed out again and again, and only the order's indices and labels change.
 
 from collections.abc import Generator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Unpack
 
@@ -47,18 +48,19 @@ class SyntheticLoader(PipelineLoader):
         self._noise = torch.randint(256, shape, dtype=torch.uint8, device=self.device, generator=generator)
         self._finished: dict[int, Batch] = {}
 
-    def epoch(self, e: int, start_step: int = 0) -> Generator[Batch, None, None]:
-        return super().epoch(e, start_step) if self._execute else self._repeat(e, start_step)
+    def epochs(self, epochs: range, start_step: int = 0) -> Generator[Batch, None, None]:
+        return super().epochs(epochs, start_step) if self._execute else self._repeat(epochs, start_step)
 
-    def crops(self, epoch: int, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
-        for job in self.jobs.epoch(epoch, start_step):
+    def crops(self, epochs: range, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
+        for job in self.jobs.epochs(epochs, start_step):
             yield job, self._noise[: len(job.planned.index)]
 
-    def _repeat(self, epoch: int, start_step: int) -> Generator[Batch, None, None]:
-        for step in range(start_step, self.order.steps):
+    def _repeat(self, epochs: range, start_step: int) -> Generator[Batch, None, None]:
+        places = ((epoch, step) for epoch in epochs for step in range(self.order.steps))
+        for epoch, step in islice(places, start_step, None):
             index = self.order.indices(epoch, step)
             if len(index) not in self._finished:
-                job = next(self.jobs.epoch(epoch, step))
+                job = next(self.jobs.epochs(range(epoch, epoch + 1), step))
                 self._finished[len(index)] = self.finish(job, self._noise[: len(index)])
             label, place = torch.from_numpy(self.dataset.labels[index]), torch.from_numpy(index.copy())
             yield replace(self._finished[len(index)], label=label.to(self.device), index=place.to(self.device))

@@ -14,6 +14,13 @@ IMAGE_SUFFIXES = frozenset(
     | {"pnm", "jp2", "j2k", "tga", "ico", "pcx", "sgi", "img"}
 )
 
+_TEXT_SUFFIXES = frozenset({"txt", "csv", "tsv", "json", "jsonl", "xml", "yaml", "yml", "md"})
+
+
+def is_text(name: str) -> bool:
+    """Tell by its suffix whether a file is a list, a caption or a note, no image."""
+    return name.rpartition(".")[2].lower() in _TEXT_SUFFIXES
+
 
 def printable(name: str | os.PathLike[str]) -> str:
     """Escape undecodable bytes and control characters, for print and storage."""

@@ -36,7 +36,7 @@ _Sample = tuple[int, EncodedImage, np.ndarray]  # place in the batch, the image,
 class TorchLoader(PipelineLoader):
     """Batches decoded by ``workers`` processes; if 0, by the background thread."""
 
-    def crops(self, epoch: int, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
+    def crops(self, epochs: range, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
         slots = _AHEAD * self.workers + 1  # a task is given out when an earlier one's crops are taken
         shape = (slots, self.order.local_batch_size, self.plan.layout.crops, self.plan.size, self.plan.size, 3)
         shared = torch.frombuffer(mmap.mmap(-1, int(np.prod(shape))), dtype=torch.uint8).view(shape)
@@ -44,7 +44,7 @@ class TorchLoader(PipelineLoader):
         pending: deque[tuple[Job, int]] = deque()
 
         def tasks() -> Iterator[tuple[int, list[_Sample]]]:
-            for number, job in enumerate(self.jobs.epoch(epoch, start_step)):
+            for number, job in enumerate(self.jobs.epochs(epochs, start_step)):
                 pending.append((job, number % slots))
                 yield number % slots, self._samples(job, range(len(job.planned.index)))
 

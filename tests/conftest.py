@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -26,6 +27,9 @@ from loaders.prep.sources import open_source
 # and in the programs that tests start.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Size indices of thousands of small folders do not belong into the user's cache.
+_cache = tempfile.TemporaryDirectory(prefix="cocor-tests-")
+os.environ["XDG_CACHE_HOME"] = _cache.name
 # What a background job of a shell, or nohup, ignores is ignored by its children, and tests send these signals.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:

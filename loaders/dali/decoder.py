@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import islice
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -50,15 +50,13 @@ class DaliDecoder:
         self._again: deque[Request] = deque()  # to be made again after an error, before all others
         self._in_flight: deque[Request] = deque()
 
-    def crops(self, epoch: int, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
+    def crops(self, epochs: range, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
         """Yield jobs and their crops uint8 (B, C, S, S, 3) on the loader's device."""
-        # An image's last bit depends on those that a GPU decodes with it: an epoch that goes on joins the same steps.
-        first = start_step - start_step % self._steps_at_once
         threads = max(1, self._loader.workers)
         with (
             ThreadPoolExecutor(threads, "cocor-decode") as self._pool,
             ThreadPoolExecutor(self._read_at_once, "cocor-read") as readers,
-            self._loader.prefetch(self._requests_of(epoch, first, readers)) as self._requests,
+            self._loader.prefetch(self._requests_of(epochs, start_step, readers)) as self._requests,
         ):
             try:
                 if self._pipeline is None:
@@ -69,15 +67,20 @@ class DaliDecoder:
                         return
                     jobs = self._in_flight.popleft().jobs
                     parts = zip(jobs, crops.split([len(job.planned.index) for job in jobs]), strict=True)
-                    yield from (part for part in parts if part[0].step >= start_step)
+                    yield from (part for part in parts if (part[0].epoch, part[0].step) >= (epochs.start, start_step))
             finally:
                 self._drain()
 
-    def _requests_of(self, epoch: int, first: int, readers: ThreadPoolExecutor) -> Generator[Request, None, None]:
-        """Yield an epoch's requests from step ``first`` on, while files of the next are read."""
-        jobs, pending = self._loader.jobs.epoch(epoch, first), deque[Pending]()
-        while together := list(islice(jobs, self._steps_at_once)):
-            pending.append(self._feed.begin(together, self._pool, readers))
+    def _requests_of(
+        self, epochs: range, start_step: int, readers: ThreadPoolExecutor
+    ) -> Generator[Request, None, None]:
+        """Yield requests in order, while files of the next are read."""
+        # An image's last bit depends on those that a GPU decodes with it, so each epoch joins the same steps, whatever
+        # comes before it and wherever it begins.
+        count, pending = self._steps_at_once, deque[Pending]()
+        jobs = self._loader.jobs.epochs(epochs, start_step - start_step % count)
+        for _, together in groupby(jobs, lambda job: (job.epoch, job.step // count)):
+            pending.append(self._feed.begin(list(together), self._pool, readers))
             if len(pending) == _READ_AHEAD:
                 yield self._feed.finish(pending.popleft(), self._pool, readers)
         while pending:

@@ -49,10 +49,10 @@ class DaliLoader(PipelineLoader):
             cuda_env.advise()
         self._decoder: DaliDecoder | None = None
 
-    def crops(self, epoch: int, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
+    def crops(self, epochs: range, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
         if self._decoder is None:
             self._decoder = DaliDecoder(self, self._feed, self._hw_decoder_load, self._read_at_once)
-        yield from self._decoder.crops(epoch, start_step)
+        yield from self._decoder.crops(epochs, start_step)
 
     def close(self) -> None:
         super().close()

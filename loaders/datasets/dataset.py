@@ -1,7 +1,8 @@
 """Data set of image files: their names, labels and sizes, as plain arrays.
 
-``open_folder`` accepts class folders (``root/class/.../image``) and flat folders with or without a label file. Classes
-are sorted as plain text, so "10" comes before "2"; a class's label is its place in that order.
+``open_folder`` accepts class folders (``root/class/.../image``) and flat folders with or without a label file, and Tiny
+ImageNet as it is distributed. Text files beside the images are passed over. Classes are sorted as plain text, so "10"
+comes before "2"; a class's label is its place in that order.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ from loaders.datasets.bad_samples import BadSamples
 from loaders.datasets.decode import EncodedImage, ImageFile
 from loaders.datasets.folder import Listing, list_folder
 from loaders.datasets.labels import read_labels, read_names
-from loaders.datasets.layout import refuse_shards, refuse_what_is_no_class
+from loaders.datasets.layout import refuse_shards, refuse_what_is_no_class, tiny_imagenet_labels, without_texts
 from loaders.datasets.size_index import size_index
 from loaders.errors import UserError
 from loaders.text import printable
@@ -121,7 +122,8 @@ def open_folder(
     Raises :class:`UserError`.
     """
     root = Path(path)
-    listing = _list(root, labels)
+    labels = tiny_imagenet_labels(root) if labels is None else labels
+    listing = _list(root, labels, quiet)
     index = size_index(root, listing, workers or available_cores(), quiet)
     label_of, faults = _labels(listing, labels)
     faults |= dict(listing.faults) | {listing.names[i]: reason for i, reason in index.faults.items()}
@@ -153,7 +155,7 @@ def read_label_split(path: str | os.PathLike[str], dataset: ImageDataset) -> npt
     return places
 
 
-def _list(root: Path, labels: str | os.PathLike[str] | None) -> Listing:
+def _list(root: Path, labels: str | os.PathLike[str] | None, quiet: bool) -> Listing:
     if not root.exists():
         raise UserError(f"{printable(root)}: no such folder; check the path")
     if not root.is_dir():
@@ -166,6 +168,7 @@ def _list(root: Path, labels: str | os.PathLike[str] | None) -> Listing:
         listing = listing.take(keep)
     if not listing.names and not listing.faults:
         raise UserError(f"{printable(root)}: an empty folder; check the path")
+    listing = listing.take(without_texts(root, listing.names, quiet))
     for name, reason in listing.faults:
         if name in (".", *listing.folders):  # skipping it would skip a class
             raise UserError(f"{printable(root / name)}: {reason}; make this folder readable, or hide or remove it")

@@ -7,10 +7,11 @@ are comments. Faults are named by line.
 """
 
 import codecs
+import csv
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,8 @@ LARGEST_LIST = 1 << 30
 """Bytes: more than a list of the largest data sets takes."""
 
 _HEADER_NAMES = frozenset({"file", "filename", "file_name", "image", "imageid", "name", "path"})
+_LABEL_NAMES = frozenset({"label", "labels", "class", "class_name", "category", "target", "wnid"})
+_SEPARATORS = ("\t", ";", ",")
 _KAGGLE_HEADER = "ImageId,PredictionString"
 _MOST_DIGITS = 9
 _SPLIT_STREAM = 0xFFFFFFFE  # apart from every crop, view and order
@@ -104,8 +107,9 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 def read_labels(path: Path, names: Sequence[str]) -> tuple[dict[int, str], list[tuple[str, str]]]:
     """Read labels by image place, and (name, reason) of lines or images on their own.
 
-    A line is ``name,label``, ``name<TAB>label`` or ``name label``; a header line is allowed. So are ImageNet's two
-    official validation lists. A file without a label of any image is refused: no image is to blame for it.
+    A line is ``name,label`` or ``name label``, with a tab or semicolon if need be, quoted as in CSV or not. A
+    header line says which of several columns are meant; without one it is the first two between tabs. ImageNet's two
+    official validation lists will do. A file without a label of any image is refused: no image is to blame for it.
     """
     lines = list(read_lines(path))
     official = _imagenet_labels(path, lines, names)
@@ -125,12 +129,11 @@ def _plain_labels(
     lookup = NameLookup(names)
     labels: dict[int, str] = {}
     unknown: list[tuple[str, str]] = []
-    for count, (number, line) in enumerate(lines):
-        fields = [(name.strip().strip('"'), label.strip().strip('"')) for name, label in _splits(line)]
+    header = _header(path, lines, names)
+    for number, line in lines[1:] if header else lines:
+        fields = [(name.strip(), label.strip()) for name, label in _splits(line, header)]
         if not fields:
             raise UserError(f"{printable(path)}:{number}: no label; write 'name,label' or 'name label'")
-        if count == 0 and fields[0][0].lower() in _HEADER_NAMES and fields[0][0] not in names:
-            continue
         known = next(((place, label) for name, label in fields if (place := lookup.find(name)) is not None), None)
         if known is None:
             unknown.append((fields[0][0], f"labelled in {printable(path)}:{number}, but not there"))
@@ -144,12 +147,53 @@ def _plain_labels(
     return labels, unknown
 
 
-def _splits(line: str) -> Iterator[tuple[str, str]]:
+class _Header(NamedTuple):
+    """Separator of the columns, and the places of names and labels among them."""
+
+    separator: str | None
+    name: int
+    label: int
+
+
+def _header(path: Path, lines: Sequence[tuple[int, str]], names: Sequence[str]) -> _Header | None:
+    """Read the first line as the columns' names; None if it is none."""
+    number, line = lines[0] if lines else (0, "")
+    for separator in (*_SEPARATORS, None):
+        columns = [column.strip().lower() for column in _columns(line, separator)]
+        name = next((i for i, column in enumerate(columns) if column in _HEADER_NAMES and column not in names), None)
+        if name is None or len(columns) < 2:
+            continue
+        label = next((i for i, column in enumerate(columns) if column in _LABEL_NAMES and i != name), None)
+        if label is None and len(columns) > 2:
+            raise UserError(f"{printable(path)}:{number}: none of its columns is named class or label; rename that one")
+        return _Header(separator, name, 1 - name if label is None else label)
+    return None
+
+
+def _splits(line: str, header: _Header | None) -> Iterator[tuple[str, str]]:
     """Yield ways to read a line as (name, label); names may hold blanks, commas."""
-    for separator in ("\t", ",", None):
+    if header is not None:
+        columns = _columns(line, header.separator)
+        if len(columns) > max(header.name, header.label):
+            yield columns[header.name], columns[header.label]
+    for separator in (*_SEPARATORS, None):
         parts = line.rsplit(separator, 1)
         if len(parts) == 2:
-            yield parts[0], parts[1]
+            yield parts[0].strip().strip('"'), parts[1].strip().strip('"')
+    for separator in _SEPARATORS:
+        columns = _columns(line, separator)
+        if len(columns) == 2 or (len(columns) > 2 and separator == "\t"):  # Tiny ImageNet's list has boxes behind
+            yield columns[0], columns[1]
+
+
+def _columns(line: str, separator: str | None) -> list[str]:
+    """Split a line of CSV, or at blanks; nothing if a field is too long."""
+    if separator is None:
+        return line.split()
+    try:
+        return next(csv.reader([line], delimiter=separator))
+    except csv.Error:
+        return []
 
 
 def read_names(path: Path, names: Sequence[str], label_of: Sequence[str | None] = ()) -> list[int]:

@@ -3,6 +3,7 @@
 Training would not show that: splits would be taken for classes, or a single class for a flat folder of images.
 """
 
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from loaders.datasets.folder import Listing, is_hidden
 from loaders.errors import UserError
-from loaders.text import bare, printable
+from loaders.text import bare, counted, is_text, printable
 
 # What the splits of a data set are called: folders, or .beton files that cocor-prep has made.
 TRAIN = ("train", "training", "trn")
@@ -18,6 +19,7 @@ VAL = ("val", "valid", "validation")
 TEST = ("test", "testing", "tst")
 SPLITS = frozenset({*TRAIN, *VAL, *TEST})
 _SHARDS = (".tar", ".parquet")
+_log = logging.getLogger(__name__)
 _LOOKED_AT = 20  # folders and names, where a guess is enough
 
 
@@ -60,6 +62,21 @@ def refuse_what_is_no_class(root: Path, listing: Listing) -> None:
                 f"{printable(root)}: its only class would be {printable(folder)}, which holds {len(within):,} folders "
                 f"of images and no image of its own; give {place}"
             )
+
+
+def without_texts(path: Path, names: Sequence[str], quiet: bool = False) -> list[int]:
+    """Return the places of ``names`` that are no text files'; a line in the log tells of those."""
+    texts = [name for name in names if is_text(name)]
+    if texts and not quiet:
+        count = f"{counted(len(texts), 'text file')}, such as {printable(texts[0])}"
+        _log.info(f"{printable(path)}: passed over {count}")  # not on every rank
+    return [place for place, name in enumerate(names) if not is_text(name)]
+
+
+def tiny_imagenet_labels(root: Path) -> Path | None:
+    """Find the label file of Tiny ImageNet's own ``val`` folder, if ``root`` is one."""
+    path = root / "val_annotations.txt"
+    return path if path.is_file() and (root / "images").is_dir() else None
 
 
 def refuse_shards(path: Path, names: Sequence[str]) -> None:

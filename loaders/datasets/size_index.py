@@ -1,9 +1,9 @@
 """Size index of a folder: upright height and width of every image, for crop boxes.
 
 A parallel scan reads the headers once (and the ends, where truncation shows), and so finds most unusable files before
-training starts. The result is cached beside the data, or in the user's cache folder if that is read-only, under a key
-made of every file's name, size and modification time: a changed folder is scanned again. A cache that cannot be read or
-written is no error.
+training starts. The result is kept in the user's cache folder, in a file for each data set's path, under a key made of
+every file's name, size and modification time: a changed folder is scanned again. A cache that cannot be read or written
+is no error.
 """
 
 import hashlib
@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -25,7 +26,7 @@ from loaders.errors import no_fault_of_a_file
 from loaders.files import open_regular, user_cache, without_waiting
 from loaders.progress import track
 
-CACHE_NAME = ".cocor-index.npz"
+CACHE_NAME = ".cocor-index.npz"  # of earlier versions, beside the class folders
 
 _VERSION = b"5"  # of the format and of the rules in loaders.datasets.decode
 _CHUNK = 128
@@ -49,11 +50,14 @@ class SizeIndex:
 def size_index(root: Path, listing: Listing, workers: int, quiet: bool = False) -> SizeIndex:
     """Index the files in ``listing``, from the cache if that is up to date."""
     key = _key(listing)
-    beside, own = root / CACHE_NAME, _user_cache(root)
-    for place in (beside, own):
-        cached = _read(place, key)
-        if cached is not None:
-            return cached
+    place, earlier = index_file(root), root / CACHE_NAME
+    if (cached := _read(place, key)) is not None:
+        return cached
+    if (cached := _read(earlier, key)) is not None:
+        if _write(place, key, cached):
+            with suppress(OSError):
+                earlier.unlink()
+        return cached
     found = _scan(root, listing.names, workers, quiet)
     headers = [item if isinstance(item, Header) else Header(0, 0, False) for item in found]
     index = SizeIndex(
@@ -62,7 +66,7 @@ def size_index(root: Path, listing: Listing, workers: int, quiet: bool = False) 
         {i: describe(item) for i, item in enumerate(found) if not isinstance(item, Header)},
     )
     if not any(isinstance(item, OSError) for item in found):  # a disk's or a permission's fault may pass
-        _write(beside, key, index) or _write(own, key, index, make_folder=True)
+        _write(place, key, index)
     return index
 
 
@@ -109,7 +113,8 @@ def _key(listing: Listing) -> str:
     return digest.hexdigest()
 
 
-def _user_cache(root: Path) -> Path:
+def index_file(root: Path) -> Path:
+    """Name the file that keeps the index of the folder ``root``."""
     return Path(user_cache(), hashlib.sha256(os.fsencode(os.path.realpath(root))).hexdigest()[:16] + ".npz")
 
 
@@ -124,12 +129,11 @@ def _read(place: Path, key: str) -> SizeIndex | None:
         return None
 
 
-def _write(place: Path, key: str, index: SizeIndex, make_folder: bool = False) -> bool:
+def _write(place: Path, key: str, index: SizeIndex) -> bool:
     """Write through a temporary file, so that nobody ever sees half of it."""
     temporary = ""
     try:
-        if make_folder:
-            place.parent.mkdir(parents=True, exist_ok=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(prefix=".cocor-", suffix=".tmp", dir=place.parent)
         with os.fdopen(handle, "wb") as file:
             os.fchmod(handle, 0o644)

@@ -50,7 +50,7 @@ class FfcvLoader(PipelineLoader):
         super().close()
         self._loader = None
 
-    def crops(self, epoch: int, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
+    def crops(self, epochs: range, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
         from loaders.ffcv.decoder import ROW, DecodePool, PendingCrops, locate
         from loaders.ffcv.pipeline import PlannedLoader
 
@@ -74,8 +74,10 @@ class FfcvLoader(PipelineLoader):
 
         with (
             closing(DecodePool(self._stored.file, self.plan.size, max(1, self.workers))) as pool,
-            closing(self.jobs.epoch(epoch, start_step)) as jobs,
-            closing(self._loader.batches(epoch, start_step, submit)) as batches,
+            closing(self.jobs.epochs(epochs, start_step)) as jobs,
         ):
-            for batch in batches:
-                yield mend(batch)
+            for epoch in epochs:
+                first = start_step if epoch == epochs.start else 0
+                with closing(self._loader.batches(epoch, first, submit)) as batches:
+                    for batch in batches:
+                        yield mend(batch)

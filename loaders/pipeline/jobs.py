@@ -53,11 +53,12 @@ class Jobs:
             raise ValueError(f"the order covers {order.length} samples, the data set has {len(dataset)}")
         self._dataset, self._plan, self._order, self._on_error, self._pinned = dataset, plan, order, on_error, pinned
 
-    def epoch(self, e: int, start_step: int) -> Generator[Job, None, None]:
-        """Yield the jobs of epoch ``e`` from ``start_step`` on."""
-        self._retry_unusable()
-        for step in range(start_step, self._order.steps):
-            yield self._job(e, step, *self._samples(e, step))
+    def epochs(self, epochs: range, start_step: int = 0) -> Generator[Job, None, None]:
+        """Yield the jobs of ``epochs``, of the first from ``start_step`` on."""
+        for epoch in epochs:
+            self._retry_unusable()
+            for step in range(start_step if epoch == epochs.start else 0, self._order.steps):
+                yield self._job(epoch, step, *self._samples(epoch, step))
 
     def renewed(self, job: Job) -> Job:
         """Renew ``job`` without samples that have turned out unusable meanwhile."""

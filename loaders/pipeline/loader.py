@@ -73,18 +73,25 @@ class PipelineLoader(ABC):
         self._lock = Lock()
 
     @abstractmethod
-    def crops(self, epoch: int, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
-        """Yield the jobs from ``start_step`` on, with their crops uint8 (B, C, S, S, 3)."""
+    def crops(self, epochs: range, start_step: int) -> Generator[tuple[Job, Tensor], None, None]:
+        """Yield the jobs of ``epochs`` from ``start_step`` on, with their crops uint8 (B, C, S, S, 3)."""
 
     @property
     def steps_per_epoch(self) -> int:
         return self.order.steps
 
     def epoch(self, e: int, start_step: int = 0) -> Generator[Batch, None, None]:
-        """Yield the batches from ``start_step`` on. Ends the epoch that was open before."""
+        """Yield the batches of epoch ``e`` from ``start_step`` on, see :meth:`epochs`."""
+        return self.epochs(range(e, e + 1), start_step)
+
+    def epochs(self, epochs: range, start_step: int = 0) -> Generator[Batch, None, None]:
+        """Yield the batches of several epochs, of the first from ``start_step`` on.
+
+        The first of one are decoded while the last of another are used. Ends what was open before.
+        """
         self._end_epoch()
         self._epoch = epoch = object()
-        crops = self.crops(e, start_step)
+        crops = self.crops(epochs, start_step)
         try:
             if not self.on_gpu:
                 with self.prefetch(self._finish_all(crops)) as batches:

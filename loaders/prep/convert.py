@@ -36,6 +36,7 @@ class Converted:
     images: int
     treatments: dict[str, int]
     skipped: list[tuple[str, str]]
+    unlabelled: int
 
 
 def convert(
@@ -73,12 +74,14 @@ def convert(
                 treatments[encoded.treatment] += 1
             if not kept:
                 raise UserError(f"{printable(source.path)}: no usable images; nothing was written")
-            done = Converted(len(kept), dict(sorted(treatments.items())), sorted(faults))
             row_of = {index: row for row, index in enumerate(kept)}
             order = np.array([row_of[index] for index in source.order() if index in row_of], np.int64)
             chosen = np.array(kept, np.int64)[order]
             labels, crcs, rows = source.labels[chosen], rows["source_crc"][order].tolist(), rows[order]
             stored = [names[i] for i in chosen]
+            done = Converted(
+                len(kept), dict(sorted(treatments.items())), sorted(faults), unlabelled=int((labels < 0).sum())
+            )
             digest = content_digest(stored, labels, source.classes, crcs)
             facts = {
                 "target": target, "settings": asdict(settings),

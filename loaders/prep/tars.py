@@ -2,7 +2,8 @@
 
 - ILSVRC's training tar: one tar a class inside the tar; or these tars, whose images are named after them, in a folder.
 - Class folders in a tar, and flat tars (ILSVRC's validation tar) with or without a label file.
-- WebDataset shards: ``key.jpg`` beside ``key.cls`` (or ``key.json`` with a "label"), in one or many tars.
+- WebDataset shards: ``key.jpg`` beside ``key.cls`` (or ``key.json`` with a "label"), in one or many tars. Without any
+  such class they are unlabelled, whatever captions lie beside the images.
 """
 
 import json
@@ -15,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from loaders.datasets.decode import describe
 from loaders.datasets.folder import is_hidden
+from loaders.datasets.layout import without_texts
 from loaders.errors import UserError
 from loaders.files import open_regular
 from loaders.prep.byte_ranges import ByteRange
@@ -26,6 +28,8 @@ _CLASS_KEYS = ("label", "cls", "class", "class_id", "target")
 _LARGEST_TEXT = 1 << 20
 _END = 2 * tarfile.BLOCKSIZE
 _CHUNK = 1 << 20
+_TWICE = "named twice in this shard; only the first is read"
+_RULE = " (a key ends at the first dot of a name)"
 _UNREADABLE = (tarfile.TarError, EOFError, ValueError, OverflowError, MemoryError)
 
 
@@ -56,13 +60,32 @@ def open_tars(path: Path, shards: list[Path], labels: str | Path | None) -> Sour
             raise UserError(f"{printable(shard)}: an empty tar; remove it or fetch it again")
         if all(name.startswith(f"{shard.stem}_") for name in members.names[starts[-1] :]):
             members.names[starts[-1] :] = [f"{shard.stem}/{name}" for name in members.names[starts[-1] :]]
-    if labels is None and any(PurePosixPath(name).suffix in (".cls", ".json") for name in members.names):
+    if labels is None and _is_webdataset(members.names):
         return _webdataset(path, shards, starts, members)
     return _plain(path, members, labels)
 
 
+def _is_webdataset(names: list[str]) -> bool:
+    """Tell whether there are classes or, without class folders, captions by the names of images."""
+    if any(PurePosixPath(name).suffix == ".cls" for name in names):
+        return True
+    keys = {_key(name)[0] for name in names if PurePosixPath(name).suffix.lower() in _IMAGES}
+    texts = (name for name in names if name.endswith(".json") or (name.endswith(".txt") and "/" not in name))
+    return any(_key(name)[0] in keys for name in texts)
+
+
+def _key(name: str) -> tuple[str, str]:
+    """Split a name into a sample's key, up to the first dot of its last part, and what it is of that."""
+    folder, slash, last = name.rpartition("/")
+    key, dot, suffix = last.partition(".")
+    return f"{folder}{slash}{key}", dot + suffix.lower()
+
+
 def _plain(path: Path, members: _Members, labels: str | Path | None) -> Source:
-    names = _without_common_folders(members.names)
+    images = without_texts(path, members.names)
+    places = [members.places[i] for i in images]
+    inside = [members.names[i] for i in images]
+    names = _without_common_folders(inside)
     faults = list(members.faults)
     if labels is not None:
         kept, label_of, strange = labels_from_list(labels, names)
@@ -76,9 +99,9 @@ def _plain(path: Path, members: _Members, labels: str | Path | None) -> Source:
             label_of = [label_of[i] for i in kept]
 
     def locate(index: int) -> ByteRange:
-        return members.places[kept[index]]
+        return places[kept[index]]
 
-    origins = [members.names[i] for i in kept]
+    origins = [inside[i] for i in kept]
     return make_source(path, "tar", [names[i] for i in kept], label_of, faults, locate, origins=origins)
 
 
@@ -96,27 +119,39 @@ def _webdataset(path: Path, shards: list[Path], starts: list[int], members: _Mem
     """Group members by shard and key (the name up to the first dot of its last part)."""
     names, origins, labels = list[str](), list[str](), list[str | None]()
     places: list[ByteRange] = []
-    faults = list(members.faults)
+    faults, unlabelled = list(members.faults), list[tuple[int, tuple[str, str]]]()
     for shard, start, end in zip(shards, starts, [*starts[1:], len(members.names)], strict=True):
         samples: dict[str, dict[str, int]] = {}
         for member in range(start, end):
-            folder, _, last = members.names[member].rpartition("/")
-            key, dot, suffix = last.partition(".")
-            samples.setdefault(f"{folder}/{key}" if folder else key, {})[dot + suffix.lower()] = member
+            key, suffix = _key(members.names[member])
+            parts = samples.setdefault(key, {})
+            if suffix in parts:
+                faults.append((f"{printable(shard.name)}:{printable(members.names[member])}", _TWICE))
+            parts.setdefault(suffix, member)
         for key, parts in samples.items():
             image = next((suffix for suffix in parts if suffix in _IMAGES), None)
             text = parts.get(".cls", parts.get(".json"))
             label = None if text is None else _webdataset_class(shard, members.names[text], members.places[text])
-            if image is None or label is None:
-                missing = "image" if image is None else "class (.cls, or .json with a label)"
-                parts_there = ", ".join(sorted(parts))
-                faults.append((f"{printable(shard.name)}:{printable(key)}", f"no {missing} beside {parts_there}"))
+            beside = f"beside {', '.join(sorted(parts))}{_RULE if any('.' in suffix[1:] for suffix in parts) else ''}"
+            where = f"{printable(shard.name)}:{printable(key)}"
+            if image is None:
+                faults.append((where, f"no image {beside}"))
                 continue
+            if label is None:
+                unlabelled.append((len(names), (where, f"no class (.cls, or .json with a label) {beside}")))
             names.append(f"{shard.stem}_{key}{image}")
             origins.append(f"{shard.name}:{members.names[parts[image]]}")
             labels.append(None if label == "-1" else label)  # no label, as in parquet shards
             places.append(members.places[parts[image]])
-    return make_source(path, "webdataset", names, pad_numbers(labels), faults, places.__getitem__, origins=origins)
+    bare = {i for i, _ in unlabelled} if len(unlabelled) < len(names) else set()  # a set without classes has no faults
+    faults += [fault for i, fault in unlabelled if i in bare]
+    kept = [i for i in range(len(names)) if i not in bare]
+
+    def locate(index: int) -> ByteRange:
+        return places[kept[index]]
+
+    label_of, names, origins = [labels[i] for i in kept], [names[i] for i in kept], [origins[i] for i in kept]
+    return make_source(path, "webdataset", names, pad_numbers(label_of), faults, locate, origins=origins)
 
 
 def _webdataset_class(shard: Path, name: str, text: ByteRange) -> str | None:

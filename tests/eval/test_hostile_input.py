@@ -26,7 +26,7 @@ from cocor.eval.export.command import main as export
 from cocor.train import main as train
 from cocor.weights.load import load_encoder
 from loaders.datasets.dataset import open_folder
-from loaders.datasets.size_index import CACHE_NAME
+from loaders.datasets.size_index import index_file
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ class TestLists:
         root = tmp_path / "images"
         shutil.copytree(corner_folder, root, ignore=shutil.ignore_patterns(".*"))
         true = open_folder(root, quiet=True)
-        with np.load(root / CACHE_NAME) as stored:
+        with np.load(index_file(root)) as stored:
             good = dict(stored)
         harmful = np.array([Harm(marker)] * 6, object)
         for change in (
@@ -125,7 +125,7 @@ class TestLists:
             {"key": np.array(Harm(marker), object)},
             {"faults": harmful, "fault_at": np.arange(6)},
         ):
-            np.savez(root / CACHE_NAME, **{**good, **change})
+            np.savez(index_file(root), **{**good, **change})
             found = open_folder(root, quiet=True)
             assert np.array_equal(found.sizes, true.sizes) and found.plain.dtype == np.bool_
 

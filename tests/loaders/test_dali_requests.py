@@ -38,7 +38,7 @@ def test_no_python_runs_for_each_image(photo_folder: Path, photo_beton: Path, fo
         order = BatchOrder(600, batch_size)
         with closing(DaliLoader(images, ViewPlan(32), order=order, workers=2, read_at_once=8)) as loader:
             decoder = DaliDecoder(loader, loader._feed, 0.65, 8)
-            for job in loader.jobs.epoch(0, 0):
+            for job in loader.jobs.epochs(range(1)):
                 calls = 0
 
                 def count(_frame: object, _event: str, _what: object) -> None:

@@ -101,6 +101,14 @@ class TestOnePlan:
         assert orders[0] != orders[1]
 
     @pytest.mark.parametrize("name", [*NAMES, "synthetic"])
+    def test_epochs_in_one_go_are_the_same(self, make: OpenLoader, name: str) -> None:
+        loader = make(name)
+        apart = [batch for e in (1, 2, 3) for batch in loader.epoch(e, 2 if e == 1 else 0)]
+        joined = list(loader.epochs(range(1, 4), 2))
+        assert len(joined) == 7 and all(same(a, b) for a, b in zip(apart, joined, strict=True))
+        assert threads() == []
+
+    @pytest.mark.parametrize("name", [*NAMES, "synthetic"])
     def test_resuming_gives_the_same_batches(self, make: OpenLoader, name: str) -> None:
         loader = make(name)
         whole, rest = list(loader.epoch(5)), list(loader.epoch(5, start_step=1))

@@ -14,6 +14,7 @@ from helpers.prep_cases import Prep, corner_image, jpeg_bytes, png_bytes, write_
 
 from loaders.datasets.beton import open_beton
 from loaders.datasets.dataset import open_folder
+from loaders.datasets.labels import read_labels
 from loaders.errors import UserError
 from loaders.prep.sources import open_source
 
@@ -165,6 +166,10 @@ def label_file(folder: Path, form: str) -> Path:
         lines = [f"{name} {label}" for name, label in pairs]
     elif form == "table.csv":
         lines = ["filename,label", *(",".join(pair) for pair in reversed(pairs))]
+    elif form == "quoted.csv":
+        lines = ["index;label;filename", *(f'{i};"{label}";"{name}"' for i, (name, label) in enumerate(pairs))]
+    elif form == "columns.tsv":
+        lines = [f"{name}\t{label}\t0\t32" for name, label in pairs]
     else:
         boxes = (f"{name.removesuffix('.JPEG')},{label} 1 2 3 4 {label} 5 6 7 8" for name, label in reversed(pairs))
         lines = ["ImageId,PredictionString", *boxes]
@@ -172,7 +177,7 @@ def label_file(folder: Path, form: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("form", ["plain.txt", "table.csv", "LOC_val_solution.csv"])
+@pytest.mark.parametrize("form", ["plain.txt", "table.csv", "quoted.csv", "columns.tsv", "LOC_val_solution.csv"])
 @pytest.mark.parametrize("kind", ["folder", "tar"])
 def test_validation_images_with_labels(form: str, kind: str, prep: Prep, tmp_path: Path) -> None:
     write_all(tmp_path / "val", VALIDATION)
@@ -197,6 +202,15 @@ def test_the_development_kit_needs_its_meta_file(prep: Prep, tmp_path: Path) -> 
     assert "txt:5: 99999999999999999999 is not a class" in prep.refused(*arguments, "--force")
     truth.write_text("1\n2\n")
     assert "2 numbers for 5 images" in prep.refused(*arguments, "--force")
+
+
+def test_labels_and_names_with_commas(tmp_path: Path) -> None:
+    names = ["a, b.jpg", "c.jpg", 'd "e".jpg']
+    (tmp_path / "labels.csv").write_text('name,class\n"a, b.jpg","dog, golden"\nc.jpg,cat\n"d ""e"".jpg","a ""b"""\n')
+    assert read_labels(tmp_path / "labels.csv", names) == ({0: "dog, golden", 1: "cat", 2: 'a "b"'}, [])
+    (tmp_path / "labels.csv").write_text("name,width,height\nc.jpg,1,2\n")
+    with pytest.raises(UserError, match="csv:1: none of its columns is named class or label"):
+        read_labels(tmp_path / "labels.csv", names)
 
 
 def test_missing_and_surplus_labels_are_named(prep: Prep, tmp_path: Path) -> None:
@@ -249,6 +263,19 @@ def test_webdataset_shards(label: str, prep: Prep, tmp_path: Path) -> None:
     assert data.names == open_beton(tmp_path / "out.beton").names
 
 
+@pytest.mark.parametrize("caption", ["txt", "json"])
+def test_shards_of_captions_are_unlabelled(caption: str, prep: Prep, tmp_path: Path) -> None:
+    """As img2dataset writes them, with statistics and a table beside each shard."""
+    for shard in range(2):
+        members = [(f"{shard}000{i}.{kind}", data) for i in range(2) for kind, data in
+                   (("jpg", image(2 * shard + i)), (caption, b'{"caption": "a cat"}'))]  # fmt: skip
+        write_tar(tmp_path / "shards" / f"0000{shard}.tar", members)
+        write_all(tmp_path / "shards", {f"0000{shard}_stats.json": b"{}", f"0000{shard}.parquet": b""})
+    assert ", 4 without a class" in prep("convert", tmp_path / "shards", tmp_path / "x.beton")
+    file = open_beton(tmp_path / "x.beton")
+    assert file.classes == [] and [bytes(file.read(i)) for i in range(4)] == [image(i) for i in range(4)]
+
+
 GOOD = shard_members(range(2))
 
 
@@ -257,6 +284,8 @@ GOOD = shard_members(range(2))
     [
         (GOOD[:-1], "000001: no class"), ([*GOOD, ("000002.cls", b"1")], "000002: no image"), ([], "an empty tar"),
         ([*GOOD, ("000003.jpg", b"x"), ("000003.json", b"{")], "000003.json is not JSON"),
+        ([*GOOD, GOOD[0]], "000000.jpg: named twice in this shard"),
+        ([*GOOD, ("a.1.jpg", b"x"), ("a.1.cls", b"1")], "beside .1.cls, .1.jpg (a key ends at the first dot"),
         ([*GOOD, ("000003.jpg", b"x"), ("000003.cls", b"../up")], "cannot name a class folder"),
     ],
 )  # fmt: skip
