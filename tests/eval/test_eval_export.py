@@ -142,10 +142,15 @@ def test_what_cannot_be_written_is_named(tmp_path: Path, capsys: Capsys, monkeyp
     assert {path.name for path in (tmp_path / "all").iterdir()} == {"r", "r.pth", "r.safetensors"}
 
 
-def test_pushing_needs_a_name_and_a_login(tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pushing_needs_a_login_and_the_hub(tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
     for variable in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(variable, raising=False)
     for name, words in (("a/b/c", "--push a/b/c: Repo id must"), ("me/r", "no login at the Hugging Face Hub; run: ")):
         assert main(["random:resnet18", "--push", name, "--output", str(tmp_path / "out")]) == 2
         assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
+    monkeypatch.setenv("HF_TOKEN", "none")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
+    assert main(["random:test_resnet", "--push", "me/r", "--name", "r", "--output", str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"push it by: hf upload me/r {tmp_path / 'out' / 'r'}" in line and (tmp_path / "out/r/README.md").is_file()

@@ -5,7 +5,7 @@ from pathlib import Path
 import huggingface_hub
 import safetensors.torch
 import timm
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from timm.models._hub import save_config_for_hf
 
@@ -65,12 +65,16 @@ def check_push(name: str) -> None:
 
 
 def push(folder: Path, name: str) -> str:
-    """Upload ``folder`` as the model ``name`` (OWNER/NAME), made if missing. Returns its address."""
+    """Upload ``folder`` as the model ``name`` (OWNER/NAME), made if missing. Returns its address.
+
+    Raises:
+        UserError: no connection, or the Hub refuses.
+    """
     hub = huggingface_hub.HfApi()
     try:
         place = hub.create_repo(name, exist_ok=True)
         hub.upload_folder(repo_id=place.repo_id, folder_path=folder, commit_message="Add the encoder")
-    except (HfHubHTTPError, OSError) as error:  # OSError: no connection
-        why = " ".join(str(error).split())[:160]
+    except Exception as error:  # whatever the connection runs into
+        why = (str(error) or type(error).__name__).splitlines()[0][:160]
         raise UserError(f"--push {name}: {why}; {folder} is written, push it by: hf upload {name} {folder}") from None
     return str(place)
