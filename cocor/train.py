@@ -235,7 +235,7 @@ def train_epoch(run: Run, make_step: Callable[[Batch, Batch | None, int], Metric
             if config.log_samples:
                 log.event("samples", run.done, epoch, {"index": gather(batch.index)})
             if run.done % run.loader.steps_per_epoch == 0:
-                return  # finish_epoch does what is due now
+                continue  # the epoch's batches end here, and finish_epoch does what is due now
             seconds = 60 * config.checkpoint_every_minutes
             due = run.world.main and seconds > 0 and time.monotonic() - run.saved >= seconds
             signum, due_anywhere = run.any_rank(signals.requested(), due)
