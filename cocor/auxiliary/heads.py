@@ -24,11 +24,6 @@ def perceptron(*widths: int, last_norm: bool = False) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def precise(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` in at least float32."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
 def log_mean_exp(values: Tensor, ranks: Ranks) -> Tensor:
     """Compute ``log(mean(exp(values)))`` over all elements of all ranks, a scalar."""
     return joined(values.flatten().logsumexp(0)[None], ranks).logsumexp(0) - math.log(values.numel() * ranks.size)

@@ -24,8 +24,17 @@ import torch
 from torch import Tensor, nn
 
 from cocor.auxiliary.base import PairAuxiliary
-from cocor.auxiliary.heads import nt_xent, perceptron, precise
-from cocor.methods.base import Config, Method, Ranks, batch_statistics_only, feature_size, joined, normalised
+from cocor.auxiliary.heads import nt_xent, perceptron
+from cocor.methods.base import (
+    Config,
+    Method,
+    Ranks,
+    batch_statistics_only,
+    feature_size,
+    joined,
+    normalised,
+    precise,
+)
 from cocor.methods.supcon import supervised_contrastive
 from loaders.batch import Batch
 
