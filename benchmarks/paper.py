@@ -91,8 +91,10 @@ class Plan:
         """Return all flags of a training but those that name files and the seed."""
         scale = SCALES[self.scale]
         words = ["--config", f"configs/{scale.file.format(method=one.method)}.yaml", *scale.flags.split()]
-        learns = self.reduced and load(_found([*words, *one.flags.split()])).learns_targets
-        return [*words, *(MEASURED_MMNN.split() if learns else ()), *self.own_flags(one), *self.further]
+        if self.reduced and MEASURED_MMNN not in one.flags:
+            learns = load(_found([*words, *one.flags.split()])).learns_targets
+            words += MEASURED_MMNN.split() if learns else []
+        return [*words, *self.own_flags(one), *self.further]
 
     def config(self, one: Row) -> Config:
         """Resolve a row's settings. UserError for further flags that do not fit."""

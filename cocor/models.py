@@ -51,8 +51,9 @@ def build_target(config: Config, world: World) -> nn.Module | None:
     if config.consistency == "none":
         return None
     constants = by_length((1.0, 1.0) if config.mmnn == "none" else config.constants)
-    target: nn.Module = MMNN(constants, config.mmnn_shape) if config.mmnn == "learned" else Constants(constants)
-    return target.to(world.device)
+    if config.mmnn == "learned":
+        return MMNN(constants, config.mmnn_shape, config.mmnn_layers).to(world.device)
+    return Constants(constants).to(world.device)
 
 
 def build_auxiliary(config: Config, method: Method, world: World) -> Auxiliary | None:

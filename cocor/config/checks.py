@@ -24,7 +24,7 @@ class Need(NamedTuple):
 
 
 _MMNN = (
-    *("hypergradient", "mmnn_every", "mmnn_shape", "mmnn_optimiser", "mmnn_lr", "mmnn_momentum"),
+    *("hypergradient", "mmnn_every", "mmnn_shape", "mmnn_layers", "mmnn_optimiser", "mmnn_lr", "mmnn_momentum"),
     *("mmnn_wait_epochs", "mmnn_warmup_epochs", "classifier_lr", "classifier_weight_decay"),
     *("labelled_batch_size", "label_split", "label_fraction", "shuffle_labels"),
 )

@@ -114,6 +114,7 @@ class Config:
     mmnn_shape: Literal["monotone", "concave"] = option(
         "monotone", "what the MMNN can be; concave: the paper's, which falls ever faster with length"
     )
+    mmnn_layers: int = option(2, 'its layers of weights; the paper\'s is "a 3-layer MLP"', low=2, high=3)
     # The default is that of the paper's table "Constant l_d*" for MoCo, which other methods than SimSiam take as well.
     constants: tuple[float, ...] = option((0.8, 0.75, 0.65), "targets of lengths 1, 2, 3; extrapolated", low=-1, high=1)
     hypergradient: Literal["exact", "taylor", "released"] = option(

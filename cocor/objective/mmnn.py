@@ -9,6 +9,9 @@ The shape of ``phi`` decides what g can be. The paper's ReLU makes g concave in 
 with length, while measured similarities fall ever more slowly. With bounded units, ``phi`` the logistic function, g is
 a sum of falling steps of any size at any length: monotone, and of any curvature (``--mmnn-shape``).
 
+The paper has "a 3-layer MLP", which may count layers of units, as here, or of weights: ``--mmnn-layers 3`` has another
+64 hidden units, ``phi(V phi(W v + c) + e)`` with ``V > 0``, of the same shape.
+
 Before training the network is fitted to the paper's constants (table "Constant l_d*"): a random one predicts
 similarities far outside [-1, 1], where the gradients of loss and hyper-gradient vanish. ``Constants`` is the ablation
 without MMNN and has the same call signature.
@@ -31,6 +34,7 @@ HIDDEN = 64  # units
 LONGEST_FITTED = 10  # the paper goes up to composites of 10 augmentations
 
 Shape = Literal["monotone", "concave"]
+Layers = list[tuple[Tensor, Tensor]]  # positive weights and biases
 
 # Smallest slope of g in a count, as a share of the network's total weight (see MMNN.forward). Float32 resolves 6e-8 of
 # a value, so one more augmentation lowers g at any length that occurs, however large the weights have grown.
@@ -103,7 +107,7 @@ class MMNN(nn.Module):
     """``g(v) = 1 - [softplus(b) + a.v + u.phi(W v + c)]``, falling in every count.
 
     ``shape`` "concave" is the paper's network, with ReLU for ``phi``; "monotone" has the logistic function. Both have
-    the same weights, so that a checkpoint does not tell which it is of.
+    the same weights, so that a checkpoint does not tell which it is of. ``layers`` are 2 or 3.
 
     A new network is already fitted to ``constants``, one similarity per length; the same arguments always give the same
     weights, and the global random number generator is left alone. UserError for constants that a decreasing function of
@@ -115,40 +119,56 @@ class MMNN(nn.Module):
     hidden_bias: nn.Parameter  # (64,)
     output: nn.Parameter  # (64,)
     bias: nn.Parameter  # ()
+    middle: nn.Parameter | None  # (64, 64) and (64,), between hidden and output: with three layers
+    middle_bias: nn.Parameter | None
     shape: Shape = "concave"
 
-    def __init__(self, constants: Mapping[int, float], shape: Shape = "concave") -> None:
+    def __init__(self, constants: Mapping[int, float], shape: Shape = "concave", layers: int = 2) -> None:
         super().__init__()
         check_constants(constants, shape)
         self.shape = shape
-        for name, value in _fitted(tuple(sorted(constants.items())), shape).items():
-            self.register_parameter(name, nn.Parameter(value.clone()))
+        fitted = _fitted(tuple(sorted(constants.items())), shape, layers)
+        for name, value in {"middle": None, "middle_bias": None, **fitted}.items():
+            self.register_parameter(name, None if value is None else nn.Parameter(value.clone()))
 
     def forward(self, composition: Tensor) -> Tensor:
         """Map ``composition`` (..., 14) uint8 to similarities (...), always float32."""
         with torch.autocast(composition.device.type, enabled=False):
             counts = composition.to(self.linear.dtype)
-            linear, hidden, output = F.softplus(self.linear), F.softplus(self.hidden), F.softplus(self.output)
-            offset = F.softplus(self.bias)
+            linear, output, offset = F.softplus(self.linear), F.softplus(self.output), F.softplus(self.bias)
+            layers = _layers(self.hidden, self.hidden_bias, self.middle, self.middle_bias)
             # An upper bound of the bracket at length 1, with which the smallest slope grows.
-            weight = 1.0 + offset + linear.sum() + output @ _most(hidden, self.hidden_bias, self.shape)
+            weight = 1.0 + offset + linear.sum() + output @ _most(layers, self.shape)
             linear = linear + SLOPE_FLOOR * weight
-            activity = _activity(counts, hidden, self.hidden_bias, self.shape)
+            activity = _activity(counts, layers, self.shape)
             return 1.0 - (offset + F.linear(counts, linear[None])[..., 0] + F.linear(activity, output[None])[..., 0])
 
 
-def _activity(counts: Tensor, hidden: Tensor, bias: Tensor, shape: Shape) -> Tensor:
-    """Compute the hidden units (..., 64) of ``counts`` (..., 14)."""
-    inside = F.linear(counts, hidden, bias)
-    return F.relu(inside) if shape == "concave" else torch.sigmoid(inside)
+def _layers(hidden: Tensor, bias: Tensor, middle: Tensor | None, middle_bias: Tensor | None) -> Layers:
+    """Pair the positive weights of hidden layers with their biases."""
+    first = [(F.softplus(hidden), bias)]
+    return first if middle is None or middle_bias is None else [*first, (F.softplus(middle), middle_bias)]
 
 
-def _most(hidden: Tensor, bias: Tensor, shape: Shape) -> Tensor:
+def _activity(counts: Tensor, layers: Layers, shape: Shape) -> Tensor:
+    """Compute the last hidden units (..., 64) of ``counts`` (..., 14)."""
+    for weight, bias in layers:
+        inside = F.linear(counts, weight, bias)
+        counts = F.relu(inside) if shape == "concave" else torch.sigmoid(inside)
+    return counts
+
+
+def _most(layers: Layers, shape: Shape) -> Tensor:
     """Bound the hidden units (64,) at length 1 from above; bounded ones at any."""
-    return hidden.sum(1) + F.relu(bias) if shape == "concave" else torch.ones_like(bias)
+    if shape == "monotone":
+        return torch.ones_like(layers[-1][1])
+    most = torch.ones_like(layers[0][0][0])
+    for weight, bias in layers:
+        most = weight @ most + F.relu(bias)
+    return most
 
 
-def _initial_weights(shape: Shape) -> dict[str, Tensor]:
+def _initial_weights(shape: Shape, layers: int) -> dict[str, Tensor]:
     """Return the weights before the fit, before softplus."""
     # Hidden units differ in their weights, so that they can learn different combinations of ops, and in the length from
     # which they are active (bounded ones: at which they are half active, and how steeply they rise there), so that the
@@ -159,10 +179,19 @@ def _initial_weights(shape: Shape) -> dict[str, Tensor]:
     if shape == "monotone":
         weights *= torch.tensor([1.0, 2.0, 4.0, 8.0]).repeat(HIDDEN // 4)[:, None]
         onsets = torch.linspace(0.0, 10.0, HIDDEN)
-    return {
+    hidden_bias, further = -weights.mean(1) * onsets, {}
+    if layers == 3:
+        middle = torch.empty(HIDDEN, HIDDEN).uniform_(0.5, 1.5, generator=generator) / HIDDEN
+        if shape == "monotone":  # the first units rise too slowly in the mean
+            middle *= torch.tensor([5.0, 10.0, 20.0, 40.0]).repeat(HIDDEN // 4)[:, None]
+        else:  # mostly those that are linear from the start, so that the second ones are linear from their own onset
+            middle *= 12 * torch.exp(-2 * onsets)
+        at_onset = _activity(onsets[:, None].expand(-1, OPS) / OPS, [(weights, hidden_bias)], shape)
+        further = {"middle": _softplus_inverse(middle), "middle_bias": -(middle * at_onset).sum(1)}
+    return further | {
         "linear": _softplus_inverse(torch.full((OPS,), 0.05)),
         "hidden": _softplus_inverse(weights),
-        "hidden_bias": -weights.mean(1) * onsets,
+        "hidden_bias": hidden_bias,
         "output": _softplus_inverse(torch.full((HIDDEN,), 0.05 / HIDDEN)),
         "bias": _softplus_inverse(torch.tensor(0.15)),
     }
@@ -170,7 +199,7 @@ def _initial_weights(shape: Shape) -> dict[str, Tensor]:
 
 @lru_cache(maxsize=16)
 @torch.no_grad()
-def _fitted(constants: tuple[tuple[int, float], ...], shape: Shape = "concave") -> dict[str, Tensor]:
+def _fitted(constants: tuple[tuple[int, float], ...], shape: Shape, count: int) -> dict[str, Tensor]:
     """Fit weights with which ``g`` meets a similarity per length, in float64.
 
     A least-squares fit of all composites of lengths 1 to 3 and a fixed sample of longer ones (up to 10) to the constant
@@ -178,20 +207,21 @@ def _fitted(constants: tuple[tuple[int, float], ...], shape: Shape = "concave") 
     a shape that can follow it, :func:`decaying_at`. Only offset, linear path and output weights move: ``g`` is linear
     in these after softplus, so that L-BFGS minimises one small quadratic form.
     """
-    weights = _initial_weights(shape)
+    weights = _initial_weights(shape, count)
     counts, targets, importance = _fitting_set(dict(constants), shape)
-    hidden, hidden_bias = F.softplus(weights["hidden"].double()), weights["hidden_bias"].double()
+    start = {name: value.double() for name, value in weights.items()}
+    layers = _layers(start["hidden"], start["hidden_bias"], start.get("middle"), start.get("middle_bias"))
     length = counts.sum(1, keepdim=True)
     # One column per weight: what it adds to the bracket, directly and through the smallest slope.
-    design = torch.cat([torch.ones_like(length), counts, _activity(counts, hidden, hidden_bias, shape)], 1)
-    reach = torch.cat([torch.ones(1 + OPS).double(), _most(hidden, hidden_bias, shape)])
+    design = torch.cat([torch.ones_like(length), counts, _activity(counts, layers, shape)], 1)
+    reach = torch.cat([torch.ones(1 + OPS).double(), _most(layers, shape)])
     design += SLOPE_FLOOR * length * reach
     wanted = 1.0 - targets - SLOPE_FLOOR * length[:, 0]
     weighted = design * importance[:, None]
     quadratic, linear = design.T @ weighted, weighted.T @ wanted
 
-    start = torch.cat([weights[name].double().view(-1) for name in ("bias", "linear", "output")])
-    raw = start.clone().requires_grad_()
+    before = torch.cat([start[name].view(-1) for name in ("bias", "linear", "output")])
+    raw = before.clone().requires_grad_()
     optimiser = torch.optim.LBFGS(
         [raw], max_iter=300, line_search_fn="strong_wolfe", tolerance_grad=1e-9, tolerance_change=1e-13
     )
@@ -201,7 +231,7 @@ def _fitted(constants: tuple[tuple[int, float], ...], shape: Shape = "concave") 
         with torch.enable_grad():
             x = F.softplus(raw)
             # The penalty keeps weights that the fit does not need out of the flat end of softplus.
-            error = 0.5 * x @ quadratic @ x - linear @ x + FIT_RESTRAINT * (raw - start).square().sum()
+            error = 0.5 * x @ quadratic @ x - linear @ x + FIT_RESTRAINT * (raw - before).square().sum()
             error.backward()
         return error.item()
 

@@ -65,11 +65,11 @@ def refuse_what_is_no_class(root: Path, listing: Listing) -> None:
 
 
 def without_texts(path: Path, names: Sequence[str], quiet: bool = False) -> list[int]:
-    """Return the places of ``names`` that are no text files'; a warning tells of those."""
+    """Return the places of ``names`` that are no text files'; a line in the log tells of those."""
     texts = [name for name in names if is_text(name)]
     if texts and not quiet:
         count = f"{counted(len(texts), 'text file')}, such as {printable(texts[0])}"
-        _log.warning(f"{printable(path)}: passed over {count}")
+        _log.info(f"{printable(path)}: passed over {count}")  # not on every rank
     return [place for place, name in enumerate(names) if not is_text(name)]
 
 

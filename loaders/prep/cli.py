@@ -4,6 +4,7 @@ Exit codes: 0 done, 2 a mistake in the call or damage in the data, 130 Ctrl-C, 1
 """
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -27,6 +28,7 @@ _SOURCES = "a folder, ILSVRC's tars, a folder of WebDataset tars or parquet shar
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     print_everything()
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary files are removed
     try:
         options = _parser().parse_all(arguments)

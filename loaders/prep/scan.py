@@ -83,7 +83,9 @@ def print_summary(source: Source, summary: Summary) -> None:
     """Print one screen on what a scan found."""
     total = sum(summary.statuses.values())
     classes = counted(len(source.classes), "class")
-    print(f"{printable(source.path)} ({source.kind}): {counted(total, 'image')}, {classes}")
+    unlabelled = int((source.labels < 0).sum())
+    without = f", {unlabelled:,} without a class" if unlabelled else ""
+    print(f"{printable(source.path)} ({source.kind}): {counted(total, 'image')}, {classes}{without}")
     print(f"  {summary.statuses['good']:,} good: upright JPEGs, stored as they are")
     print(f"  {summary.statuses['repair']:,} to repair: readable; cocor-prep convert stores them as upright RGB JPEGs")
     for note, count in summary.notes.most_common(_SHOWN):

@@ -312,6 +312,7 @@ class TestLabelSplit:
 
 
 def test_text_files_are_passed_over(photo_copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     for name in ("coffee/notes.txt", "labels.csv", "coffee/0.json"):
         (photo_copy / name).write_text("x")
     assert len(open_folder(photo_copy)) == 24

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from itertools import combinations_with_replacement
 
 import pytest
@@ -44,24 +45,17 @@ def assert_strictly_decreasing(g: MMNN) -> None:
     assert bool((stronger < weaker[:, None]).all())
 
 
-def copy_of(fitted: MMNN) -> MMNN:
-    g = MMNN.__new__(MMNN)
-    torch.nn.Module.__init__(g)
-    g.shape = fitted.shape
-    for name, parameter in fitted.named_parameters():
-        g.register_parameter(name, torch.nn.Parameter(parameter.detach().clone()))
-    return g
-
-
+Kind = tuple[Shape, int]
 SHAPES: tuple[Shape, ...] = ("concave", "monotone")
-FITTED = {shape: MMNN(PAPER, shape) for shape in SHAPES}
+KINDS = [(shape, layers) for shape in SHAPES for layers in (2, 3)]
+FITTED = {kind: MMNN(PAPER, *kind) for kind in KINDS}
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([0.05, 1.0, 30.0, 1000.0]), st.integers(1, 8), st.integers(1, 4),
-       st.sampled_from(SHAPES))  # fmt: skip
-def test_strictly_decreasing_in_wild_training(seed: int, lr: float, steps: int, length: int, shape: Shape) -> None:
-    g = copy_of(FITTED[shape])
+       st.sampled_from(KINDS))  # fmt: skip
+def test_strictly_decreasing_in_wild_training(seed: int, lr: float, steps: int, length: int, kind: Kind) -> None:
+    g = deepcopy(FITTED[kind])
     generator = torch.Generator().manual_seed(seed)
     optimiser = torch.optim.SGD(g.parameters(), lr=lr, momentum=0.9)
     for _ in range(steps):
@@ -75,10 +69,10 @@ def test_strictly_decreasing_in_wild_training(seed: int, lr: float, steps: int, 
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from([1.0, 10.0, 100.0, 1e4]), st.sampled_from(SHAPES))
-def test_strictly_decreasing_for_any_weights(seed: int, scale: float, shape: Shape) -> None:
-    assert_strictly_decreasing(FITTED[shape])
-    g = copy_of(FITTED[shape])
+@given(st.integers(0, 2**32), st.sampled_from([1.0, 10.0, 100.0, 1e4]), st.sampled_from(KINDS))
+def test_strictly_decreasing_for_any_weights(seed: int, scale: float, kind: Kind) -> None:
+    assert_strictly_decreasing(FITTED[kind])
+    g = deepcopy(FITTED[kind])
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in g.parameters():
@@ -87,11 +81,14 @@ def test_strictly_decreasing_for_any_weights(seed: int, scale: float, shape: Sha
 
 
 @pytest.mark.parametrize("method", ["moco", "simsiam", "byol"])
+@pytest.mark.parametrize("layers", [2, 3])
 @pytest.mark.parametrize(("shape", "beyond"), [("concave", similarity_at), ("monotone", decaying_at)])
-def test_the_fit_meets_the_papers_constants(method: str, shape: Shape, beyond: Callable[..., float]) -> None:
+def test_the_fit_meets_the_papers_constants(
+    method: str, shape: Shape, beyond: Callable[..., float], layers: int
+) -> None:
     constants = by_length(load(["--method", method]).constants)
     with torch.no_grad():
-        g = MMNN(constants, shape)
+        g = MMNN(constants, shape, layers)
         for length, similarity in constants.items():
             values = g(random_composites(length))
             assert values.mean().item() == pytest.approx(similarity, abs=1.5e-3)
@@ -102,7 +99,7 @@ def test_the_fit_meets_the_papers_constants(method: str, shape: Shape, beyond: C
             assert mean > -0.15
         for other in ({10: -0.05}, {1: 0.8}, {1: 0.9, 3: 0.5}, {2: 0.7, 5: 0.3}):
             for length, similarity in other.items():
-                assert MMNN(other, shape)(random_composites(length)).mean().item() == pytest.approx(
+                assert MMNN(other, shape, layers)(random_composites(length)).mean().item() == pytest.approx(
                     similarity, abs=3e-3
                 )
 
@@ -122,7 +119,7 @@ def test_only_monotone_mmnns_learn_convex_targets() -> None:
     wanted = 0.3 + 0.6 * torch.exp(-0.5 * counts.sum(1))
 
     def distance(shape: Shape) -> float:
-        g = copy_of(FITTED[shape])
+        g = deepcopy(FITTED[shape, 2])
         optimiser = torch.optim.Adam(g.parameters(), lr=0.05)
         for _ in range(300):
             optimiser.zero_grad()
@@ -152,34 +149,35 @@ def test_weights_of_before_shapes_are_concave() -> None:
     assert torch.allclose(g(counts), literal, atol=1e-6)
 
 
-def test_the_fit_is_deterministic_and_fast() -> None:
+@pytest.mark.parametrize("layers", [2, 3])
+def test_the_fit_is_deterministic_and_fast(layers: int) -> None:
     state = torch.get_rng_state()
-    first = MMNN(PAPER)
+    first = MMNN(PAPER, layers=layers)
     _fitted.cache_clear()
     began = time.process_time()
-    second = MMNN(PAPER)
+    second = MMNN(PAPER, layers=layers)
     assert (time.process_time() - began) / torch.get_num_threads() < 1.0
     assert torch.equal(torch.get_rng_state(), state)
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_weight_can_learn(shape: Shape) -> None:
-    g = copy_of(FITTED[shape])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_weight_can_learn(kind: Kind) -> None:
+    g = deepcopy(FITTED[kind])
     g(torch.cat([vectors(length) for length in (1, 2, 3)])).sum().backward()
     assert bool((g.linear.grad != 0).all()) and g.bias.grad != 0
     assert g.shape == "concave" or bool((g.hidden.grad != 0).all())  # bounded units are never quite off
     assert ((g.hidden.grad != 0).all(1)).float().mean() > 0.4  # units that set in at longer lengths wait for those
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_output_is_float32_under_autocast(shape: Shape) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_output_is_float32_under_autocast(kind: Kind) -> None:
     composition = torch.stack([random_composites(length, 5) for length in (1, 2, 3)])
     with torch.autocast("cpu", torch.bfloat16):
-        mixed = FITTED[shape](composition)
+        mixed = FITTED[kind](composition)
     assert mixed.dtype == torch.float32 and mixed.shape == (3, 5)
-    assert torch.equal(FITTED[shape](composition), mixed)
+    assert torch.equal(FITTED[kind](composition), mixed)
 
 
 def test_constants_are_continued_in_a_line() -> None:

@@ -106,7 +106,7 @@ def subject(path: str | Path, device: torch.device, **encoder_options: Any) -> S
     mmnn = None
     constants = dict(enumerate(config.constants, start=1))
     if "mmnn" in state["training"]:
-        mmnn = MMNN(constants, config.mmnn_shape)
+        mmnn = MMNN(constants, config.mmnn_shape, config.mmnn_layers)
         mmnn.load_state_dict(state["training"]["mmnn"])
         mmnn.to(device)
     name = file.parent.parent.name or file.stem
