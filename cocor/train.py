@@ -283,7 +283,7 @@ def due(run: Run, every: int) -> bool:
 
 
 def measure(run: Run, log: RunLog) -> None:
-    """Measure k-NN and the linear probe on the main rank; a signal interrupts them. Collective."""
+    """Measure k-NN and linear probe on the main rank, until a signal. Collective."""
     config, finished = run.config, True
     kinds = [kind for kind, every in (("knn", config.knn_every), ("probe", config.probe_every)) if due(run, every)]
     if run.probes is not None and kinds:

@@ -11,9 +11,10 @@ from cocor.methods.base import Ranks, joined, normalised
 
 
 def perceptron(*widths: int, last_norm: bool = False) -> nn.Sequential:
-    """Build linear layers of ``widths`` (N, first) -> (N, last), with BatchNorm and ReLU in between.
+    """Build linear layers with BatchNorm and ReLU in between.
 
-    ``last_norm`` adds a BatchNorm without weights behind the last one, which then has no bias.
+    They map (N, first of ``widths``) to (N, last). ``last_norm`` adds a BatchNorm without weights behind the last one,
+    which then has no bias.
     """
     layers: list[nn.Module] = []
     for width, following in pairwise(widths[:-1]):

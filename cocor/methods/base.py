@@ -279,7 +279,7 @@ def two_layer_head(width: int, dim: int) -> nn.Sequential:
 
 def three_layer_head(width: int, hidden: int, dim: int, *, hidden_bias: bool = False,
                      last_bias: bool = False) -> nn.Sequential:  # fmt: skip
-    """Build the head of Barlow Twins, VICReg and INTL, with BatchNorm: (N, width) -> (N, dim)."""
+    """Build the head of Barlow Twins, VICReg and INTL: (N, width) -> (N, dim)."""
     return nn.Sequential(
         nn.Linear(width, hidden, bias=hidden_bias),
         nn.BatchNorm1d(hidden),
