@@ -33,11 +33,11 @@ from scipy import stats
 from benchmarks.common import RESULTS, Column, command, header, markdown, row
 from benchmarks.evidence import registry
 from benchmarks.evidence.registry import DRAWINGS, MEASURED_MMNN, SCALES, TABLES, WORK, Row, Table
-from benchmarks.evidence.report import values
+from benchmarks.evidence.report import seconds_of, values
 from cocor.auxiliary import AUXILIARIES
 from cocor.config.options import Config
 from cocor.config.resolve import load
-from cocor.monitor.metrics_file import read_run
+from cocor.monitor.metrics_file import epochs_of, read_run
 from cocor.monitor.profile import costs
 from loaders.arguments import Parser, not_negative
 from loaders.errors import UserError
@@ -141,11 +141,11 @@ class Plan:
         return [one for one in self.table.rows if not self.missing(one)]
 
     def value(self, column: registry.Column, one: Row, seed: int) -> float:
-        """Read what was measured, in per cent; NaN if it was not."""
+        """Read what was measured, in per cent or hours; NaN if it was not."""
         folder = self.folder(one, seed)
         if not column.command:
-            found = [r["accuracy"] for r in read_run(folder) if r["kind"] == "knn"] if folder.is_dir() else []
-            return 100 * found[-1] if found else math.nan
+            records = read_run(folder) if folder.is_dir() else []
+            return of_training(column.key, records, self.config(one))
         file = self.evaluation(column.command, [folder], folder.name).result
         return number(column, json.loads(file.read_text())) if file is not None and file.is_file() else math.nan
 
@@ -157,6 +157,16 @@ class Plan:
         same = [run for run in stored if (run["method"], run["variant"]) == (one.method, one.measured)]
         found = [run.get("linear") if column.command else run["knn"][-1][1] for run in same]
         return [100 * value for value in found if value is not None]
+
+
+def of_training(key: str, records: list[dict[str, Any]], config: Config) -> float:
+    """Find the hours of a finished training, or k-NN after its end, in per cent; else NaN."""
+    if key == "knn":
+        found = [r["accuracy"] for r in records if r["kind"] == "knn" and r["epoch"] == config.epochs]
+        return 100 * found[-1] if found else math.nan
+    done = max(epochs_of(records), default=0.0) > config.epochs - 0.5
+    steps = [r for r in records if r["kind"] == "train"]
+    return seconds_of(steps) * config.batch_size / 3600 if done else math.nan
 
 
 def number(column: registry.Column, report: dict[str, Any]) -> float:

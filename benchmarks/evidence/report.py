@@ -37,9 +37,8 @@ def measured(training: Training) -> Run:
         raise UserError(f"{training.folder}: no k-NN was measured; pass held-out images with labels as --val-data")
     steps = [r for r in records if r["kind"] == "train"]
     points = list(zip(epochs_of(records), steps, strict=True))
-    timed = [(r["step"] - before["step"], r["images_per_s"]) for before, r in pairwise([{"step": 0}, *steps])]
-    rates = [rate for _, rate in timed if rate]
-    seconds = sum(count * int(record["flags"]["batch_size"]) / rate for count, rate in timed if rate)
+    rates, seconds = [r["images_per_s"] for r in steps if r["images_per_s"]], seconds_of(steps)
+    seconds *= int(record["flags"]["batch_size"])
 
     def curves(kind: str) -> dict[int, Curve]:
         names = {n: f"{kind}_{n}" for n in lengths_of(records)}
@@ -60,6 +59,12 @@ def measured(training: Training) -> Run:
     if "invariance" in probes:
         run["invariance"] = {key: probes["invariance"][0][key] for key in _KEPT}
     return run
+
+
+def seconds_of(steps: Sequence[dict[str, Any]]) -> float:
+    """Add up the seconds of training an image a step, by records of metrics.jsonl."""
+    timed = [(r["step"] - before["step"], r["images_per_s"]) for before, r in pairwise([{"step": 0}, *steps])]
+    return sum(count / rate for count, rate in timed if rate)
 
 
 def values(of_seeds: Sequence[float], scale: float = 100.0) -> str:

@@ -93,7 +93,7 @@ def test_every_command_parses(key: str) -> None:
             else:
                 options = _parser().parse_all(words)
                 assert options.command == "detect" or options.dataset in (None, *PROTOCOLS)
-        keys = {"linear": [""], "fewshot": ["5", "10"], "detect": MEASURES, "": [""]}
+        keys = {"linear": [""], "fewshot": ["5", "10"], "detect": MEASURES, "": ["knn", "hours"]}
         assert all(column.key in keys[column.command.partition(" ")[0]] for column in plan.columns)
 
 
@@ -137,6 +137,15 @@ def test_numbers_are_found_in_reports() -> None:
     boxes = {"result": {"precision": {"AP": 51.2, "APs": None}}}
     assert paper.number(Column("", "detect --dataset coco", "AP"), boxes) == 51.2
     assert math.isnan(paper.number(Column("", "detect --dataset coco", "APs"), boxes))
+
+
+def test_hours_are_those_of_all_steps() -> None:
+    config = paper.Plan(TABLES["time"], "in1k").config(TABLES["time"].rows[0])
+    steps = [{"kind": "train", "step": step, "epoch": 25 * step, "images_per_s": 256 / 3600} for step in (1, 2)]
+    knn = {"kind": "knn", "step": 2, "epoch": 50, "accuracy": 0.5}
+    assert paper.of_training("hours", [*steps, knn], config) == pytest.approx(2)
+    assert paper.of_training("knn", [*steps, knn], config) == 50
+    assert math.isnan(paper.of_training("hours", steps[:1], config))
 
 
 @pytest.mark.parametrize(
