@@ -1,4 +1,4 @@
-"""Run the paper's tables and figures: commands, cost, and the paper's layout filled with what was found.
+"""Run the paper's tables and figures: commands, cost, results in its layout.
 
     python benchmarks/paper.py                                  # all tables: rows, state, hours
     python benchmarks/paper.py mmnn                             # the commands of one, in order
@@ -49,7 +49,7 @@ _SEVERAL = ("consistency", "spectrum")  # commands that show several encoders si
 
 @dataclass(frozen=True)
 class Job:
-    """Command, and what an evaluation writes; a training tells itself whether it is done."""
+    """Command, and what an evaluation writes; a training knows whether it is done."""
 
     words: tuple[str, ...]
     result: Path | None = None
@@ -191,7 +191,7 @@ def interval(percent: Sequence[float]) -> str:
 
 
 def filled(plan: Plan, key: str) -> str:
-    """Format a table in the paper's layout: each row as printed, as found, as expected.
+    """Format a table in the paper's layout: rows as printed, found and expected.
 
     Of what has no numbers, name the pictures.
     """
@@ -217,7 +217,7 @@ def filled(plan: Plan, key: str) -> str:
 
 
 def steps(plan: Plan, key: str) -> Iterator[str | Job]:
-    """Yield all of a table in order, without repetition: a heading for each row, and its jobs."""
+    """Yield a table's rows in order, a heading and the jobs that are not repeated."""
     seen: set[Job] = set()
     for seed in plan.seeds:
         for one in plan.table.rows:

@@ -1,4 +1,4 @@
-"""Build encoders by timm's names, with stems and position embeddings for small images."""
+"""Build encoders by timm's names, with stems for small images."""
 
 import copy
 import difflib

@@ -47,7 +47,7 @@ def build_method(config: Config, world: World) -> Method:
 
 
 def build_target(config: Config, world: World) -> nn.Module | None:
-    """Build the source of targets: MMNN, constants (1 without any), or None without loss."""
+    """Build the source of targets: MMNN, constants (1 without any) or None."""
     if config.consistency == "none":
         return None
     constants = by_length((1.0, 1.0) if config.mmnn == "none" else config.constants)
@@ -69,7 +69,7 @@ def build_auxiliary(config: Config, method: Method, world: World) -> Auxiliary |
 
 
 def start_from(backbone: nn.Module, config: Config) -> None:
-    """Load the encoder of ``--init``, of any origin that ``cocor-eval`` reads, into ``backbone``.
+    """Load the weights that ``--init`` names into ``backbone``, of any known origin.
 
     Position embeddings are resampled to ``--image-size``. A line in the log counts what was loaded.
 

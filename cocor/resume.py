@@ -104,7 +104,8 @@ def restore(run: Run) -> Path | None:
         last_line = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
         raise UserError(f"--resume {path}: does not fit this run: {last_line}") from None
     run.done, run.probes_are_due = state["step"], state.get("knn_is_due", False)
-    run.best = state.get("best", 0.0)
+    if state["config"].get("keep_best") == config.keep_best:  # else of another accuracy
+        run.best = state.get("best", 0.0)
     return path
 
 

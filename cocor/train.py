@@ -235,7 +235,7 @@ def train_epoch(run: Run, make_step: Callable[[Batch, Batch | None, int], Metric
             if config.log_samples:
                 log.event("samples", run.done, epoch, {"index": gather(batch.index)})
             if run.done % run.loader.steps_per_epoch == 0:
-                return  # finish_epoch does what is due now
+                continue  # the epoch's batches end here, and finish_epoch does what is due now
             seconds = 60 * config.checkpoint_every_minutes
             due = run.world.main and seconds > 0 and time.monotonic() - run.saved >= seconds
             signum, due_anywhere = run.any_rank(signals.requested(), due)
@@ -283,7 +283,7 @@ def due(run: Run, every: int) -> bool:
 
 
 def measure(run: Run, log: RunLog) -> None:
-    """Measure k-NN and the linear probe on the main rank; a signal interrupts them. Collective."""
+    """Measure k-NN and linear probe on the main rank, until a signal. Collective."""
     config, finished = run.config, True
     kinds = [kind for kind, every in (("knn", config.knn_every), ("probe", config.probe_every)) if due(run, every)]
     if run.probes is not None and kinds:

@@ -1,4 +1,4 @@
-"""Registry of the paper's tables and figures: their rows as flags, what measures them, and the paper's numbers.
+"""Registry of the paper's tables and figures: flags, measures and printed numbers.
 
 Labels are those of the paper's source; its numbers are percentages, of one run each. ``benchmarks/paper.py`` makes
 commands of these, projects their cost and fills the tables.
@@ -11,9 +11,10 @@ from benchmarks.evidence.report import NAMES
 
 @dataclass(frozen=True)
 class Column:
-    """Measure of a row: a command of cocor-eval without weights and folders; "": what the training itself measured.
+    """Measure of a row: a command of cocor-eval, or "" for the training's own.
 
-    ``key`` says which of several numbers of the command it is; of the training, ``knn`` (last accuracy) or ``hours``.
+    The command is without weights and folders; ``key`` says which of several numbers of it is meant, or of the
+    training, ``knn`` (last accuracy) or ``hours``.
     """
 
     title: str
@@ -57,7 +58,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Scale:
-    """Data of a size: configurations, images, and how many forward passes a GPU makes in a second.
+    """Data of a size: configurations, images, and a GPU's forward passes a second.
 
     ``columns``, ``results`` (a file of a study) and ``note`` are those of data that the paper does not have.
     """

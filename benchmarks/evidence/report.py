@@ -77,7 +77,7 @@ def values(of_seeds: Sequence[float], scale: float = 100.0) -> str:
 
 
 def gain(differences: Sequence[float]) -> str:
-    """Format paired differences: ``+2.8, +4.6``; of three and more with interval and p.
+    """Format paired differences: ``+2.8, +4.6``; three and more with interval and p.
 
     The interval is Student's, of 95 %, and p that of the two-sided paired t test.
     """

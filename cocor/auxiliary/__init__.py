@@ -1,4 +1,4 @@
-"""Register the auxiliary objectives, one file and one line of :data:`AUXILIARIES` each.
+"""Register the auxiliary objectives: a file and a line of :data:`AUXILIARIES` each.
 
 The class (a :class:`cocor.auxiliary.base.Auxiliary`) owns its defaults, options and checks. To add one from a script:
 ``AUXILIARIES["mine"] = Mine``, as with :data:`cocor.methods.METHODS`.

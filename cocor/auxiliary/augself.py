@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cocor.auxiliary.base import PairAuxiliary, view_features
-from cocor.auxiliary.heads import perceptron, precise
+from cocor.auxiliary.heads import perceptron
 from cocor.methods import method_class
-from cocor.methods.base import Config, Method, batch_statistics_only, feature_size
+from cocor.methods.base import Config, Method, batch_statistics_only, feature_size, precise
 from loaders.batch import Batch
 from loaders.views.ops import BASIC
 from loaders.views.parameters import PARAMETERS

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from cocor.auxiliary.base import PairAuxiliary, view_features
-from cocor.auxiliary.heads import nt_xent, perceptron, precise
+from cocor.auxiliary.heads import nt_xent, perceptron
 from cocor.methods import method_class
-from cocor.methods.base import Config, Method, batch_statistics_only, feature_size
+from cocor.methods.base import Config, Method, batch_statistics_only, feature_size, precise
 from loaders.batch import Batch
 from loaders.errors import UserError
 from loaders.views.ops import BASIC

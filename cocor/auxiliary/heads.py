@@ -11,9 +11,10 @@ from cocor.methods.base import Ranks, joined, normalised
 
 
 def perceptron(*widths: int, last_norm: bool = False) -> nn.Sequential:
-    """Build linear layers of ``widths`` (N, first) -> (N, last), with BatchNorm and ReLU in between.
+    """Build linear layers with BatchNorm and ReLU in between.
 
-    ``last_norm`` adds a BatchNorm without weights behind the last one, which then has no bias.
+    They map (N, first of ``widths``) to (N, last). ``last_norm`` adds a BatchNorm without weights behind the last one,
+    which then has no bias.
     """
     layers: list[nn.Module] = []
     for width, following in pairwise(widths[:-1]):
@@ -22,11 +23,6 @@ def perceptron(*widths: int, last_norm: bool = False) -> nn.Sequential:
     if last_norm:
         layers.append(nn.BatchNorm1d(widths[-1], affine=False))
     return nn.Sequential(*layers)
-
-
-def precise(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` in at least float32."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def log_mean_exp(values: Tensor, ranks: Ranks) -> Tensor:

@@ -1,4 +1,4 @@
-"""Hierarchical invariance: deeper stages of the backbone learn to ignore more augmentations.
+"""Hierarchical invariance: deeper stages learn to ignore more augmentations.
 
 Source: Zhang & Ma 2022 ("Rethinking the Augmentation Module in Contrastive Learning"), of which no code is published.
 Pairs of views differ by ever more augmentations ("add-one"), and each is contrasted at a deeper stage. Features are

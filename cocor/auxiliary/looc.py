@@ -1,4 +1,4 @@
-"""LooC: leave-one-out heads, each of which tells one augmentation apart and ignores the others.
+"""LooC: leave-one-out heads, each sensitive to one augmentation only.
 
 Source: Xiao et al. 2021 ("What Should Not Be Contrastive in Contrastive Learning"), their loss of n + 1 spaces. Beside
 the two contrastive views there is a view for each augmentation i with the parameters of the first in i alone. In the

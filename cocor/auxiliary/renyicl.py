@@ -1,4 +1,4 @@
-"""RenyiCL: contrast composites by a skew Renyi divergence, which forgives views that share little.
+"""RenyiCL: contrast composites by a skew Renyi divergence.
 
 Source: Lee & Shin 2022 ("RenyiCL: Contrastive Representation Learning with Skew Renyi Divergence"), the variational
 bound of the skew Renyi divergence of order gamma. With f the logits of positive (p) and negative (n) pairs,

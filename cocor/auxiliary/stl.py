@@ -1,4 +1,4 @@
-"""STL: learn what a transformation is from pairs of images, without its parameters.
+"""STL: learn transformations from pairs of images, without their parameters.
 
 Source: Yu et al. 2024 ("Self-supervised Transformation Learning for Equivariant Representations") and their code. A
 small network makes the transformation's representation ``t = g(f(x), f(x'))`` of an original and its composite, and
@@ -24,8 +24,17 @@ import torch
 from torch import Tensor, nn
 
 from cocor.auxiliary.base import PairAuxiliary
-from cocor.auxiliary.heads import nt_xent, perceptron, precise
-from cocor.methods.base import Config, Method, Ranks, batch_statistics_only, feature_size, joined, normalised
+from cocor.auxiliary.heads import nt_xent, perceptron
+from cocor.methods.base import (
+    Config,
+    Method,
+    Ranks,
+    batch_statistics_only,
+    feature_size,
+    joined,
+    normalised,
+    precise,
+)
 from cocor.methods.supcon import supervised_contrastive
 from loaders.batch import Batch
 
@@ -33,7 +42,7 @@ _HIDDEN, _DIM, _WEIGHT = 512, 128, 0.1
 
 
 class STL(PairAuxiliary):
-    """Transformation representations of pairs, and the equivariance that they describe."""
+    """Transformation representations of pairs, and equivariance to them."""
 
     options = ("auxiliary_weight", "auxiliary_temperature")
     composites = True

@@ -104,7 +104,7 @@ def _method_notes() -> dict[str, str]:
 
 
 def resolve(values: Mapping[str, Any], name: str | None = None) -> Config:
-    """Complete ``values`` by the auxiliary's defaults, the method's, the general; check.
+    """Complete ``values`` by defaults (auxiliary, method, general), and check them.
 
     ``name`` (the config file's stem) names the default output folder.
     """

@@ -1,4 +1,4 @@
-"""Run ``cocor-eval``: evaluate an encoder by probes on its frozen features, or by fine-tuning it.
+"""Run ``cocor-eval``: probes of an encoder's frozen features, and fine-tuning.
 
     cocor-eval linear runs/moco --data data/cifar10
     cocor-eval transfer runs/moco runs/moco_cocor --datasets all --root data
@@ -50,7 +50,9 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _parser() -> Parser:
-    parser = Parser("cocor-eval", description="Evaluate the frozen features of an encoder.", allow_abbrev=False)
+    parser = Parser(
+        "cocor-eval", description="Evaluate an encoder: its frozen features, or a fine-tuned copy.", allow_abbrev=False
+    )
     add = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
 
     linear = _command(add, "linear", "linear probe: L-BFGS over 45 penalties, chosen on val, tested once")

@@ -1,4 +1,4 @@
-"""Write the features of a data set to a file for other tools, and project them to a plane.
+"""Write a data set's features to a file, and project them to a plane.
 
     .npz      numpy.load(path): features float32 (N, D), names, labels int64 (N,), classes, weights
     .parquet  a row an image: name, label, class, features; the digest of the weights in the schema's metadata

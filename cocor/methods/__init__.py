@@ -41,7 +41,7 @@ class Spec:
 
 
 def spec(name: str, table: Mapping[str, Any] = METHODS) -> Spec:
-    """Return what the class called ``name`` in ``table`` declares, without importing it."""
+    """Return the literals of the class ``name`` in ``table``, without importing it."""
     entry = _entry(name, table)
     if isinstance(entry, str):
         return _read(entry)

@@ -95,7 +95,7 @@ class Method(nn.Module):
 
     backbone: nn.Module
     metrics: dict[str, Tensor]
-    kept: list[Tensor] | None = None  # features of the contrastive views, while an auxiliary asks for them
+    kept_features: list[Tensor] | None = None  # of the contrastive views, while an auxiliary asks for them
     total_steps: int = 1  # of the run, for what a method schedules itself
 
     def __init__(self, backbone: nn.Module, ranks: Ranks) -> None:
@@ -135,8 +135,8 @@ class Method(nn.Module):
     def features(self, images: Tensor) -> Tensor:
         """Compute features (N, D) of contrastive views by the backbone, with gradient."""
         features = self.backbone(images)
-        if self.kept is not None:
-            self.kept.append(features)
+        if self.kept_features is not None:
+            self.kept_features.append(features)
         return features
 
     def loss_of(self, views: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -279,7 +279,7 @@ def two_layer_head(width: int, dim: int) -> nn.Sequential:
 
 def three_layer_head(width: int, hidden: int, dim: int, *, hidden_bias: bool = False,
                      last_bias: bool = False) -> nn.Sequential:  # fmt: skip
-    """Build the head of Barlow Twins, VICReg and INTL, with BatchNorm: (N, width) -> (N, dim)."""
+    """Build the head of Barlow Twins, VICReg and INTL: (N, width) -> (N, dim)."""
     return nn.Sequential(
         nn.Linear(width, hidden, bias=hidden_bias),
         nn.BatchNorm1d(hidden),

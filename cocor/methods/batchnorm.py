@@ -1,7 +1,8 @@
 """Normalise with statistics of groups of the batch, or of all ranks' batches.
 
-The first is for MoCo's keys, the second for SimSiam, BYOL and INTL. Both kinds have BatchNorm's parameters and buffers
-under the same names, and neither updates the running statistics while ``track_running_stats`` is off.
+The first is for MoCo's keys, the second for ``--sync-bn`` and the heads of auxiliaries. Both kinds have BatchNorm's
+parameters and buffers under the same names, and neither updates the running statistics while ``track_running_stats`` is
+off.
 """
 
 from typing import Any

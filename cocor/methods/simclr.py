@@ -1,4 +1,4 @@
-"""SimCLR: two views of an image attract each other, all other views of the batch repel.
+"""SimCLR: two views of an image attract each other, all others of a batch repel.
 
 Source: Chen et al. 2020 ("A Simple Framework for Contrastive Learning of Visual Representations"): NT-Xent over the 2 N
 views of the global batch, behind a head of two linear layers without biases, each with BatchNorm, the last without

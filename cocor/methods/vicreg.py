@@ -1,4 +1,4 @@
-"""VICReg: views agree, each dimension keeps its variance, dimensions do not covary.
+"""VICReg: views agree, dimensions keep their variance and do not covary.
 
 Source: Bardes et al. 2022, eq. 1 to 6, averaged as in their code: over N views of the global batch in d dimensions,
 
@@ -63,7 +63,7 @@ class VICReg(Method):
 
 
 def variance_invariance_covariance(first: Tensor, second: Tensor, weights: tuple[float, float, float]) -> Tensor:
-    """Compute the loss of views (N, d), ``weights`` in the order of the docstring above."""
+    """Compute eq. 6 for views (N, d), with the weights of its three terms."""
     variance = covariance = first.new_zeros(())
     for view in (first, second):
         centred = view - view.mean(0)

@@ -1,4 +1,4 @@
-"""Send what a run logs to experiment trackers (``--track tensorboard,wandb,mlflow``).
+"""Send a run's log to experiment trackers (``--track tensorboard,wandb,mlflow``).
 
     RunLog.event -> Tracking -> a queue and a thread for each tracker -> event files, wandb, MLflow
 
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tracked:
-    """Describe the run to track: its folder, options, and the ``step`` it goes on from."""
+    """Run to track: its folder, its options, and the ``step`` it goes on from."""
 
     folder: Path
     options: Mapping[str, Any]
@@ -195,7 +195,7 @@ class Tracking:
 
 
 def _curves(record: Mapping[str, Any]) -> dict[str, float]:
-    """Name the numbers of a record: ``train/loss``, ``knn/accuracy``, ``system/images_per_s``."""
+    """Name a record's numbers: ``train/loss``, ``knn/accuracy``, ``system/images_per_s``."""
     return {
         f"{'system' if key in _SYSTEM else record['kind']}/{key}": value
         for key, value in record.items()

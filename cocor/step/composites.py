@@ -134,7 +134,7 @@ class CompositeTerm:
         return CompositeGradients(consistency, lengths.target, lengths.originals, lengths.gradients)
 
     def add(self, composites: CompositeGradients) -> dict[str, Tensor]:
-        """Add the consistency loss's gradient, of all lengths, to the contrastive one in ``.grad``.
+        """Add the consistency loss's gradient to the contrastive one in ``.grad``.
 
         Returns the norms of both on this rank's own images. Their means over ranks are logged: the norms of the global
         batch would take both gradients to travel apart, twice as much as their sum.

@@ -1,4 +1,4 @@
-"""Differentiate an optimiser's step by the gradient that it takes, for the hyper-gradient.
+"""Differentiate an optimiser's step by its gradient, for the hyper-gradient.
 
 Of SGD's step this is minus the learning rate, for every weight; momentum and decay do not depend on the gradient.
 Others, and parameter groups with a share of the rate, multiply that by a factor of each weight. For AdamW with the
@@ -48,7 +48,7 @@ def factors_after(optimiser: Optimizer) -> list[Tensor] | None:
 @torch.no_grad()
 def through_clipping(direction: Sequence[Tensor], gradients: Sequence[Tensor], norm: Tensor,
                      most: float) -> list[Tensor]:  # fmt: skip
-    """Multiply ``direction`` with the derivative of clipped ``gradients`` by those before.
+    """Multiply ``direction`` with the derivative of clipping, at ``gradients``.
 
     Of ``g min(1, most / |g|)`` that is the identity or, above ``most``, ``most / |g|`` times the projection orthogonal
     to g. ``norm``: ``|g|``. All parameters take part, in the order of ``gradients``.

@@ -1,4 +1,4 @@
-"""Build optimisers (SGD, LARS or AdamW for the encoder, Adam for the MMNN) and schedules.
+"""Build optimisers (SGD, LARS, AdamW; Adam for the MMNN) and schedules.
 
 A learning rate is a number or a tensor on the device. :func:`set_rate` writes the tensor without waiting, and a CUDA
 graph of the step reads it at each replay.
@@ -58,7 +58,7 @@ class Cosine:
 
 
 def build_optimiser(config: Config, method: Method, heads: nn.Module | None = None) -> Optimizer:
-    """Build the optimiser of encoder and ``heads``; the caller is to respect ``fixed_lr``."""
+    """Build the optimiser of encoder and ``heads``; the caller respects ``fixed_lr``."""
     groups: list[dict[str, Any]] = [
         {**group, "params": [p for p in group["params"] if p.requires_grad]}  # timm freezes some
         for group in method.parameter_groups(config.weight_decay)
@@ -139,7 +139,7 @@ def _undecayed(backbone: nn.Module) -> list[Tensor]:
 
 @torch.no_grad()
 def clip(gradients: list[Tensor], most: float) -> Tensor:
-    """Scale ``gradients`` in place to a global norm of at most ``most``; return that before, ()."""
+    """Clip ``gradients`` in place to a global norm of ``most``; return the norm before."""
     norm = torch.stack(torch._foreach_norm(gradients)).norm()
     torch._foreach_mul_(gradients, (most / norm).clamp(max=1.0))
     return norm

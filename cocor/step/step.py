@@ -211,9 +211,9 @@ class TrainingStep:
                 (contrastive / self.config.accumulate).backward()
             return contrastive.detach(), None
         with self.timer("contrastive"), self.autocast():
-            kept = method.kept = list[Tensor]()
+            kept = method.kept_features = list[Tensor]()
             contrastive = method.contrastive(auxiliary.views(batch), batch.label)
-            method.kept = None
+            method.kept_features = None
         with self.timer("auxiliary"):
             # Leaves: the auxiliary's gradient stops there, and goes on through the backbone with the method's.
             features = [one.detach().requires_grad_() for one in kept]

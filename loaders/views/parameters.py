@@ -1,4 +1,4 @@
-"""Describe contrastive views by numbers, for objectives that learn what was done to an image.
+"""Describe contrastive views by numbers: what was done to an image.
 
 A view is a row of :data:`PARAMETERS`. What was not done has the value of doing nothing: 1 for a factor, else 0.
 """

@@ -36,7 +36,7 @@ def made(auxiliary: str, method: str, **options: Any) -> tuple[Any, Method, Batc
     parameters[..., PLACE["grey"]] = torch.tensor([[0, 0, 1, 1, 0, 1], [1, 1, 1, 1, 0, 0]])
     views = images(2, B).double(), images(B, seed=2).double(), images(L, B, seed=3).double()
     batch = Batch(*views, composition, LABELS, torch.arange(B), parameters)
-    network.kept = []
+    network.kept_features = []
     network.contrastive(batch.views, batch.label)
     return extra, network, batch
 
@@ -114,7 +114,7 @@ def test_strongview_contrasts_a_composite() -> None:
 
 def kept(network: Method) -> list[Tensor]:
     """The features that the method has computed, and passes no more."""
-    features, network.kept = network.kept, None
+    features, network.kept_features = network.kept_features, None
     assert features is not None
     return features
 

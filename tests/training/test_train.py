@@ -14,6 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from cocor.methods.moco import MoCo
+from cocor.run import Run
 from cocor.train import main
 
 # With BatchNorm over 8 images differences in rounding grow tenfold a step at the usual rate, a hundredth of it keeps
@@ -30,6 +31,16 @@ def assert_same_losses(one: Path, other: Path) -> None:
     for first, second in zip(left, right, strict=True):
         expected = pytest.approx([first[name] for name in names], rel=1e-3, abs=1e-3)
         assert [second[name] for name in names] == expected
+
+
+def test_epochs_share_one_stream_of_batches(
+    photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = []
+    make = Run._pairs
+    monkeypatch.setattr(Run, "_pairs", lambda *given: opened.append(given[1:]) or make(*given))
+    assert main(flags(**SHORT | {"epochs": 3}, data=photo_folder, knn_every=0, output=tmp_path / "run")) == 0
+    assert opened == [(0, 0)]
 
 
 class TestRunFolder:

@@ -1,4 +1,4 @@
-"""Compute average precision by pycocotools: COCO's rules, or the measure of VOC 2007."""
+"""Compute average precision by pycocotools, with the recalls of COCO or VOC 2007."""
 
 import contextlib
 import importlib.util

@@ -1,4 +1,4 @@
-"""Decode batches of annotated images; which ones is a function of seed and iteration."""
+"""Decode batches of annotated images, chosen by seed and iteration alone."""
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class Sample(NamedTuple):
-    """Pixels uint8 (3, H, W) and, as torchvision's detectors take them, boxes and labels (from 1)."""
+    """Image for torchvision's detectors: pixels uint8 (3, H, W), boxes, labels from 1."""
 
     image: AnnotatedImage
     pixels: Tensor
@@ -28,7 +28,10 @@ class Sample(NamedTuple):
 
 
 class _Samples(Dataset[Sample | UnusableImage]):
-    """Images by (place, whether mirrored); a fault is returned, since a worker's exceptions lose their line."""
+    """Images by (place, whether mirrored).
+
+    A fault is returned: a worker's exceptions lose their one line.
+    """
 
     def __init__(self, images: Sequence[AnnotatedImage]) -> None:
         self._images = images
@@ -84,7 +87,7 @@ class Batches:
 def decoded(
     images: Sequence[AnnotatedImage], keys: Iterable[list[Key]], workers: int, on_error: str
 ) -> Iterator[list[Sample]]:
-    """Decode the images of each batch in ``workers`` processes; all ranks do so at once.
+    """Decode each batch in ``workers`` processes, on all ranks at once.
 
     An image that cannot be read is a UserError on all ranks or, with ``on_error`` "skip", left out with a warning.
     """

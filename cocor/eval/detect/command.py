@@ -1,4 +1,4 @@
-"""Run ``cocor-eval detect``: flags -> data, detector, fine-tuning, average precision, picture."""
+"""Run ``cocor-eval detect``: fine-tune a detector, measure it, draw its boxes."""
 
 import argparse
 import json
@@ -25,7 +25,7 @@ _SHOWN, _SURE = 6, 0.5  # images of the picture, and the least score of a box th
 
 @dataclass(frozen=True)
 class Detection:
-    """What was fine-tuned, how, and the average precision in percent (None: of nothing)."""
+    """Fine-tuned detector's recipe and average precision in percent (None: of nothing)."""
 
     title: str
     recipe: Recipe
@@ -49,7 +49,9 @@ class Detection:
 
 
 def detection(args: argparse.Namespace, encoder: Encoder, folder: Path) -> Detection | None:
-    """Fine-tune as the flags say, with checkpoints and detections in ``folder``; the main rank reports.
+    """Fine-tune and test as the flags say; the result on the main rank, else None.
+
+    Checkpoints and detections go to ``folder``.
 
     Raises:
         UserError: the encoder, the data or a checkpoint does not fit, or pycocotools is missing.

@@ -42,9 +42,10 @@ class AnnotatedImage:
 
 @dataclass(frozen=True)
 class DetectionSet:
-    """Images with boxes of ``classes``, which files of detections call by ``category_ids``.
+    """Images with boxes of ``classes``.
 
-    Its measure averages precision over ``points`` recalls: 11 of VOC 2007, 101 of COCO.
+    Files of detections call these by ``category_ids``. Its measure averages precision over ``points`` recalls: 11 of
+    VOC 2007, 101 of COCO.
     """
 
     classes: tuple[str, ...]

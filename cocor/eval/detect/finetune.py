@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Work:
-    """How to compute: by the ranks of ``world``, images decoded by ``workers``, a checkpoint ``every`` iterations."""
+    """Ranks and decoding ``workers``; a checkpoint in ``folder`` ``every`` iterations."""
 
     world: World
     workers: int
@@ -45,7 +45,7 @@ class Work:
 def fine_tune(
     model: FasterRCNN, train: DetectionSet, recipe: Recipe, work: Work, identity: dict[str, str]
 ) -> list[float]:
-    """Train ``model`` in place, going on from the newest checkpoint; return the course of the loss.
+    """Train ``model`` in place, from the newest checkpoint on; return the loss curve.
 
     A run that was interrupted sees the same batches and draws as one that was not. ``identity`` says what else, besides
     ``recipe``, a checkpoint must agree in.
@@ -111,7 +111,7 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
 def _resumed(
     model: nn.Module, optimiser: torch.optim.Optimizer, settings: dict[str, str], folder: Path
 ) -> tuple[int, list[float]]:
-    """Load the newest checkpoint, if there is one; return the finished iterations and their losses."""
+    """Load the newest checkpoint, if any; return its iterations and their losses."""
     newest = checkpoint.newest(folder)
     if newest is None:
         return 0, []
@@ -137,7 +137,7 @@ def _step(model: FasterRCNN, optimiser: torch.optim.Optimizer, batch: Sequence[S
 
 
 def _loss(model: FasterRCNN, batch: Sequence[Sample], device: torch.device) -> Tensor:
-    """Return the sum of the losses of proposals (objectness, box) and regions (class, box)."""
+    """Sum the losses of proposals (objectness, box) and regions (class, box)."""
     if not batch:
         raise UserError("no image of a batch can be read; repair the data, or raise --batch-size")
     targets = [{name: value.to(device) for name, value in sample.target.items()} for sample in batch]
@@ -154,7 +154,7 @@ def _mean(values: Sequence[float]) -> float:
 
 @torch.no_grad()
 def _renew_statistics(model: FasterRCNN, batches: Iterable[list[Sample]], device: torch.device) -> None:
-    """Replace BatchNorm's moving statistics, of weights that moved, by the mean over ``batches``."""
+    """Replace BatchNorm's running statistics by means over ``batches``."""
     for module in model.modules():
         if isinstance(module, _BatchNorm):
             module.reset_running_stats()

@@ -1,4 +1,4 @@
-"""Build torchvision's Faster R-CNN on an encoder: R50-C4 as in MoCo's paper, or FPN."""
+"""Build torchvision's Faster R-CNN on an encoder: C4 as in MoCo's paper, or FPN."""
 
 import copy
 from typing import Any, Literal
@@ -23,7 +23,7 @@ _LONGEST = 1333 / 800  # side of an image, by the largest of the shortest sides
 
 
 def _resnet(encoder: Encoder) -> ResNet:
-    """Copy the encoder, to be tuned. Raises UserError unless it is a ResNet with the usual stem, of stride 32."""
+    """Copy the encoder; UserError unless it is a ResNet with the usual stem."""
     if not isinstance(encoder.backbone, ResNet) or encoder.stem != "imagenet":
         raise UserError(f"detect: its detectors are built on ResNets with the usual stem, such as resnet50; this is "
                         f"{encoder.architecture} with the {encoder.stem} stem")  # fmt: skip
@@ -61,7 +61,7 @@ def build_detector(
 
 
 class _Mixed(nn.Module):
-    """Run ``inner`` in ``precision``, but give float32: torchvision computes boxes in the precision of features."""
+    """Run ``inner`` in ``precision``, but return float32, in which boxes are computed."""
 
     def __init__(self, inner: nn.Module, precision: torch.dtype, out_channels: int = 0) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class _Mixed(nn.Module):
 
 
 class _RoIAlign(nn.Module):
-    """Pool boxes to 14 x 14 from features of stride 16, on Detectron2's (aligned) grid."""
+    """Pool boxes to 14 x 14 from features of stride 16, on Detectron2's aligned grid."""
 
     def forward(self, features: dict[str, Tensor], boxes: list[Tensor], shapes: list[tuple[int, int]]) -> Tensor:
         pooled: Tensor = roi_align(features["0"], boxes, 14, spatial_scale=1 / 16, sampling_ratio=0, aligned=True)
@@ -82,7 +82,7 @@ class _RoIAlign(nn.Module):
 
 
 def _c4(backbone: ResNet, classes: int, precision: torch.dtype, options: dict[str, Any]) -> FasterRCNN:
-    """Propose on conv4's features; conv5, with one more BatchNorm behind it, is the head of the regions.
+    """Build Faster R-CNN on conv4's features; the head of regions is conv5 and BatchNorm.
 
     As MoCo's detectors (He et al. 2020, appendix A.3; "Res5ROIHeadsExtraNorm" of their code).
     """
@@ -103,7 +103,7 @@ def _c4(backbone: ResNet, classes: int, precision: torch.dtype, options: dict[st
 
 
 def _fpn(backbone: ResNet, classes: int, precision: torch.dtype, options: dict[str, Any]) -> FasterRCNN:
-    """Build ``fasterrcnn_resnet50_fpn``, with BatchNorm that is tuned in the encoder and added to the pyramid."""
+    """Build ``fasterrcnn_resnet50_fpn`` with BatchNorm, tuned, also in the pyramid."""
     levels = {f"layer{number}": str(number - 1) for number in (1, 2, 3, 4)}
     pyramid = BackboneWithFPN(backbone, levels, _widths(backbone), 256, norm_layer=nn.BatchNorm2d)
     anchors = AnchorGenerator(tuple((size,) for size in _SIZES), (_RATIOS,) * len(_SIZES))

@@ -12,10 +12,10 @@ _FIRST_RATE = 0.001  # of the warm-up, as a share of the rate
 
 @dataclass(frozen=True)
 class Recipe:
-    """SGD with linear warm-up to ``lr`` and a tenth of it from each of ``drops`` on, all in iterations.
+    """SGD with linear warm-up to ``lr``, divided by ten at each of ``drops``.
 
-    ``min_size``: smallest and largest shortest side of the images in pixels. ``regions``: boxes of an image from which
-    the head learns, a quarter of them on objects.
+    All are in iterations. ``min_size``: smallest and largest shortest side of the images in pixels. ``regions``: boxes
+    of an image from which the head learns, a quarter of them on objects.
     """
 
     iterations: int

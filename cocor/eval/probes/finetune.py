@@ -1,4 +1,4 @@
-"""Fine-tune the whole network with a share of the labels (SimCLR's semi-supervised setting).
+"""Fine-tune the whole network with a share of the labels, as SimCLR does.
 
 SGD with Nesterov momentum on random resized crops and flips, without decay (constants and sources:
 :mod:`cocor.eval.datasets.protocols`). It learns from training and validation images, and is tested once, at the end.
@@ -48,7 +48,7 @@ class FinetuneSettings:
 
 @dataclass(frozen=True)
 class FinetuneResult:
-    """Test accuracies in [0, 1] of the fine-tuned network; ``top5`` None for five classes or fewer."""
+    """Test accuracies in [0, 1]; ``top5`` is None for five classes or fewer."""
 
     fraction: float
     top1: float
@@ -176,7 +176,7 @@ class _Training:
 
 
 def _with_classifier(encoder: Encoder, classes: int, how: Extraction) -> nn.Sequential:
-    """Put a linear layer, at first zero, on a copy of the encoder: images (B, 3, H, W) -> logits (B, C)."""
+    """Put a linear layer, at first zero, on a copy: (B, 3, H, W) -> logits (B, C)."""
     backbone = copy.deepcopy(encoder.backbone).requires_grad_(True).to(how.world.device)
     with evaluating(backbone), torch.no_grad():
         width = backbone(torch.zeros(1, 3, how.size, how.size, device=how.world.device)).shape[1]

@@ -26,10 +26,10 @@ def uniformity(features: Tensor) -> float:
 
 
 def rankme(features: Tensor) -> float:
-    """Return RankMe of features (N, D), an effective rank from 1 to D (Garrido et al. 2023, eq. 1 and 2).
+    """Return RankMe of features (N, D), an effective rank from 1 to D.
 
-    It is the exponential of the entropy of the singular values' shares of their sum; features are neither centred nor
-    normalised.
+    Garrido et al. 2023, eq. 1 and 2: the exponential of the entropy of the singular values' shares of their sum;
+    features are neither centred nor normalised.
     """
     values = features.double()
     values = values.T if len(values) < values.shape[1] else values

@@ -1,4 +1,4 @@
-"""Measure what a frozen encoder keeps of the changes that training may teach it to ignore.
+"""Measure what features keep of the changes that training may teach to ignore.
 
     composition   how often each basic augmentation was applied: ridge regression from the features of a composite and
                   of its image to the 14 counts, R^2 of each
@@ -70,7 +70,7 @@ class InvariancePlan(ViewPlan):
 
 @dataclass(frozen=True)
 class Invariance:
-    """What an encoder keeps: R^2 of counts on test images; accuracies and shares in [0, 1].
+    """What an encoder keeps: R^2 of counts; accuracies and shares in [0, 1].
 
     ``mean_r2`` is the mean of ``r2``, over the 14 augmentations; ``unseen_r2`` that of composites of length 4 alone.
     ``same_hue``: the share of an image's 10 nearest neighbours, among the other images' shifted copies, with its shift.
@@ -103,7 +103,7 @@ class Invariance:
 
 @dataclass(frozen=True)
 class Views:
-    """Features float32 of N images: as they are, of L composites, of another hue, and turned."""
+    """Features float32 of N images: plain, of L composites, of another hue, turned."""
 
     original: Tensor  # (N, D)
     composites: Tensor  # (L, N, D)
@@ -169,7 +169,7 @@ def _features(encoder: Encoder, dataset: ImageDataset, how: Extraction, seed: in
 
 
 def _composition(views: Views, parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, float, float]:
-    """Return R^2 (14,), its mean at length 4, and the penalty, on the images of the last of the three ``parts``."""
+    """Return R^2 (14,) on the last of ``parts``, its mean at length 4, and the penalty."""
 
     def rows(part: Tensor) -> tuple[Tensor, Tensor]:
         """Lay out features (L * n, 2 D) and counts (L * n, 14)."""
@@ -187,7 +187,7 @@ def _composition(views: Views, parts: Sequence[Tensor], device: torch.device) ->
 
 
 def ridge(inputs: Tensor, targets: Tensor, penalty: float) -> Callable[[Tensor], Tensor]:
-    """Fit a linear map with bias, ``inputs`` (N, D) -> ``targets`` (N, C), and return it.
+    """Fit and return a linear map with bias, ``inputs`` (N, D) -> ``targets`` (N, C).
 
     ``penalty`` of the squared weights is relative to the mean eigenvalue of the inputs' scatter, so that it means the
     same for every scale and number of features.
@@ -201,6 +201,6 @@ def ridge(inputs: Tensor, targets: Tensor, penalty: float) -> Callable[[Tensor],
 
 
 def r_squared(truth: Tensor, predicted: Tensor) -> Tensor:
-    """Return R^2 (C,) of each column: 1 - squared errors / squared deviations from the mean; 0 for a constant one."""
+    """Return the coefficient of determination R^2 (C,); 0 for a constant column."""
     deviation = (truth - truth.mean(0)).square().sum(0)
     return torch.where(deviation > 0, 1 - (truth - predicted).square().sum(0) / deviation, 0.0)

@@ -1,4 +1,4 @@
-"""Measure an encoder while it trains, by central crops: the first signs that it learns.
+"""Measure an encoder while it trains, by central crops of held-out images.
 
 knn     k-NN accuracy, RankMe, alignment and uniformity (:mod:`cocor.eval.probes.geometry`)
 probe   accuracy of a linear classifier, which sees all labels but never moves the encoder
@@ -33,7 +33,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class _Encoded:
-    """Features (N, D), labels (N,), and features (2, P, D) of two views of some images."""
+    """Features (N, D), labels (N,), and features (2, P, D) of pairs of views."""
 
     features: Tensor
     labels: Tensor
@@ -49,7 +49,7 @@ class OnlineProbes:
     def __call__(
         self, backbone: nn.Module, kinds: Collection[str], interrupted: Callable[[], object] = bool
     ) -> Measured | None:
-        """Measure ``kinds`` in evaluation mode; the parts of ``backbone`` then return to their own modes.
+        """Measure ``kinds`` in evaluation mode, and restore the modes of all parts.
 
         Returns None if ``interrupted``, called after every batch, returned something true.
         """
@@ -101,9 +101,10 @@ class OnlineProbes:
 
 
 def linear_accuracy(train: Tensor, labels: Tensor, test: Tensor, test_labels: Tensor) -> dict[str, float]:
-    """Fit a softmax regression to features (N, D), standardised; return its accuracy on others and on its own.
+    """Return the accuracy of a softmax regression on others' features and on its own.
 
-    The penalty is one for all encoders, as none is chosen on held-out images: ``cocor-eval linear`` does that.
+    Features (N, D) are standardised. The penalty is one for all encoders, as none is chosen on held-out images:
+    ``cocor-eval linear`` does that.
     """
     mean, deviation = train.mean(0), train.std(0).clamp(min=1e-6)
     inputs, others = (train - mean) / deviation, (test - mean) / deviation
