@@ -37,7 +37,7 @@ from benchmarks.evidence.report import seconds_of, values
 from cocor.auxiliary import AUXILIARIES
 from cocor.config.options import Config
 from cocor.config.resolve import load
-from cocor.monitor.metrics_file import epochs_of, read_run
+from cocor.metrics_file import epochs_of, read_run
 from cocor.monitor.profile import costs
 from loaders.arguments import Parser, not_negative
 from loaders.errors import UserError

@@ -24,7 +24,7 @@ def evaluate() -> int:
 
 
 def export() -> int:
-    return _command("cocor-export", "cocor.eval.export_cli")
+    return _command("cocor-export", "cocor.eval.export.command")
 
 
 def plot() -> int:

@@ -38,9 +38,9 @@ from cocor.distributed.env import STARTED, RankEnv
 from cocor.distributed.report import report
 from cocor.eval.probes.online import Measured
 from cocor.log import PICTURE, RunLog, duration, set_up_logging
+from cocor.metrics_file import read_run
 from cocor.monitor import dry_run, plot, profile, track
 from cocor.monitor.health import SkipNonFinite
-from cocor.monitor.metrics_file import read_run
 from cocor.monitor.view_sheet import save_view_sheet
 from cocor.run import Run, build
 from cocor.step.compile import executable

@@ -12,7 +12,7 @@ from scipy import stats
 
 from benchmarks.common import markdown
 from benchmarks.evidence.runner import Training
-from cocor.monitor.metrics_file import epochs_of, lengths_of, read_run
+from cocor.metrics_file import epochs_of, lengths_of, read_run
 from cocor.panels import legend, panels
 from loaders.errors import UserError
 

@@ -85,7 +85,7 @@ STUDIES: dict[str, list[Variant]] = {
     ],
     "mmnn": [COCOR, CONSTANTS],
     "hypergradient": _each("hypergradient", "exact", "taylor", "released"),
-    "lengths": [PLAIN, *_each("lengths", "1", "2", "3", "5", "10", "1,2,3")],
+    "lengths": [PLAIN, *_each("lengths", "1", "2", "3", "4", "5", "10", "1,2,3")],
     "pool": _each("pool", "all", "color", "affine"),
     "labels": [PLAIN, *_each("label_fraction", "1.0", "0.1", "0.01", "0.001")],
     "recipe": _each("recipe", "paper", "released"),

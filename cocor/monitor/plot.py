@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cocor import cli
-from cocor.monitor.metrics_file import Record, epochs_of, lengths_of, read_run
+from cocor.metrics_file import Record, epochs_of, lengths_of, read_run
 from cocor.panels import check_picture, end_at_100, legend, panels, shown
 from cocor.run_dir import METRICS
 from loaders.arguments import Parser

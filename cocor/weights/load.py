@@ -29,7 +29,7 @@ class Encoder:
 
     ``image_size``: side in pixels of the crops that it was trained on, if known, else the usual one. ``matched`` of its
     ``total`` tensors came from the file, whose ``unused`` tensors are heads and the like. Equal encoders have equal
-    ``digest`` (SHA-256).
+    ``digest`` (SHA-256). ``file`` is what was read, None for timm's and untrained ones.
     """
 
     backbone: nn.Module
@@ -42,6 +42,7 @@ class Encoder:
     total: int
     unused: int
     digest: str
+    file: Path | None = None
 
     def describe(self) -> str:
         """Describe it in a line."""
@@ -83,7 +84,7 @@ def load_encoder(
     size = size or _image_size(None, layout.architecture, layout.stem)
     found = _encoder(layout.model, _short_name(file.path), origin, layout.architecture, layout.stem, size)
     matched = len(layout.fitting)
-    return replace(found, matched=matched, unused=len(file.tensors) - matched)
+    return replace(found, matched=matched, unused=len(file.tensors) - matched, file=file.path)
 
 
 def _encoder(backbone: nn.Module, name: str, origin: str, architecture: str, stem: str, image_size: int) -> Encoder:
@@ -129,9 +130,9 @@ def _file(path: Path, which: Which) -> Path:
     """Return the file that ``path`` means: in a run's folder the export or, for averages, the newest checkpoint."""
     if not path.is_dir():
         return path
-    export = path / "backbone.safetensors"
-    if which == "online" and export.is_file():
-        return export
+    for export in (path / "backbone.safetensors", path / "model.safetensors"):  # of a run, of cocor-export --to hub
+        if which == "online" and export.is_file():
+            return export
     newest = max((path / "checkpoints").glob("step_*.pt"), key=step_of, default=None)
     if newest is None:
         raise UserError(f"{path}: holds neither backbone.safetensors nor checkpoints; name a file of weights")
@@ -140,7 +141,7 @@ def _file(path: Path, which: Which) -> Path:
 
 def _short_name(path: Path) -> str:
     """Return a name for reports: the run's where every run's file has the same name, else the file's."""
-    if path.name == "backbone.safetensors" and path.parent.name:
+    if path.name in ("backbone.safetensors", "model.safetensors") and path.parent.name:
         return path.parent.name
     if path.parent.name == "checkpoints":
         return f"{path.parent.parent.name}/{path.stem}"

@@ -22,7 +22,7 @@ from helpers.hostile import Harm, Refused, damaged, one_line_or_none, refusal, r
 
 import loaders.jit
 from cocor.backbone import build_backbone
-from cocor.eval.export_cli import main as export
+from cocor.eval.export.command import main as export
 from cocor.train import main as train
 from cocor.weights.load import load_encoder
 from loaders.datasets.dataset import open_folder

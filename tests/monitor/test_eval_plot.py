@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from cocor.monitor.metrics_file import epochs_of, read_run
+from cocor.metrics_file import epochs_of, read_run
 from cocor.monitor.plot import _draw_curve as draw_curve
 from cocor.monitor.plot import _draw_similarities as draw_similarities
 from cocor.monitor.plot import main

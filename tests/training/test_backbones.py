@@ -13,7 +13,7 @@ from helpers import runs
 from cocor.backbone import build_backbone
 from cocor.config.options import Config
 from cocor.eval.cli import main as evaluate
-from cocor.eval.export_cli import main as export
+from cocor.eval.export.command import main as export
 from cocor.models import start_from
 from cocor.train import main
 from cocor.weights.load import load_encoder
@@ -37,7 +37,7 @@ def test_it_trains_and_is_evaluated_and_exported(photo_folder: Path, tmp_path: P
     call = ["knn", str(run), "--data", str(photo_folder), "--leave-one-out", "--output", str(tmp_path / "knn")]
     assert evaluate([*call, "--gpu", "no", "--workers", "0", "--k", "1"]) == 0
     assert 0 <= json.loads((tmp_path / "knn" / "knn.json").read_text())["result"][0]["accuracy"] <= 1
-    assert export([str(run), "--to", "timm", "safetensors", "--output", str(output)]) == 0
+    assert export([str(run), "--to", "timm", "hub", "--output", str(output)]) == 0
     shape = {} if backbone == "test_convnext" else {"img_size": size, "patch_size": 4 if stem == "small" else 16}
     path = output / "run.safetensors"
     model = timm.create_model(backbone, num_classes=0, checkpoint_path=str(path), **shape).eval()
