@@ -1,7 +1,7 @@
 """Build loaders from a configuration: which images, which views, which batches.
 
-Three loaders serve a run, all of one kind and over one index of the images: the unlabelled batches with all their
-views, the labelled batches that steer the MMNN, and the plain views on which k-NN is measured.
+Up to four loaders of one kind serve a run: of the unlabelled batches with all their views, of the labelled batches that
+steer the MMNN, and of bank and queries of the online probes.
 """
 
 import hashlib

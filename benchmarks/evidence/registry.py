@@ -152,9 +152,14 @@ def _constants(method: str, best: tuple[float, ...]) -> tuple[Row, ...]:
     """Make the sweep of the one constant of one length, around the paper's best."""
     return tuple(
         Row(f"{NAMES[method]} + CoCor, length {length}, constant {at + step:g}", method,
-            f"--mmnn constants --lengths {length} --constants {round(at + step, 2):g}")
+            f"--mmnn constants --lengths {length} --constants {_falling_to(at + step, length)}")
         for length, at in enumerate(best, 1) for step in (-0.2, -0.1, 0.0, 0.1)
     )  # fmt: skip
+
+
+def _falling_to(constant: float, length: int) -> str:
+    """Name constants of all lengths up to ``length``, of which only the last is used."""
+    return ",".join(f"{round(1 - (1 - constant) * at / length, 4):g}" for at in range(1, length + 1))
 
 
 def _times(title: str, method: str, flags: str, hours: float, accuracies: tuple[float, ...]) -> tuple[Row, ...]:

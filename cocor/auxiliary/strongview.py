@@ -1,9 +1,10 @@
 """Stronger views: a composite takes the place of the second contrastive view.
 
-The control for the augmentations of composites without more views or another loss: a step costs what the plain
-method's does. The composite is that of the last of ``--lengths``. It becomes the first view, which with MoCo is the
-query, as gradient flows through queries only; the first view of the batch becomes the second (MoCo: the key). With
-``--recipe released`` the composite is made on top of a contrastive view, and is stronger than the view it replaces.
+The control for the augmentations of composites without more views or another loss: a step costs what the plain method's
+does. The composite is that of the last of ``--lengths``, or of those whose turn it is (``--lengths-per-step``). It
+becomes the first view, which with MoCo is the query, as gradient flows through queries only; the first view of the
+batch becomes the second (MoCo: the key). With ``--recipe released`` the composite is made on top of a contrastive view,
+and is stronger than the view it replaces.
 """
 
 import torch
