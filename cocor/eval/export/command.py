@@ -7,9 +7,9 @@ cocor-export runs/moco --push OWNER/NAME
 import argparse
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cocor import cli
 from cocor.eval.cli import add_encoder_flags
@@ -19,6 +19,10 @@ from loaders.errors import UserError
 from loaders.files import check_folder
 
 _FORMATS = ("timm", "torchvision", "hub", "onnx", "detectron2")
+
+
+if TYPE_CHECKING:
+    from cocor.weights.load import Encoder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,9 +47,8 @@ def _parser() -> Parser:
 def _export(options: argparse.Namespace) -> None:
     check_pair()
     check_folder("--output", options.output)
-    from cocor.eval.export.formats import FORMATS, export
-    from cocor.eval.export.hub import check_push, push
-    from cocor.eval.export.rebuild import timm_knows
+    from cocor.eval.export.formats import FORMATS
+    from cocor.eval.export.hub import check_push
     from cocor.weights.load import load_encoder
 
     if options.push:
@@ -57,26 +60,44 @@ def _export(options: argparse.Namespace) -> None:
     existing = [path for path in outputs.values() if path.exists()]
     if existing and not options.force:
         raise UserError(f"{existing[0]} exists; use --force to replace it, or another --name")
-    refused = []
+    refused = _write(encoder, outputs)
+    if "hub" in outputs and "hub" not in refused:
+        _finish_hub(encoder, outputs["hub"], options.push)
+    if refused and "all" not in options.to:
+        raise UserError("; ".join(refused.values()))
+    for reason in refused.values():
+        print(f"not written: {reason}")
+
+
+def _write(encoder: "Encoder", outputs: Mapping[Any, Path]) -> dict[str, str]:
+    """Write all formats that can hold ``encoder``, with the lines that load each. Returns why others are not."""
+    from cocor.eval.export.formats import FORMATS, export
+
+    refused = {}
     for form, path in outputs.items():
         try:
             export(encoder, form, path)
         except UserError as error:
-            refused.append(str(error))
+            refused[form] = str(error)
             continue
         print(f"{form}: {path}, loaded back and compared. To load it:")
         print(textwrap.indent(FORMATS[form].lines(encoder, path), "    "), end="")
-    if "hub" in outputs and not timm_knows(encoder):
-        print("hub: timm cannot build the small stem by name, so hf-hub: and local-dir: do not load it; these lines do")
-    if options.push:
-        print(f"pushed to {push(outputs['hub'], options.push)}; its card has no license yet: fill it in there")
-    elif "hub" in outputs:
+    return refused
+
+
+def _finish_hub(encoder: "Encoder", folder: Path, name: str | None) -> None:
+    """Push ``folder`` as ``name``, or say how; say what timm cannot load."""
+    from cocor.eval.export.hub import push
+    from cocor.eval.export.rebuild import timm_knows
+
+    if not timm_knows(encoder):
         print(
-            f"hub: fill in the license in {outputs['hub'] / 'README.md'}, then: hf upload OWNER/NAME {outputs['hub']}"
+            "hub: timm cannot build the small stem by name: hf-hub: and local-dir: do not load it, the lines above do"
         )
-    if refused and "all" not in options.to:
-        raise UserError("; ".join(refused))
-    print(*(f"not written: {reason}" for reason in refused), sep="\n", end="\n" if refused else "")
+    if name:
+        print(f"hub: pushed to {push(folder, name)}; its card has no license yet: fill it in there")
+    else:
+        print(f"hub: fill in the license in {folder / 'README.md'}, then: hf upload OWNER/NAME {folder}")
 
 
 def _forms(options: argparse.Namespace) -> list[Any]:
