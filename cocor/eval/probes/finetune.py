@@ -102,7 +102,6 @@ class _Training:
     ) -> None:  # fmt: skip
         self._settings, self._how, self._train, self._folder = settings, how, train, folder
         self.batch = min(how.batch_size, len(train), max(_SMALLEST_BATCH, len(train) // _FEWEST_STEPS))
-        torch.manual_seed(settings.seed)  # of dropout
         self.model = _with_classifier(encoder, len(train.classes), how)
         parts = [list(part.parameters()) for part in self.model]
         scale, on_gpu = self.batch / 256, how.world.device.type == "cuda"
@@ -136,6 +135,7 @@ class _Training:
         with closing(loader):
             self.model.train()
             for epoch in range(self._epoch, settings.epochs):
+                torch.manual_seed(settings.seed + epoch)  # of dropout, the same after --resume
                 with closing(loader.epoch(epoch)) as batches:
                     for step, batch in enumerate(batches, start=epoch * order.steps):
                         loss = self._step(batch.original, batch.label, cosine(step))
