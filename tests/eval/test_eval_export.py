@@ -87,6 +87,7 @@ class TestTheModelCard:
         for words in (": 24 images in 4 classes, 8 of them with labels", "| moco + CoCor (", "| 2 of 2 |",
                       "| seed | 7 |", "| 30.00%, by the MMNN alone |", f"| 2 | {accuracy:.1%} |"):  # fmt: skip
             assert words in card
+        assert str(tmp_path) not in card and str(photo_folder) not in card
         first = model_card(load_encoder(run / "checkpoints" / f"step_{runs.STEPS:07d}.pt"))
         assert "| 1 of 2 |" in first and "| 2 |" not in first
 

@@ -9,7 +9,7 @@ from cocor.config.options import Config
 from cocor.config.parse import read_yaml
 from cocor.eval.export.rebuild import PREPROCESSING, timm_knows, timm_lines
 from cocor.metrics_file import Record, read_run
-from cocor.run_dir import CHECKPOINTS, CONFIG, LOG, step_of
+from cocor.run_dir import CHECKPOINTS, CONFIG, LOG, METRICS, step_of
 from cocor.weights.load import Encoder
 
 _IMAGES = re.compile(r"\d[\d,]* images? (?:in \d|without labels).*")  # how a run counts its images in log.txt
@@ -79,22 +79,23 @@ The same by cocor: `cocor.load_encoder("model.safetensors").backbone`.
 def _run_of(encoder: Encoder) -> Path | None:
     """Return the folder of the run that the encoder's file lies in, or None."""
     places = () if encoder.file is None else encoder.file.resolve().parents[:2]
-    return next((folder for folder in places if (folder / CONFIG).is_file() and (folder / LOG).is_file()), None)
+    files = (CONFIG, LOG, METRICS)
+    return next((folder for folder in places if all((folder / name).is_file() for name in files)), None)
 
 
 def _training(run: Path, records: list[Record]) -> str:
     config = read_yaml(Config, run / CONFIG)
     counts = _IMAGES.findall((run / LOG).read_text(encoding="utf-8", errors="replace"))
     trained = max((r["epoch"] + (r["kind"] == "train") for r in records if "epoch" in r), default="?")
-    data = Path(config["data"]).name if config.get("data") else "synthetic"
+    data, start = (Path(str(config.get(key) or "")).name for key in ("data", "init"))  # a card tells no machine's paths
     rows = {
-        "data": f"{data}: {counts[-1] if counts else 'number of images not known'}",
+        "data": f"{data or 'synthetic'}: {counts[-1] if counts else 'number of images not known'}",
         "labels": _labels(config),
         "method": _method(config),
         "image size, batch size": f"{config.get('image_size')} pixels, {config.get('batch_size')} images",
         "epochs": f"{trained} of {config.get('epochs')}",
         "seed": config.get("seed"),
-        "started from": config.get("init") or "random weights",
+        "started from": start or "random weights",
     }
     return "| | |\n|---|---|\n" + "".join(f"| {name} | {value} |\n" for name, value in rows.items())
 
@@ -104,7 +105,8 @@ def _labels(config: dict[str, Any]) -> str:
         return "of all images, by the method"
     if config.get("consistency") == "none" or config.get("mmnn") != "learned":
         return "none"
-    return f"{config.get('label_split') or format(config.get('label_fraction', 0), '.2%')}, by the MMNN alone"
+    split = config.get("label_split")
+    return f"{Path(split).name if split else format(config.get('label_fraction', 0), '.2%')}, by the MMNN alone"
 
 
 def _method(config: dict[str, Any]) -> str:
