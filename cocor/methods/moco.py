@@ -109,9 +109,10 @@ class MoCo(Method):
         queries = [self.encode(images) for images in self._of_queries(views)]
         logits = [self._logits(*pair) for pair in zip(queries, keys, strict=True)]
         loss = _mean([_info_nce(*pair) for pair in logits])
-        self.logits = [(positive.detach(), negative.detach()) for positive, negative in logits]
+        if self.kept_features is not None:  # an auxiliary may ask for them; of a long queue they are large
+            self.logits = [(positive.detach(), negative.detach()) for positive, negative in logits]
         with torch.no_grad():
-            accuracy = _mean([(positive > negative.amax(1)).float().mean() for positive, negative in self.logits])
+            accuracy = _mean([(positive > negative.amax(1)).float().mean() for positive, negative in logits])
         spread = feature_std(self.ranks.gather(queries[0].detach()))
         self.metrics = {"loss": loss.detach(), "top1": accuracy, "feature_std": spread}
         return loss
