@@ -54,8 +54,8 @@ DATA = [
     ({}, {"data": "gone"}, "{}/gone: no such folder; check the path\n"),
     ({"images/": ""}, {"data": "images"}, "{}/images: an empty folder; check the path\n"),
     ({"photos/zebra/": ""}, {"data": "photos"}, "{}/photos/zebra: a class folder without images; remove it"),
-    ({"photos/coffee/a.txt": "taken in 2019", "photos/coffee/.hidden.txt": ""}, {"data": "photos"},
-     "{}/photos/coffee/a.txt: not an image of any known kind; remove it"),
+    ({"photos/coffee/a.pdf": "taken in 2019", "photos/coffee/.hidden.txt": ""}, {"data": "photos"},
+     "{}/photos/coffee/a.pdf: not an image of any known kind; remove it"),
     ({}, SPLIT, "{}/split.txt: No such file"),
     ({"split.txt": "astronaut/0.jpg\nastronaut/77.jpg\n"}, SPLIT, "{}/split.txt:2: astronaut/77.jpg is not"),
     ({"split.txt": "rocket/0.jpg\nrocket/3.jpg\n"}, SPLIT, "{}/split.txt: lists images of one class, rocket, "),
@@ -244,7 +244,7 @@ class TestWithoutLabels:
         output = tmp_path / "run"
         assert main(flags(data=flat, val_data=photo_folder, output=output, epochs=1, loader="torch", **options)) == 0
         log = (output / "log.txt").read_text()
-        assert "24 images without labels" in log and "k-NN is not measured" in log
+        assert "24 images without labels" in log and "neither k-NN nor a probe is measured" in log
 
     def test_a_label_file_gives_them(self, flat: Path, photo_folder: Path, tmp_path: Path) -> None:
         labels, output = tmp_path / "labels.txt", tmp_path / "run"
