@@ -71,7 +71,7 @@ class Run:
     def _pairs(self, epoch: int, first: int) -> Generator[_Pair, None, None]:
         """Yield all batches until the run's end."""
         subsample, number = self.step.subsample, epoch * self.loader.steps_per_epoch + first
-        epochs = range(epoch, max(self.config.epochs, epoch + 1))  # the profiler trains for longer
+        epochs = range(epoch, self.config.epochs)
         with ExitStack() as stack:
             batches = stack.enter_context(closing(self.loader.epochs(epochs, first)))
             if self.labelled is None:

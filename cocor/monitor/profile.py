@@ -166,4 +166,4 @@ def _endless(run: "Run") -> Generator[_Pair, None, None]:
     while True:
         with closing(run.pairs(epoch, 0)) as batches:
             yield from batches
-        epoch += 1
+        epoch = (epoch + 1) % run.config.epochs

@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import fields
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +58,15 @@ def test_a_step_adds_the_weighted_loss(auxiliary: str) -> None:
     assert ((gradients[1] - gradients[0]).norm() > 1e-3) == adds
 
 
-@pytest.mark.parametrize(("auxiliary", "mmnn"), list(product(NAMES, ["learned", "constants"])))
-def test_auxiliaries_join_cocor(auxiliary: str, mmnn: str) -> None:
-    step = noise_step(
-        noise_config(auxiliary=auxiliary, method=fitting(auxiliary), mmnn=mmnn, auxiliary_pairs="composites")
-    )
+@EACH
+def test_auxiliaries_join_cocor(auxiliary: str) -> None:
+    step = noise_step(noise_config(auxiliary=auxiliary, method=fitting(auxiliary), auxiliary_pairs="composites"))
     for number, (batch, labelled) in enumerate(noise(step.config, 2)):
         metrics = step(batch, labelled if step.outer else None, number)
     assert all(value.isfinite() for value in metrics.values()) and "consistency_loss" in metrics
 
 
-@EACH
+@pytest.mark.parametrize("auxiliary", ["clsa", "looc"])  # compiling takes long; these two have passes of their own
 def test_compiled_backbones_make_the_same_step(auxiliary: str) -> None:
     config = noise_config(auxiliary=auxiliary, method=fitting(auxiliary), consistency="none")
     written, compiled = noise_step(config), noise_step(config)

@@ -15,7 +15,6 @@ from benchmarks.evidence.report import gain, table, values
 from benchmarks.evidence.runner import Training, run_all
 from benchmarks.evidence.studies import STUDIES, Variant
 from cocor.config.resolve import load
-from cocor.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--backbone", "test_resnet", "--stem", "imagenet", "--image-size=32", "--loader", "torch", "--workers", "1"]
@@ -189,7 +188,7 @@ def test_shared_flags_are_those_of_cocor_train() -> None:
 
 
 @pytest.mark.parametrize("name", STUDIES)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["moco", "simsiam", "barlow"])
 def test_every_variant_is_a_configuration(name: str, method: str) -> None:
     """Variants differ from each other, and in flags that exist."""
     seen, keys = set(), set()
