@@ -6,24 +6,14 @@ cross-correlation over the global batch of the two views' projections, standardi
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from cocor.methods.base import (
-    Method,
-    Ranks,
-    feature_size,
-    joined,
-    normalised,
-    precise,
-    product_norm,
-    three_layer_head,
-)
+from cocor.methods.base import Decorrelating, Ranks, feature_size, product_norm, three_layer_head
 
 BIAS_SHARE = 0.0048 / 0.2  # of the rate, for biases and BatchNorm: the authors' two rates
 
 
-class BarlowTwins(Method):
+class BarlowTwins(Decorrelating):
     """Barlow Twins on ``backbone``: a projector of three linear layers.
 
     CoCor embeds originals and composites by encoder and projector, standardised by the pass's own statistics as in the
@@ -54,16 +44,8 @@ class BarlowTwins(Method):
         weights, others = ([p for p in group["params"] if (p.ndim > 1) == large] for large in (True, False))
         return [group | {"params": weights}, group | {"params": others, "lr_share": BIAS_SHARE}]
 
-    def loss_of(self, views: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Compute the global loss; also return the projections of the first view."""
-        first, second = (self.projector(self.features(images)) for images in views)
-        with torch.autocast(views.device.type, enabled=False):
-            whole = [joined(precise(part), self.ranks) for part in (first, second)]
-            return redundancy_reduction(whole[0], whole[1], self.redundancy_weight), first
-
-    def encode(self, images: Tensor) -> Tensor:
-        """Embed images by backbone and projector."""
-        return normalised(self.projector(self.features(images)))
+    def criterion(self, first: Tensor, second: Tensor) -> Tensor:
+        return redundancy_reduction(first, second, self.redundancy_weight)
 
 
 def redundancy_reduction(first: Tensor, second: Tensor, weight: float) -> Tensor:

@@ -231,6 +231,29 @@ class Predicting(Method):
             return normalised(self.predictor(self.projector(self.backbone(images))))
 
 
+class Decorrelating(Method):
+    """A method whose ``criterion`` judges the projections of two views, dimension by dimension.
+
+    CoCor embeds originals and composites by backbone and projector.
+    """
+
+    projector: nn.Module
+
+    def criterion(self, first: Tensor, second: Tensor) -> Tensor:
+        """Compute the loss of projections (N, d) of the global batch."""
+        raise NotImplementedError
+
+    def loss_of(self, views: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Compute the global loss; also return the projections of the first view."""
+        first, second = (self.projector(self.features(images)) for images in views)
+        with torch.autocast(views.device.type, enabled=False):
+            return self.criterion(*(joined(precise(part), self.ranks) for part in (first, second))), first
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Embed images by backbone and projector."""
+        return normalised(self.projector(self.features(images)))
+
+
 @contextmanager
 def batch_statistics_only(module: nn.Module) -> Iterator[None]:
     """Keep BatchNorm in training mode from updating its running statistics.

@@ -10,23 +10,13 @@ Source: Bardes et al. 2022, eq. 1 to 6, averaged as in their code: over N views 
 with the weights 25, 25 and 1. Expander and views are theirs.
 """
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cocor.methods.base import (
-    Method,
-    Ranks,
-    feature_size,
-    joined,
-    normalised,
-    precise,
-    product_norm,
-    three_layer_head,
-)
+from cocor.methods.base import Decorrelating, Ranks, feature_size, product_norm, three_layer_head
 
 
-class VICReg(Method):
+class VICReg(Decorrelating):
     """VICReg on ``backbone``: an expander (here ``projector``) of three linear layers.
 
     CoCor embeds originals and composites by encoder and expander (the paper does not report VICReg). The original has
@@ -50,16 +40,8 @@ class VICReg(Method):
         self.projector = three_layer_head(feature_size(backbone), projector_dim, embedding_dim, hidden_bias=True)
         self.weights = invariance_weight, variance_weight, covariance_weight
 
-    def loss_of(self, views: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Compute the global loss; also return the embeddings of the first view."""
-        first, second = (self.projector(self.features(images)) for images in views)
-        with torch.autocast(views.device.type, enabled=False):
-            whole = [joined(precise(part), self.ranks) for part in (first, second)]
-            return variance_invariance_covariance(whole[0], whole[1], self.weights), first
-
-    def encode(self, images: Tensor) -> Tensor:
-        """Embed images by backbone and expander."""
-        return normalised(self.projector(self.features(images)))
+    def criterion(self, first: Tensor, second: Tensor) -> Tensor:
+        return variance_invariance_covariance(first, second, self.weights)
 
 
 def variance_invariance_covariance(first: Tensor, second: Tensor, weights: tuple[float, float, float]) -> Tensor:
