@@ -1,5 +1,6 @@
 """A .beton file is a data set like a folder: for the torch and DALI loaders too, and damage in it is named."""
 
+import itertools
 import pickle
 import shutil
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.loading import NAMES, OpenLoader, opening
+from helpers.loading import OpenLoader, opening
 from helpers.prep_cases import CORNERS, corner_colours, good_cases, write_all
 from PIL import Image
 
@@ -74,12 +75,12 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("loader", NAMES)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("loader", "form"), [
+    *itertools.product(LOADERS, FORMS),
+    *(pytest.param("ffcv", form, marks=pytest.mark.ffcv) for form in FORMS if "file" in form),
+])  # fmt: skip
 def test_oddities_keep_colours_and_orientation(tmp_path: Path, loader: str, make: OpenLoader, form: str) -> None:
     """CMYK, PNG named JPEG, all eight EXIF orientations and more, through every loader from every form."""
-    if loader == "ffcv" and "file" not in form:
-        pytest.skip("reads .beton files only")
     source, made = tmp_path / "source", FORMS[form]
     write_all(source / "odd", good_cases())
     if made is not None:
