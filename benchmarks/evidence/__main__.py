@@ -69,7 +69,7 @@ def parser() -> Parser:
     add("--jobs", type=positive, default=1, help="runs at a time; they share the GPUs (default: 1)")
     add("--output", type=Path, default=Path("runs/evidence"), help="default: runs/evidence")
     add("--configs", default=_CONFIGS, metavar="FILE", help="default: configs/cifar10_{method}.yaml")
-    add("--only", nargs="+", default=[], metavar="TEXT", help="only variants with one of these")
+    add("--only", nargs="+", default=[], metavar="TEXT", help="only these variants, or those with it in their name")
     add("--minutes", type=zero_or_more, help="stop after so long; the same command goes on from there")
     add("--gpus", type=not_negative, help="GPUs to spread the runs over (default: all; 0: the CPU)")
     add("--report-only", action="store_true", help="train nothing, report what has been measured so far")
@@ -88,9 +88,9 @@ def study(options: argparse.Namespace, given: Sequence[str]) -> None:
         if options.invariance is not None:
             open_images(or_demo(options.invariance))
     deadline = time.monotonic() + 60 * (math.inf if options.minutes is None else options.minutes)
-    # Seed by seed, so that what is stopped early is complete for some; the longest first, so that no GPU waits at last.
-    longest_first = sorted(variants, key=lambda variant: variant.flags.get("consistency") == "none")
-    places = list(itertools.product(dict.fromkeys(options.seeds), longest_first, dict.fromkeys(methods)))
+    # Seed by seed, so that what is stopped early is complete for some; in the study's order, which begins with what all
+    # others are compared with.
+    places = list(itertools.product(dict.fromkeys(options.seeds), variants, dict.fromkeys(methods)))
     for timed in (False, True):  # at equal epochs, then as long as one of those
         trainings = []
         for seed, variant, method in (place for place in places if (place[1].like is not None) == timed):
@@ -112,10 +112,14 @@ def study(options: argparse.Namespace, given: Sequence[str]) -> None:
 def variants_of(options: argparse.Namespace) -> list[Variant]:
     """Choose the variants of a study by ``--only``."""
 
-    def matches(text: str, key: str) -> bool:  # all parts of mmnn+5; beta-1 is not in tune-beta-16
+    variants = STUDIES["cocor" if options.study == "methods" else options.study]
+    names = {variant.key for variant in variants}
+
+    def matches(text: str, key: str) -> bool:  # a whole key, or all parts of mmnn+5; beta-1 is not in tune-beta-16
+        if text in names:
+            return text == key
         return all(re.search(rf"{re.escape(part)}(?![0-9.])", key) for part in text.split("+"))
 
-    variants = STUDIES["cocor" if options.study == "methods" else options.study]
     chosen = [v for v in variants if not options.only or any(matches(text, v.key) for text in options.only)]
     keys, known = {variant.key for variant in chosen}, ", ".join(variant.key for variant in variants)
     if not chosen:
@@ -179,7 +183,7 @@ def report(options: argparse.Namespace, runs: list[Run], keys: list[str], given:
     write_json(stem.with_suffix(".json"), {"study": options.study, "command": words, "runs": runs})
     machines = dict.fromkeys(machine_line(run["machine"]) for run in runs)
     write_text(stem.with_suffix(".md"), "\n".join([text, "", *machines, "", f"    {words}", ""]))
-    draw(runs, stem.with_suffix(".png"), clock=options.study == "clock")
+    draw(runs, stem.with_suffix(".png"), clock=options.study in ("clock", "cheap"))
     print(f"\n{text}\n\n{stem}.md, {stem}.json, {stem}.png")
 
 

@@ -203,18 +203,19 @@ def test_every_variant_is_a_configuration(name: str, method: str) -> None:
     assert len(seen) == len(keys)
 
 
-def test_variants_are_chosen_by_parts_of_names(tmp_path: Path) -> None:
+def test_variants_are_chosen_by_name_or_part(tmp_path: Path) -> None:
     plain, centre, *others = STUDIES["tune"]
     assert (plain.key, centre.key) == ("plain", "centre") and len(others) >= 12
     assert all(len(variant.flags.items() - centre.flags.items()) == 1 for variant in others)
 
-    def chosen(*only: str) -> list[str]:
-        words = ["--study", "tune", "--data", str(tmp_path), "--only", *only]
+    def chosen(*only: str, study: str = "tune") -> list[str]:
+        words = ["--study", study, "--data", str(tmp_path), "--only", *only]
         return [variant.key for variant in evidence.variants_of(evidence.parser().parse_args(words))]
 
     assert chosen("plain", "centre", "mmnn+lr-5") == ["plain", "centre", "tune-mmnn-lr-5"]
     assert chosen("beta-1", "weight-3") == ["tune-beta-1", "tune-weight-3"]
     assert len(chosen("beta")) == len(chosen("weight")) == 3 and len(chosen("released")) == 2
+    assert chosen("plain", "heavy", study="decisive") == ["plain", "heavy"]  # not plain-as-long, nor heavy-no-target
 
 
 def measured(variant: str, seed: int, accuracy: float, rate: float = 100.0, **more: float) -> dict[str, Any]:

@@ -40,7 +40,10 @@ STEPS, CLASSES = 2, 4
 @register_model
 def two_blocks(num_classes: int = 0, **options: Any) -> ResNet:
     """A ResNet with few BatchNorms, since each takes four messages between ranks in every pass."""
-    return ResNet(BasicBlock, (2, 0, 0, 0), num_classes, channels=(16, 16, 16, 16), stem_width=16)
+    model = ResNet(BasicBlock, (2, 0, 0, 0), num_classes, channels=(16, 16, 16, 16), stem_width=16)
+    for block in model.layer1:
+        block.bn2 = nn.Identity()
+    return model
 
 
 SMALL: dict[str, Any] = {
@@ -132,7 +135,8 @@ def work(images: Path, world: World, file: Path) -> None:
         config = resolve(SMALL | options | {"data": images})
         plan = training_plan(config)
         planned[plan] = planned.get(plan) or batches(config, world)
-        results["float64"][name] = steps(config, world, None, planned[plan], torch.float64)
+        first = planned[plan][: STEPS if world.size < 4 else 1]
+        results["float64"][name] = steps(config, world, None, first, torch.float64)
     for name, options in ON_TWO.items() if world.size < 4 else ():
         config = resolve(SMALL | options | {"data": images})
         results["float64"][name] = steps(config, world, None if name == "plain" else mmnn, pairs, torch.float64)
