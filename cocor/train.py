@@ -201,7 +201,7 @@ def fit(run: Run, log: RunLog) -> None:
         while run.done < run.total:
             train_epoch(run, make_step, log)
             finish_epoch(run, log)
-        if run.world.main:
+        if run.world.main and run.config.plot:
             draw_curves(run, log)
     _log.info(f"done in {duration(time.monotonic() - started)}: {run.config.output}")
 

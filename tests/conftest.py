@@ -38,8 +38,12 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 tqdm.monitor_interval = 0
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out soak tests unless they are asked for; skip what needs a GPU where there is none."""
+    if "soak" not in config.option.markexpr:
+        soak = [item for item in items if item.get_closest_marker("soak")]
+        items[:] = [item for item in items if item not in soak]
+        config.hook.pytest_deselected(items=soak)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -128,6 +132,6 @@ def corner_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def unbroken(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """MoCo + CoCor, two epochs through DALI, with a checkpoint after every step. Read only, do not change."""
     folder = tmp_path_factory.mktemp("runs") / "unbroken"
-    every_step = {"checkpoint_every_minutes": 1e-9}
-    assert main(flags(data=photo_folder, val_data=photo_folder, output=folder, loader="dali", **every_step)) == 0
+    more = {"checkpoint_every_minutes": 1e-9, "plot": True}
+    assert main(flags(data=photo_folder, val_data=photo_folder, output=folder, loader="dali", **more)) == 0
     return folder

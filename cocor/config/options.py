@@ -173,6 +173,7 @@ class Config:
     track: tuple[Tracker, ...] | None = option(None, "tools that also show the run; several: tensorboard,wandb")
     on_nan: Literal["stop", "skip"] = option("stop", "what to do about a step whose loss is NaN or infinite")
     log_samples: bool = option(False, "record the samples of every step in metrics.jsonl")
+    plot: bool = option(True, "draw the curves (plot.png) at the end, if matplotlib is installed")
     checkpoint_every_epochs: int = option(1, "epochs between two checkpoints", low=1)
     checkpoint_every_minutes: float = option(30.0, "minutes between two checkpoints within an epoch; 0: none", low=0)
     keep_checkpoints: int = option(3, "newest checkpoints to keep", low=1)
@@ -240,7 +241,7 @@ ONE_START = frozenset({"resume", "overwrite", "dry_run", "profile", "verify_data
 FREE_TO_CHANGE = ONE_START | {
     *("preset", "data", "val_data", "labels", "label_split", "loader", "on_error", "output", "init"),
     *("gpus", "max_restarts", "cpu_ranks", "workers", "hw_decoder_load", "execution"),
-    *("log_every", "track", "on_nan", "log_samples", "checkpoint_every_epochs", "checkpoint_every_minutes"),
+    *("log_every", "track", "on_nan", "log_samples", "plot", "checkpoint_every_epochs", "checkpoint_every_minutes"),
     *("keep_checkpoints", "keep_every_epochs", "knn_every", "knn_k", "knn_temperature", "probe_every", "keep_best"),
 }
 

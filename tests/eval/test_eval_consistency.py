@@ -28,7 +28,7 @@ HOW = Extraction(size=32, batch_size=8, workers=0)
 def run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A run's folder with a checkpoint of an untrained MoCo and a fitted MMNN."""
     folder = tmp_path_factory.mktemp("runs") / "moco"
-    config = resolve({"backbone": "resnet18", "stem": "small", "queue_size": 64, "batch_size": 32, "key_bn_splits": 1})
+    config = resolve({"backbone": "test_resnet", "stem": "imagenet", "queue_size": 64, "batch_size": 32, "key_bn_splits": 1})
     method = build_method(config, World(0, 0, 1, CPU))
     shape = "monotone" if request.param == "monotone" else "concave"
     mmnn = MMNN({1: 0.8, 2: 0.75, 3: 0.65}, shape)
@@ -42,7 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 
 def test_own_checkpoints_are_seen_behind_heads(run: Path, photo_folder: Path, tmp_path: Path) -> None:
     dataset = open_folder(photo_folder).subset(range(0, 24, 2))
-    trained, bare = subject(run, CPU), subject("random:resnet18", CPU)
+    trained, bare = subject(run, CPU), subject("random:test_resnet", CPU)
     before = digest(trained.module)
     results = measure([trained, bare], dataset, HOW)
     assert digest(trained.module) == before

@@ -42,7 +42,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     pytest.importorskip("wandb")
     pytest.importorskip("mlflow")
     root = tmp_path_factory.mktemp("watched")
-    watched = flags(**SYNTHETIC, **EVERY_STEP, output=root / "run", track="tensorboard,wandb,mlflow")
+    watched = flags(**SYNTHETIC, **EVERY_STEP, output=root / "run", track="tensorboard,wandb,mlflow", plot=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
         patch.chdir(root)  # where MLflow keeps pictures
