@@ -18,7 +18,19 @@ from cocor.config.resolve import load
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--backbone", "test_resnet", "--stem", "imagenet", "--image-size=32", "--loader", "torch", "--workers", "1"]
-TINY += ["--batch-size", "8", "--queue-size", "16", "--key-bn-splits", "2", "--log-every", "1", "--knn-k", "3", "--no-plot"]
+TINY += [
+    "--batch-size",
+    "8",
+    "--queue-size",
+    "16",
+    "--key-bn-splits",
+    "2",
+    "--log-every",
+    "1",
+    "--knn-k",
+    "3",
+    "--no-plot",
+]
 
 
 class Study:

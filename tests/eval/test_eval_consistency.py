@@ -28,7 +28,9 @@ HOW = Extraction(size=32, batch_size=8, workers=0)
 def run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A run's folder with a checkpoint of an untrained MoCo and a fitted MMNN."""
     folder = tmp_path_factory.mktemp("runs") / "moco"
-    config = resolve({"backbone": "test_resnet", "stem": "imagenet", "queue_size": 64, "batch_size": 32, "key_bn_splits": 1})
+    config = resolve(
+        {"backbone": "test_resnet", "stem": "imagenet", "queue_size": 64, "batch_size": 32, "key_bn_splits": 1}
+    )
     method = build_method(config, World(0, 0, 1, CPU))
     shape = "monotone" if request.param == "monotone" else "concave"
     mmnn = MMNN({1: 0.8, 2: 0.75, 3: 0.65}, shape)

@@ -328,9 +328,10 @@ def assert_equal_steps(config: Config, steps: int = STEPS, written: type[Literal
         modules.append((step.outer and step.outer.classifier, literal.classifier))
         for fused, plain in modules:
             if fused is not None:
-                assert fused.state_dict().keys() == plain.state_dict().keys()
-                for name, value in fused.state_dict().items():
-                    torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-7, atol=1e-9, msg=name)
+                found, wanted = fused.state_dict(), plain.state_dict()
+                assert found.keys() == wanted.keys()
+                for name, value in found.items():
+                    torch.testing.assert_close(value, wanted[name], rtol=1e-7, atol=1e-9, msg=name)
     assert step.learning_rate == pytest.approx(config.lr * literal.cosine(steps - 1))
     return step
 
