@@ -8,6 +8,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from scipy import stats
 
 from benchmarks.common import markdown
@@ -24,6 +25,7 @@ _KEPT = {"mean_r2": "composition kept, R^2, %", "hue": "hue, %", "turn": "quarte
 _FEWEST = 3  # seeds of which a deviation, an interval and a p value say anything
 _KINDS = ("similarity", "target")
 _MOST_SIMILARITIES, _MOST_INSIDE = 6, 6  # panels of single variants; names in a legend that fits beside the curves
+_BELOW: dict[str, Any] = {"ncols": 2, "loc": "upper center", "bbox_to_anchor": (0.5, -0.15)}  # the panel: a legend
 _COLOURS, _STYLES = 10, ("-", "--", ":")  # of curves in one panel
 Run = dict[str, Any]  # figures of a run, as the JSON file has them; curves are points over epochs
 Curve = Sequence[tuple[float, float]]
@@ -123,11 +125,12 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def draw(runs: Sequence[Run], path: Path, clock: bool) -> None:
-    """Draw k-NN over epochs and similarities against targets, with deviations."""
+    """Draw k-NN over epochs, what is kept against it, and similarities against targets, with deviations."""
     groups, methods = grouped(runs), dict.fromkeys(run["method"] for run in runs)
     charts = [(method, minutes) for method in methods for minutes in (False, True)[: 1 + clock]]
+    keeping = [method for method in methods if any("invariance" in run for run in runs if run["method"] == method)]
     consistent = [group for group in groups.values() if group[0]["similarity"]][:_MOST_SIMILARITIES]
-    with panels(path, len(charts) + len(consistent), columns=3) as axes:
+    with panels(path, len(charts) + len(keeping) + len(consistent), columns=3) as axes:
         for place, (method, minutes) in zip(axes, charts, strict=False):
             chosen = [group for (other, _), group in groups.items() if other == method]
             for number, group in enumerate(chosen):
@@ -137,9 +140,10 @@ def draw(runs: Sequence[Run], path: Path, clock: bool) -> None:
                 _band(place, percent, f"C{number % _COLOURS}", style, group[0]["title"])
             unit = "minutes of training" if minutes else "epoch"
             place.set(title=f"{NAMES[method]}: k-NN accuracy", xlabel=unit, ylabel="accuracy (%)")
-            below = {"ncols": 2, "loc": "upper center", "bbox_to_anchor": (0.5, -0.15)}
-            legend(place, **({} if len(chosen) <= _MOST_INSIDE else below))
-        for place, group in zip(axes[len(charts) :], consistent, strict=True):
+            legend(place, **({} if len(chosen) <= _MOST_INSIDE else _BELOW))
+        for place, method in zip(axes[len(charts) :], keeping, strict=False):
+            _what_is_kept(place, [run for run in runs if run["method"] == method and "invariance" in run])
+        for place, group in zip(axes[len(charts) + len(keeping) :], consistent, strict=True):
             for number, length in enumerate(sorted(group[0]["similarity"])):
                 for kind, style, label in (("similarity", "-", f"length {length}"), ("target", "--", None)):
                     _band(place, [run[kind][length] for run in group], f"C{number}", style, label)
@@ -147,6 +151,28 @@ def draw(runs: Sequence[Run], path: Path, clock: bool) -> None:
             place.set_title(title, fontsize=9)
             place.set(xlabel="epoch", ylabel="cosine similarity")
             legend(place)
+
+
+def _what_is_kept(axes: Any, runs: Sequence[Run]) -> None:
+    """Draw a point a run: what its features keep of the hue, and its accuracy."""
+    measure = "linear" if all("linear" in run for run in runs) else "k-NN"
+    for number, (title, group) in enumerate(groupby(runs, lambda run: run["title"])):
+        points = [(run["invariance"]["hue"], run.get("linear") if measure == "linear" else run["knn"][-1][1])
+                  for run in group]  # fmt: skip
+        hue, accuracy = zip(*points, strict=True)
+        marker = "os^Dv"[number // _COLOURS % 5]
+        axes.scatter(
+            *(100 * np.array(values) for values in (hue, accuracy)),
+            c=f"C{number % _COLOURS}",
+            marker=marker,
+            label=title,
+        )
+    axes.set(
+        title=f"{NAMES[runs[0]['method']]}: accuracy against hue kept",
+        xlabel="hue shift told from features (%)",
+        ylabel=f"{measure} accuracy (%)",
+    )
+    legend(axes, **({} if len(axes.collections) <= _MOST_INSIDE else _BELOW))
 
 
 def _band(axes: Any, curves: Sequence[Curve], colour: str, style: str, label: str | None) -> None:

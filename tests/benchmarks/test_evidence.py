@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from benchmarks.evidence import __main__ as evidence
-from benchmarks.evidence.report import gain, table, values
+from benchmarks.evidence.report import draw, gain, table, values
 from benchmarks.evidence.runner import Training, run_all
 from benchmarks.evidence.studies import STUDIES, Variant
 from cocor.config.resolve import load
@@ -230,12 +231,21 @@ def test_variants_are_chosen_by_name_or_part(tmp_path: Path) -> None:
     assert chosen("plain", "heavy", study="decisive") == ["plain", "heavy"]  # not plain-as-long, nor heavy-no-target
 
 
-def measured(variant: str, seed: int, accuracy: float, rate: float = 100.0, **more: float) -> dict[str, Any]:
+def measured(variant: str, seed: int, accuracy: float, rate: float = 100.0, **more: Any) -> dict[str, Any]:
     similarity = {} if variant == "plain" else {1: [(9.0, 0.82)], 3: [(9.0, 0.6)]}
     title = "plain" if variant == "plain" else "+ CoCor"
     run = {"method": "moco", "variant": variant, "title": title, "seed": seed, "knn": [(0.0, 0.1), (10.0, accuracy)]}
     target = {key: [(9.0, 0.8)] for key in similarity}
     return run | {"similarity": similarity, "target": target, "images_per_s": rate, "minutes": 2.0, "last": {}, **more}
+
+
+def test_the_picture_shows_what_is_kept(tmp_path: Path) -> None:
+    widths = []
+    for more in ({}, {"invariance": {"hue": 0.5}}):
+        draw([measured(name, 0, 0.6, **more) for name in ("plain", "cocor")], tmp_path / "p.png", clock=False)
+        with Image.open(tmp_path / "p.png") as picture:
+            widths.append(picture.width)
+    assert widths[1] == pytest.approx(1.5 * widths[0], abs=2)  # a third panel
 
 
 def test_gains_are_over_the_same_seed() -> None:
