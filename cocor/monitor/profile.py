@@ -89,17 +89,16 @@ def report(run: "Run") -> None:
         _steps(run, batches, parts, steps)
         seconds = parts.read()
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it calls having no GPU an error
-        activities = [ProfilerActivity.CPU]
-        if run.world.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        with profile(activities=activities) as trace:
+        on_gpu = run.world.device.type == "cuda"
+        with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]) as trace:
             _steps(run, batches, parts, TRACED)
-            if run.world.device.type == "cuda":
+            if on_gpu:
                 torch.cuda.synchronize()
     barrier()
     if not run.world.main:
         return
-    views = sum(event.device_time_total for event in trace.key_averages() if _VIEWS_KERNEL in event.key) / 1e6
+    events = trace.key_averages() if on_gpu else ()
+    views = sum(event.device_time_total for event in events if _VIEWS_KERNEL in event.key) / 1e6
     if views:
         seconds["views"] = views / TRACED * steps
     print("\n".join(table(run.config, seconds, steps, run.world.size)))

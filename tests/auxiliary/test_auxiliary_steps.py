@@ -14,6 +14,7 @@ from helpers.steps import noise, noise_config, noise_step
 from cocor.auxiliary import AUXILIARIES
 from cocor.config.resolve import load
 from cocor.methods import METHODS, Spec, method_class, spec
+from cocor.monitor import profile
 from cocor.step.compile import compile_backbones
 from cocor.train import main
 from loaders.errors import UserError
@@ -99,7 +100,10 @@ def test_steps_resume(auxiliary: str) -> None:
 
 
 @pytest.mark.parametrize("auxiliary", ["equimod", "looc"])  # of views that no other run has
-def test_a_run_profiles_and_resumes(auxiliary: str, photo_folder: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_a_run_profiles_and_resumes(
+    auxiliary: str, photo_folder: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile, "STEPS", 2)
     options = {"data": photo_folder, "auxiliary": auxiliary, "method": fitting(auxiliary), "consistency": "none"}
     options["lr"] = 1e-3  # VICReg's own is for runs with a warm-up
     assert main(runs.flags(output=tmp_path / "profiled", profile=True, **options)) == 0

@@ -21,6 +21,7 @@ from cocor.config.resolve import load, read
 from cocor.data import training_plan
 from cocor.methods import METHODS, Spec, method_class, spec
 from cocor.methods.base import Method, Ranks, feature_size, normalised
+from cocor.monitor import profile
 from cocor.train import main
 from loaders.batch import Batch
 from loaders.errors import UserError
@@ -74,6 +75,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(METHODS, "align", Align)
     monkeypatch.setitem(AUXILIARIES, "norm", Norm)
     monkeypatch.setitem(POOLS, "turns", (Op.ROTATE, Op.SHEAR_X))
+    monkeypatch.setattr(profile, "STEPS", 2)
 
 
 def flags(**options: Any) -> list[str]:
