@@ -12,6 +12,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from cocor import cli
 from cocor.eval.datasets.protocols import FINETUNE, KNN_K, KNN_TEMPERATURE, PROTOCOLS, SHOT_SEEDS, SHOTS, TASKS, WAYS
@@ -30,8 +31,11 @@ from loaders.arguments import (
 )
 from loaders.files import user_cache
 
+Commands = Any  # argparse's set of subcommands, whose class has no public name
+
 _NAMES = ", ".join(PROTOCOLS)
-_DETECT = "object detection: Faster R-CNN, fine-tuned as in the paper"
+_METRIC = "chooses the penalty (default: the protocol's)"
+_SEVERAL = "for several encoders side by side"
 _WEIGHTS = "a run's folder, a file of weights of any origin, timm:NAME or random:NAME"
 
 
@@ -54,24 +58,32 @@ def _parser() -> Parser:
         "cocor-eval", description="Evaluate an encoder: its frozen features, or a fine-tuned copy.", allow_abbrev=False
     )
     add = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    for command in (_linear, _knn, _fewshot, _finetune, _retrieval, _neighbours, _embed, _compared, _detect, _transfer):
+        command(add)
+    return parser
 
+
+def _linear(add: Commands) -> None:
     linear = _command(add, "linear", "linear probe: L-BFGS over 45 penalties, chosen on val, tested once")
     _data(linear)
     probes = ["lbfgs", "moco", "simsiam"]
     linear.add_argument("--probe", choices=probes, default="lbfgs", help="SGD for ImageNet's size")
-    metric = "chooses the penalty (default: the protocol's)"
-    linear.add_argument("--metric", choices=["top1", "class-mean"], help=metric)
+    linear.add_argument("--metric", choices=["top1", "class-mean"], help=_METRIC)
     linear.add_argument("--iterations", type=positive, help="most of one fit (default 1000)")
     views = "SGD: random crops, encoded anew in every epoch as in the sources, or cached features (default crops)"
     linear.add_argument("--learn-from", choices=["crops", "features"], help=views)
     linear.add_argument("--epochs", type=positive, help="SGD: fewer or more than the recipe's 100 or 90")
 
+
+def _knn(add: Commands) -> None:
     knn = _command(add, "knn", "weighted k-nearest neighbours")
     _data(knn)
     knn.add_argument("--k", type=positive, nargs="+", help=f"neighbours (default {_list(KNN_K)}, as the bank allows)")
     knn.add_argument("--temperature", type=above_zero, default=KNN_TEMPERATURE, help="of the votes (default 0.07)")
     knn.add_argument("--leave-one-out", action="store_true", help="every image against all others of its set")
 
+
+def _fewshot(add: Commands) -> None:
     fewshot = _command(add, "fewshot", "a few images a class: n-shot probes and N-way tasks")
     _data(fewshot)
     counts = f"images a class (default {_list(SHOTS)})"
@@ -79,8 +91,10 @@ def _parser() -> Parser:
     fewshot.add_argument("--seeds", type=positive, default=SHOT_SEEDS, help="draws of the shots (default 5)")
     fewshot.add_argument("--tasks", type=not_negative, default=TASKS, help="N-way tasks; 0: none (default 2000)")
     fewshot.add_argument("--ways", type=two_or_more, default=WAYS, help="classes of a task (default 5)")
-    fewshot.add_argument("--metric", choices=["top1", "class-mean"], help=metric)
+    fewshot.add_argument("--metric", choices=["top1", "class-mean"], help=_METRIC)
 
+
+def _finetune(add: Commands) -> None:
     finetune = _command(add, "finetune", "train the whole network with all or a few of the labels")
     _data(finetune)
     part = f"share of every class (default {_list(FINETUNE.fractions)}: one training each)"
@@ -94,49 +108,62 @@ def _parser() -> Parser:
     finetune.add_argument("--resume", action="store_true", help="continue from the checkpoints in --output")
     finetune.set_defaults(precision=None)
 
+
+def _retrieval(add: Commands) -> None:
     retrieval = _command(add, "retrieval", "nearest neighbours of query images as a contact sheet")
     _data(retrieval)
     retrieval.add_argument("--queries", type=positive, default=8, help="rows of the sheet (default 8)")
     retrieval.add_argument("--neighbours", type=positive, default=8, help="columns of the sheet (default 8)")
     retrieval.add_argument("--seed", type=seed, default=0, help="another seed shows other queries (default 0)")
 
+
+def _neighbours(add: Commands) -> None:
     neighbours = _command(add, "neighbours", "nearest neighbours of one image, listed and as a contact sheet")
     what = "a file, or the name of one of the images in --data"
     neighbours.add_argument("image", metavar="IMAGE", help=what)
     _data(neighbours)
     neighbours.add_argument("--neighbours", type=positive, default=8, help="how many (default 8)")
 
+
+def _embed(add: Commands) -> None:
     embed = _command(add, "embed", "write features, names and labels to a file")
     _data(embed)
     how = "draw them in a plane, in colours of their classes; umap needs umap-learn"
     embed.add_argument("--picture", choices=["tsne", "umap"], help=how)
 
-    several = "for several encoders side by side"
-    consistency = _command(add, "consistency", f"similarity of composites by length and augmentation, {several}", True)
+
+def _compared(add: Commands) -> None:
+    """Add the commands that look into several encoders side by side."""
+    what = f"similarity of composites by length and augmentation, {_SEVERAL}"
+    consistency = _command(add, "consistency", what, True)
     _data(consistency)
     consistency.add_argument("--images", type=positive, default=2000, help="images to look at (default 2000)")
     consistency.add_argument("--seed", type=seed, default=0, help="of the views (default 0)")
 
-    what = f"what features keep: augmentations, hue, orientation, {several}"
+    what = f"what features keep: augmentations, hue, orientation, {_SEVERAL}"
     invariance = _command(add, "invariance", what, True)
     _data(invariance)
     invariance.add_argument("--images", type=positive, default=4000, help="images to look at (default 4000)")
     invariance.add_argument("--seed", type=seed, default=0, help="of the views and of who is tested (default 0)")
 
-    spectrum = _command(add, "spectrum", f"singular values and effective rank of the features, {several}", True)
+    spectrum = _command(add, "spectrum", f"singular values and effective rank of the features, {_SEVERAL}", True)
     _data(spectrum)
     spectrum.add_argument("--raw", action="store_true", help="features as they are (default: of unit length)")
 
-    detect = add.add_parser("detect", help=_DETECT, description=_DETECT, allow_abbrev=False)
+
+def _detect(add: Commands) -> None:
+    what = "object detection: Faster R-CNN, fine-tuned as in the paper"
+    detect = add.add_parser("detect", help=what, description=what, allow_abbrev=False)
     detect.add_argument("weights", nargs=1, metavar="WEIGHTS", help=_WEIGHTS)
     add_encoder_flags(detect)
     detect_flags(detect)
 
-    transfer = _command(add, "transfer", f"the paper's table of linear probes, {several}", True)
+
+def _transfer(add: Commands) -> None:
+    transfer = _command(add, "transfer", f"the paper's table of linear probes, {_SEVERAL}", True)
     transfer.add_argument("--datasets", nargs="+", default=["all"], metavar="NAME", help=f"all, or of {_NAMES}")
     transfer.add_argument("--root", type=Path, required=True, metavar="DIR", help="the folder that the sets lie in")
     transfer.add_argument("--iterations", type=positive, default=1000, help="most of one fit (default 1000)")
-    return parser
 
 
 def add_encoder_flags(parser: argparse.ArgumentParser) -> None:
@@ -147,7 +174,7 @@ def add_encoder_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stem", choices=["imagenet", "small"], help="first layers, where the weights do not tell")
 
 
-def _command(add, name: str, text: str, several: bool = False) -> argparse.ArgumentParser:  # type: ignore[no-untyped-def]
+def _command(add: Commands, name: str, text: str, several: bool = False) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = add.add_parser(name, help=text, description=text, allow_abbrev=False)
     parser.add_argument("weights", nargs="+" if several else 1, metavar="WEIGHTS", help=_WEIGHTS)
     add_encoder_flags(parser)
