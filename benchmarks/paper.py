@@ -8,7 +8,8 @@
 
 --data holds train and val (or test); --root the other sets, as cocor-eval reads them. The same command continues what
 was stopped: runs resume, and evaluations whose numbers exist are kept. Tables share runs that are equal. What stands
-behind -- goes to every training. GPU hours are projected (of pre-training alone; see configs/moco_in1k.yaml).
+behind -- goes to every training; where it changes what is learnt, those are other runs, in folders of their own, which
+--report finds with the same flags. GPU hours are projected (of pre-training alone; see configs/moco_in1k.yaml).
 Expected is what a study here measured with the same flags: its seeds, of three and more the mean with 95 % t interval.
 """
 
@@ -21,7 +22,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from benchmarks.evidence import registry
 from benchmarks.evidence.registry import DRAWINGS, MEASURED_MMNN, SCALES, TABLES, WORK, Row, Table
 from benchmarks.evidence.report import seconds_of, values
 from cocor.auxiliary import AUXILIARIES
-from cocor.config.options import Config
+from cocor.config.options import FREE_TO_CHANGE, Config
 from cocor.config.resolve import load
 from cocor.metrics_file import epochs_of, read_run
 from cocor.monitor.profile import costs
@@ -100,6 +101,12 @@ class Plan:
         """Resolve a row's settings. UserError for further flags that do not fit."""
         return load(_found(self.flags(one)))
 
+    def changes(self, one: Row) -> list[str]:
+        """Return the settings by which the further flags make another run of a row."""
+        usual, mine = replace(self, further=()).config(one).to_dict(), self.config(one).to_dict()
+        apart = FREE_TO_CHANGE - {"knn_k", "knn_temperature"}  # which enter what is measured
+        return [f"{key} {value}" for key, value in mine.items() if key not in apart and usual[key] != value]
+
     def hours(self, one: Row) -> float:
         """Project the GPU hours of one seed, without the labelled images."""
         config, scale = self.config(one), SCALES[self.scale]
@@ -109,7 +116,7 @@ class Plan:
 
     def folder(self, one: Row, seed: int) -> Path:
         """Name the folder of a run by its flags, so that tables share equal runs."""
-        name = re.sub(r"[^\w.]+", "-", " ".join([one.method, *self.own_flags(one)]))
+        name = re.sub(r"[^\w.]+", "-", " ".join([one.method, *self.own_flags(one), *self.changes(one)]))
         return self.output / f"{name}-seed{seed}"
 
     def evaluation(self, text: str, folders: Sequence[Path], name: str) -> Job:
@@ -151,7 +158,7 @@ class Plan:
 
     def expected(self, column: registry.Column, one: Row) -> list[float]:
         """Return what was measured here with the same flags, in per cent, by seed."""
-        if not self.reduced or not one.measured:
+        if not self.reduced or not one.measured or self.changes(one):
             return []
         stored = json.loads((RESULTS / SCALES[self.scale].results).read_text())["runs"]
         same = [run for run in stored if (run["method"], run["variant"]) == (one.method, one.measured)]
