@@ -191,8 +191,8 @@ class Method(nn.Module):
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Group the parameters.
 
-        Those with ``fixed_lr`` keep the base learning rate; an ``lr_share`` scales it. The first group has none of both
-        and holds the backbone's weights.
+        Those with ``fixed_lr`` keep the base learning rate; with LARS an ``lr_share`` scales it. The first group has
+        none of both and holds the backbone's weights.
         """
         parameters = [p for p in self.parameters() if p.requires_grad]
         return [{"params": parameters, "weight_decay": weight_decay, "fixed_lr": False}]

@@ -1,7 +1,7 @@
 """Differentiate an optimiser's step by its gradient, for the hyper-gradient.
 
 Of SGD's step this is minus the learning rate, for every weight; momentum and decay do not depend on the gradient.
-Others, and parameter groups with a share of the rate, multiply that by a factor of each weight. For AdamW with the
+Others multiply that by a factor of each weight. For AdamW with the
 moments ``m = b1 m0 + (1 - b1) g``, ``v = b2 v0 + (1 - b2) g^2`` and, corrected for their start, ``m'``, ``v'`` after
 step t, it is
 
@@ -25,20 +25,18 @@ from torch.optim import AdamW, Optimizer
 def factors_before(optimiser: Optimizer) -> list[Tensor] | None:
     """Compute the factor on each parameter's gradient in the coming step.
 
-    Relative to the rate of the first group: LARS' trust ratio, times the group's ``lr_share``. Returns tensors () in
-    the order of the optimiser's parameters; None where all are 1, as for SGD. Call it with the gradients in place.
+    That is LARS' trust ratio, times the group's ``lr_share`` of the rate. Returns tensors () in the order of the
+    optimiser's parameters; None without LARS. Call it with the gradients in place.
     """
     groups = optimiser.param_groups
-    if not isinstance(optimiser, Lars) and all("lr_share" not in group for group in groups):
-        return None
-    return [factor for group in groups for factor in _ratios(group, isinstance(optimiser, Lars))]
+    return [factor for group in groups for factor in _ratios(group)] if isinstance(optimiser, Lars) else None
 
 
 @torch.no_grad()
 def factors_after(optimiser: Optimizer) -> list[Tensor] | None:
     """Compute AdamW's factors of the step just made, of each element; else None.
 
-    Gradients must be in place, as for :func:`factors_before`; ``lr_share`` is not among the factors.
+    Gradients must be in place, as for :func:`factors_before`.
     """
     if not isinstance(optimiser, AdamW):
         return None
@@ -65,9 +63,9 @@ def inner_product(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
     return torch.stack([product.sum() for product in torch._foreach_mul(list(left), list(right))]).sum()
 
 
-def _ratios(group: dict[str, Any], adapts: bool) -> Iterable[Tensor]:
+def _ratios(group: dict[str, Any]) -> Iterable[Tensor]:
     parameters, share = group["params"], group.get("lr_share", 1.0)
-    if not adapts or (group["weight_decay"] == 0 and not group["always_adapt"]):
+    if group["weight_decay"] == 0 and not group["always_adapt"]:
         return [torch.full((), share, device=p.device, dtype=p.dtype) for p in parameters]
     weights = torch.stack(torch._foreach_norm(parameters))
     gradients = torch.stack(torch._foreach_norm([p.grad for p in parameters]))

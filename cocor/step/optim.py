@@ -63,6 +63,8 @@ def build_optimiser(config: Config, method: Method, heads: nn.Module | None = No
         {**group, "params": [p for p in group["params"] if p.requires_grad]}  # timm freezes some
         for group in method.parameter_groups(config.weight_decay)
     ]
+    if config.optimiser != "lars":
+        groups = [{key: value for key, value in group.items() if key != "lr_share"} for group in groups]
     if heads is not None and (own := [p for p in heads.parameters() if p.requires_grad]):
         groups.append({"params": own, "weight_decay": config.weight_decay, "fixed_lr": False})
     if config.optimiser == "adamw":

@@ -255,7 +255,8 @@ class Literal:
 
         def rate(name: str) -> float:
             fixed = config.method == "simsiam" and name.startswith("predictor.") and config.fix_predictor_lr
-            share = BIAS_SHARE if config.method == "barlow" and theta[name].ndim == 1 else 1.0
+            slow = (config.method, config.optimiser) == ("barlow", "lars") and theta[name].ndim == 1
+            share = BIAS_SHARE if slow else 1.0
             return share * config.lr * (1.0 if fixed else self.cosine(number))
 
         new = self.encoder_optimiser.step(theta, dict(zip(theta, gradient, strict=True)), rate)

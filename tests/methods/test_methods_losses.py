@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.steps import LABELS, backbone, images, tiny
+from helpers.steps import LABELS, backbone, images, noise_config, tiny
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -18,6 +18,7 @@ from cocor.methods.simclr import SimCLR
 from cocor.methods.simsiam import SimSiam
 from cocor.methods.supcon import SupCon, supervised_contrastive
 from cocor.methods.vicreg import VICReg, variance_invariance_covariance
+from cocor.step.optim import build_optimiser
 from loaders.errors import UserError
 
 
@@ -201,6 +202,9 @@ def test_barlow_twins_standardises_and_slows_biases() -> None:
     weights, others = method.parameter_groups(1e-4)
     assert {p.ndim for p in weights["params"]} == {2, 4} and {p.ndim for p in others["params"]} == {1}
     assert "lr_share" not in weights and others["lr_share"] == BIAS_SHARE == pytest.approx(0.024)
+    for optimiser, share in (("lars", BIAS_SHARE), ("sgd", 1.0), ("adamw", 1.0)):
+        groups = build_optimiser(noise_config(method="barlow", optimiser=optimiser), method).param_groups
+        assert groups[-1].get("lr_share", 1.0) == share and groups[-1]["params"][0].ndim == 1
 
 
 @SHAPES
