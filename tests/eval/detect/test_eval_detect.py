@@ -203,6 +203,15 @@ def test_c4_is_built_as_in_the_paper() -> None:
     assert model.transform.min_size == tuple(range(480, 801, 32)) and model.transform.max_size == 1333
 
 
+def test_c4_pools_where_the_box_is() -> None:
+    """Features of stride 16 that hold their own coordinate in the image."""
+    model = build_detector("c4", load_encoder("random:test_resnet"), 20, RECIPES["voc0712"], torch.float32)
+    ramp = (16 * (torch.arange(30.0) + 0.5)).expand(1, 1, 30, 30)
+    pooled = model.roi_heads.box_roi_pool({"0": ramp}, [torch.tensor([[100.0, 80.0, 240.0, 400.0]])], [(480, 480)])
+    centres = 100 + 10 * (torch.arange(14) + 0.5)
+    torch.testing.assert_close(pooled, centres.expand(1, 1, 14, 14))
+
+
 def test_rates_follow_the_recipe() -> None:
     recipe = RECIPES["voc0712"]
     rates = [recipe.rate(step) for step in (0, 100, 17_999, 18_000, 23_999)]
