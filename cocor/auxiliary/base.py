@@ -26,6 +26,7 @@ class Auxiliary(nn.Module):
     composites = False  # whether it needs composites, which are rendered then
     original = False  # whether it needs the central crop, where there are no composites
     view_parameters = False  # whether it needs those of the contrastive views, which are in the batch then
+    by_length = False  # whether the loss is the mean of that of each length, so that a step can take one at a time
     needs = ""  # what it takes of a method, in words
 
     def __init__(self, config: Config, method: Method) -> None:
@@ -67,16 +68,20 @@ class Auxiliary(nn.Module):
 
 
 class PairAuxiliary(Auxiliary):
-    """An auxiliary of pairs: two contrastive views, or the original and a composite."""
+    """An auxiliary of pairs: two contrastive views, or the original and a composite.
+
+    Where it has ``composites``, always the latter.
+    """
 
     def __init__(self, config: Config, method: Method) -> None:
         super().__init__(config, method)
         self.of_composites = self.in_composites(config)
+        self.ranks, self.temperature = method.ranks, config.auxiliary_temperature
 
     @classmethod
     def in_composites(cls, config: Config) -> bool:
         """Tell whether the pairs are original and composite."""
-        return config.auxiliary_pairs == "composites"
+        return cls.composites or config.auxiliary_pairs == "composites"
 
     @classmethod
     def check(cls, config: Config) -> None:
@@ -88,7 +93,7 @@ class PairAuxiliary(Auxiliary):
 
     @classmethod
     def cost(cls, config: Config) -> float:
-        return 3.0 + 3.0 * composites_in_step(config)
+        return 3.0 + composite_passes(config)
 
 
 def view_features(method: Method, batch: Batch, features: Sequence[Tensor], gradient: bool) -> list[Tensor]:
@@ -100,6 +105,8 @@ def view_features(method: Method, batch: Batch, features: Sequence[Tensor], grad
         return [*features, *(method.backbone(images) for images in batch.views[len(features) :])]
 
 
-def composites_in_step(config: Config) -> int:
-    """Count the composites of an image that a step trains on."""
-    return config.lengths_per_step or len(config.lengths)
+def composite_passes(config: Config) -> float:
+    """Count the passes of an image's composites in a step, their backward passes included."""
+    # A pass is taken to cost in proportion to its pixels, as it does in a convolutional network.
+    pixels = (config.composite_size / config.image_size) ** 2 if config.composite_size else 1.0
+    return 3.0 * (config.lengths_per_step or len(config.lengths)) * pixels

@@ -6,8 +6,9 @@ has another, ``p'``. The loss is ``-sum_k p_k log p'_k``, averaged over images a
 ``p``. Both distributions have the method's temperature, as in the authors' code.
 
 That code adds up several strong views of different sizes, made of 5 draws from the 14 augmentations each; here
-composites have the lengths of ``--lengths``, and are averaged. With ``--symmetric`` each view is p once, over its own
-key.
+composites have the lengths of ``--lengths``, and are averaged. Its distributions, and its InfoNCE, also cover the keys
+of the batch's other images; here both are over the query's own key and the queue, as in MoCo. With ``--symmetric`` each
+view is p once, over its own key.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cocor.auxiliary.base import Auxiliary, composites_in_step
+from cocor.auxiliary.base import Auxiliary, composite_passes
 from cocor.methods.base import Config, Method
 from cocor.methods.moco import Logits, MoCo
 from loaders.batch import Batch
@@ -32,7 +33,7 @@ class Queued(Auxiliary):
 
     @classmethod
     def cost(cls, config: Config) -> float:
-        return 3.0 * composites_in_step(config)
+        return composite_passes(config)
 
 
 class CLSA(Queued):
@@ -40,6 +41,7 @@ class CLSA(Queued):
 
     options = ("auxiliary_weight",)
     composites = True
+    by_length = True
 
     def loss(self, method: Method, batch: Batch, features: Sequence[Tensor]) -> Tensor:
         assert isinstance(method, MoCo)

@@ -9,7 +9,8 @@ y_t and y^_t as the pairs, and all y_t and y^_t of the batch as negatives, with 
                  contrastive views, order of the jitter included (16 numbers)
     composites   x is CoCor's original, t the composition vector (14 counts): a composite is t(x) and nothing else
 
-Parameters are standardised, as there, but by statistics of the batch. All passes have a gradient; each has batch
+Parameters are standardised, as there, but by statistics of the batch. Theirs have the crop in pixels, not in shares of
+the image, and whether there was jitter and blur at all. All passes have a gradient; each has batch
 statistics of its own for the backbone's BatchNorm, those of the heads cover all images of all ranks together.
 """
 
@@ -39,7 +40,6 @@ class EquiMod(PairAuxiliary):
 
     def __init__(self, config: Config, method: Method) -> None:
         super().__init__(config, method)
-        self.ranks, self.temperature = method.ranks, config.auxiliary_temperature
         count = len(BASIC) if self.of_composites else len(PARAMETERS)
         self.projector = perceptron(feature_size(method.backbone), _HIDDEN, _HIDDEN, _DIM, last_norm=True)
         standardise = nn.BatchNorm1d(count, affine=False)

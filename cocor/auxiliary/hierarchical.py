@@ -1,15 +1,17 @@
 """Hierarchical invariance: deeper stages learn to ignore more augmentations.
 
 Source: Zhang & Ma 2022 ("Rethinking the Augmentation Module in Contrastive Learning"), of which no code is published.
-Pairs of views differ by ever more augmentations ("add-one"), and each is contrasted at a deeper stage. Features are
-expanded by an embedding of the view's augmentation before their projection head, so that they may keep what the
-augmentation has changed. What the text leaves open, and what composites suggest:
+Theirs makes a pair of views for each of four stages of the backbone, by crop and jitter at the first, with grey, blur
+and flip added one by one at the deeper ones; the contrastive losses of the stages are summed. A small network embeds
+the parameters of a view's augmentations. Features are expanded by that before their projection head, so that they may
+keep what the augmentations have changed. What is left open, and what composites suggest:
 
 - The pairs are the original with the composite of each length, the shortest at the shallowest of as many last stages of
-  the backbone, and the longest at the last one.
-- A stage's features are averaged over the image. The augmentation's embedding is a network of the composition vector,
-  which is zero for the original. Heads have two layers, as MoCo's.
-- The loss is NT-Xent at temperature 0.2 over the global batch, averaged over the stages, with weight 1.
+  the backbone, and the longest at the last one. So stages differ in how many augmentations they ignore, not in which.
+- A stage's features are averaged over the image. The parameters are the composition vector, which is zero for the
+  original. Heads have two layers, as MoCo's, and the embedding's network too.
+- The loss is NT-Xent at temperature 0.2 over the global batch, averaged over the stages instead of summed, with weight
+  1, beside the method's own loss.
 
 A composite passes through the backbone up to its own stage only. These passes are not compiled.
 """
@@ -38,7 +40,6 @@ class Hierarchical(PairAuxiliary):
 
     def __init__(self, config: Config, method: Method) -> None:
         super().__init__(config, method)
-        self.ranks, self.temperature = method.ranks, config.auxiliary_temperature
         info: Any = getattr(method.backbone, "feature_info", ())
         if len(info) < len(config.lengths) or not hasattr(method.backbone, "forward_intermediates"):
             raise UserError(
@@ -50,10 +51,6 @@ class Hierarchical(PairAuxiliary):
         self.augmentation = perceptron(len(BASIC), _AUGMENTATION, _AUGMENTATION)
         widths = [info[stage]["num_chs"] + _AUGMENTATION for stage in self.stages]
         self.heads = nn.ModuleList(perceptron(width, _HIDDEN, _DIM) for width in widths)
-
-    @classmethod
-    def in_composites(cls, config: Config) -> bool:
-        return True
 
     @classmethod
     def check(cls, config: Config) -> None:

@@ -1,9 +1,9 @@
 """LooC: leave-one-out heads, each sensitive to one augmentation only.
 
-Source: Xiao et al. 2021 ("What Should Not Be Contrastive in Contrastive Learning"), their loss of n + 1 spaces. Beside
-the two contrastive views there is a view for each augmentation i with the parameters of the first in i alone. In the
-space of head i the query's positive is that view's key; the keys of all other views of the same image, which differ in
-i, are negatives, and so are the keys in a queue of the head's own:
+Source: Xiao et al. 2021 ("What Should Not Be Contrastive in Contrastive Learning"), their loss of n + 1 spaces; no code
+is published. Beside the two contrastive views there is a view for each augmentation i with the parameters of the first
+in i alone. In the space of head i the query's positive is that view's key; the keys of all other views of the same
+image, which differ in i, are negatives, and so are the keys in a queue of the head's own:
 
     L_i = -log( exp(q_i k_i / T) / (sum_j exp(q_i k_j / T) + sum_queue exp(q_i k / T)) )    j over all n + 1 keys
 

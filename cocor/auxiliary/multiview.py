@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cocor.auxiliary.base import Auxiliary, composites_in_step
+from cocor.auxiliary.base import Auxiliary, composite_passes
 from cocor.methods.base import Config, Method
 from loaders.batch import Batch
 
@@ -25,6 +25,7 @@ class MultiView(Auxiliary):
 
     options = ("auxiliary_weight",)
     composites = True
+    by_length = True
     needs = "loss of further positives"
 
     @classmethod
@@ -33,7 +34,7 @@ class MultiView(Auxiliary):
 
     @classmethod
     def cost(cls, config: Config) -> float:
-        return 3.0 * composites_in_step(config)
+        return composite_passes(config)
 
     def loss(self, method: Method, batch: Batch, features: Sequence[Tensor]) -> Tensor:
         return torch.stack([method.further_positive(images, batch.label) for images in batch.composites]).mean()

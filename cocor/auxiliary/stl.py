@@ -49,16 +49,11 @@ class STL(PairAuxiliary):
 
     def __init__(self, config: Config, method: Method) -> None:
         super().__init__(config, method)
-        self.ranks, self.temperature = method.ranks, config.auxiliary_temperature
         width = feature_size(method.backbone)
         self.transformation = perceptron(2 * width, _DIM, _DIM)
         self.transformation_head = perceptron(_DIM, _DIM, _DIM)
         self.projector = perceptron(width, _HIDDEN, _DIM)
         self.weights = nn.Linear(_DIM, _DIM * _DIM, bias=False)
-
-    @classmethod
-    def in_composites(cls, config: Config) -> bool:
-        return True
 
     def loss(self, method: Method, batch: Batch, features: Sequence[Tensor]) -> Tensor:
         with batch_statistics_only(method.backbone):

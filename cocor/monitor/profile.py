@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from cocor import run_dir
 from cocor.auxiliary import AUXILIARIES
+from cocor.auxiliary.base import composite_passes
 from cocor.config.options import Config, labelled_batch_size
 from cocor.distributed.collectives import barrier
 from cocor.methods import method_class
@@ -136,14 +137,12 @@ def table(config: Config, seconds: dict[str, float], steps: int, ranks: int) -> 
 
 def costs(config: Config, ranks: int) -> dict[str, float]:
     """Compute each part's cost in F, where 1 F is a forward pass over the batch."""
-    # A pass is taken to cost in proportion to its pixels, as it does in a convolutional network.
     model: dict[str, float] = {"contrastive": method_class(config.method).cost * (1 + config.symmetric)}
     if config.auxiliary != "none":
         model["auxiliary"] = method_class(config.auxiliary, AUXILIARIES).cost(config)
     if config.consistency != "none":
         originals = config.released_originals if config.recipe == "released" else 1
-        pixels = (config.composite_size / config.image_size) ** 2 if config.composite_size else 1
-        model |= {"original": originals, "composites": 3 * (config.lengths_per_step or len(config.lengths)) * pixels}
+        model |= {"original": originals, "composites": composite_passes(config)}
         if config.mmnn == "learned":
             model["labelled"] = 3 * labelled_batch_size(config, ranks) / config.batch_size / config.mmnn_every
     return model

@@ -33,7 +33,7 @@ from cocor.step.composites import CompositeGradients, CompositeTerm, Streams, Ti
 from cocor.step.derivative import factors_after, factors_before, through_clipping
 from cocor.step.labelled_head import OuterObjective
 from cocor.step.optim import Cosine, build_optimiser, clip, load_state, rates_to_device, set_rate, state_of
-from cocor.step.subsample import StepSchedule, split
+from cocor.step.subsample import StepSchedule, lengths_of, split
 from loaders.batch import Batch
 
 Metrics = dict[str, Tensor]
@@ -217,14 +217,18 @@ class TrainingStep:
         with self.timer("auxiliary"):
             # Leaves: the auxiliary's gradient stops there, and goes on through the backbone with the method's.
             features = [one.detach().requires_grad_() for one in kept]
-            with self.autocast():
-                loss = auxiliary.loss(method, batch, features)
-            if loss is not None:
-                (self.config.auxiliary_weight * loss).backward()
+            losses = list[Tensor]()
+            parts = lengths_of(batch) if auxiliary.by_length else [batch]
+            for part in parts:
+                with self.autocast():
+                    loss = auxiliary.loss(method, part, features)
+                if loss is not None:
+                    (self.config.auxiliary_weight / len(parts) * loss).backward()
+                    losses.append(loss.detach())
         reached = [(one, leaf.grad) for one, leaf in zip(kept, features, strict=True) if leaf.grad is not None]
         with self.timer("contrastive"):
             torch.autograd.backward([contrastive, *(one for one, _ in reached)], [None, *(grad for _, grad in reached)])
-        return contrastive.detach(), None if loss is None else loss.detach()
+        return contrastive.detach(), torch.stack(losses).mean() if losses else None
 
     def _step_all(self, outer: OuterObjective, batch: Batch, labelled: Batch, contrastive: Tensor,
                   composites: CompositeGradients, norm: Tensor | None) -> Metrics:  # fmt: skip

@@ -88,6 +88,12 @@ def split(batch: Batch, parts: int) -> list[Batch]:
     ]  # fmt: skip
 
 
+def lengths_of(batch: Batch) -> list[Batch]:
+    """Cut a batch into one with the composites of each length, its views with each."""
+    pairs = zip(batch.composites.split(1), batch.composition.split(1), strict=True)
+    return [replace(batch, composites=images, composition=counts) for images, counts in pairs]
+
+
 def labelled_steps(config: Config, steps_per_epoch: int) -> int:
     """Count the steps of an epoch that have a labelled batch."""
     return -(-steps_per_epoch // config.mmnn_every)

@@ -59,6 +59,18 @@ def test_a_step_adds_the_weighted_loss(auxiliary: str) -> None:
     assert ((gradients[1] - gradients[0]).norm() > 1e-3) == adds
 
 
+@pytest.mark.parametrize("auxiliary", ["multiview", "clsa"])
+def test_one_length_at_a_time_is_the_same_step(auxiliary: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients = []
+    for by_length in (True, False):
+        monkeypatch.setattr(method_class(auxiliary, AUXILIARIES), "by_length", by_length)
+        step = noise_step(noise_config(auxiliary=auxiliary, method="moco"))
+        batch, labelled = next(noise(step.config, 1))
+        metrics = step(batch, labelled, 0)
+        gradients.append([metrics["auxiliary_loss"], *(p.grad for p in step.parameters)])
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+
+
 @EACH
 def test_auxiliaries_join_cocor(auxiliary: str) -> None:
     step = noise_step(noise_config(auxiliary=auxiliary, method=fitting(auxiliary), auxiliary_pairs="composites"))
@@ -97,6 +109,11 @@ def test_steps_resume(auxiliary: str) -> None:
             second.load_state_dict(copy.deepcopy(first.state_dict()))
         (second if number == 2 else first)(batch, None, number)
     runs.assert_same_bits(through.state_dict(), second.state_dict())
+
+
+def test_smaller_composites_cost_less() -> None:
+    config = noise_config(auxiliary="clsa", method="moco", image_size=64, composite_size=32, lengths=(1, 2))
+    assert method_class("clsa", AUXILIARIES).cost(config) == profile.costs(config, 1)["composites"] == 3 * 2 / 4
 
 
 @pytest.mark.parametrize("auxiliary", ["equimod", "looc"])  # of views that no other run has
