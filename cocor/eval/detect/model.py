@@ -85,6 +85,7 @@ def _c4(backbone: ResNet, classes: int, precision: torch.dtype, options: dict[st
     """Build Faster R-CNN on conv4's features; the head of regions is conv5 and BatchNorm.
 
     As MoCo's detectors (He et al. 2020, appendix A.3; "Res5ROIHeadsExtraNorm" of their code).
+    The average over a region hides where in it an object lies, so boxes are learnt slowly.
     """
     layers = ("conv1", "bn1", "act1", "maxpool", "layer1", "layer2", "layer3")
     trunk = nn.Sequential(*(getattr(backbone, name) for name in layers))
