@@ -62,6 +62,7 @@ def _state(run: Run) -> dict[str, Any]:
         "epoch": run.done // run.loader.steps_per_epoch,
         "knn_is_due": run.probes_are_due,
         "best": run.best,
+        "best_knn": run.health.best_knn,
         "geometry": geometry(run),
         "training": run.step.state_dict(),
         "labelled": _labelled(run),
@@ -106,6 +107,8 @@ def restore(run: Run) -> Path | None:
     run.done, run.probes_are_due = state["step"], state.get("knn_is_due", False)
     if state["config"].get("keep_best") == config.keep_best:  # else of another accuracy
         run.best = state.get("best", 0.0)
+    accuracy, epochs = state.get("best_knn", run.health.best_knn)
+    run.health.best_knn = accuracy, epochs
     return path
 
 

@@ -60,7 +60,7 @@ class HealthMonitor:
         self._skipped_in_a_row = 0
         self._recent: deque[dict[str, float]] = deque(maxlen=EVERY)
         self._warned: set[str] = set()
-        self._best_knn = (0.0, 0)  # accuracy, and after how many epochs
+        self.best_knn = (0.0, 0)  # accuracy, and after how many epochs; in checkpoints
 
     def __call__(self, step: int, metrics: Metrics, batch: Batch, labelled: Batch | None, learning_rate: float) -> None:
         """Store the metrics of finished step number ``step``; :meth:`check` them every ``EVERY`` steps.
@@ -106,9 +106,9 @@ class HealthMonitor:
     def check_knn(self, accuracy: float, queries: int, epoch: int) -> None:
         """Warn if the k-NN accuracy of ``queries`` images has fallen far below the best."""
         # Features can degrade while their spread and the loss stay fine, as SimSiam's do at high learning rates.
-        best, when = self._best_knn
+        best, when = self.best_knn
         if accuracy > best:
-            self._best_knn = accuracy, epoch
+            self.best_knn = accuracy, epoch
         elif accuracy < FALLEN * best and best - accuracy > 5 * math.sqrt(best * (1 - best) / queries):
             peak = f"{best:.1%} after {counted(when, 'epoch')}"
             finding = f"k-NN accuracy has fallen from {peak} to {accuracy:.1%} after {epoch}"

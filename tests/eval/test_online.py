@@ -48,8 +48,13 @@ def test_a_run_is_measured_and_keeps_its_best(photo_folder: Path, tmp_path: Path
     best = checkpoint.load(tmp_path / "run/checkpoints/best.pt")
     assert best["best"] == max(accuracies[step] for step in (STEPS, 2 * STEPS)) == accuracies[best["step"]]
     before = (tmp_path / "run/checkpoints/best.pt").read_bytes()
-    (tmp_path / f"run/checkpoints/step_{2 * STEPS:07d}.pt").unlink()
+    first, last = (tmp_path / f"run/checkpoints/step_{epochs * STEPS:07d}.pt" for epochs in (1, 2))
+    knn = {line["step"]: line["accuracy"] for line in metrics(tmp_path / "run", "knn")}
+    assert checkpoint.load(first)["best_knn"][0] == max(knn[0], knn[STEPS])
+    checkpoint.write(checkpoint.load(first) | {"best_knn": [1.0, 1]}, first)
+    last.unlink()
     assert main([*watched, "--resume"]) == 0
+    assert checkpoint.load(last)["best_knn"] == [1.0, 1]
     assert len(metrics(tmp_path / "run", "probe")) == 3
     assert (tmp_path / "run/checkpoints/best.pt").read_bytes() == before
     assert main(flags(**shared, keep_best="probe", output=tmp_path / "no")) == 2
