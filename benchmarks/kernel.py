@@ -36,7 +36,7 @@ if __name__ == "__main__":
 from benchmarks.common import Column, describe_machine, header, machine_line, row, script, write_json
 from benchmarks.images import make_photographs
 from loaders.arguments import Parser, positive, writable
-from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
+from loaders.channels import IMAGENET_MEAN, IMAGENET_STD
 from loaders.kernels import cuda, pillow
 from loaders.kernels.cpu import CpuExecutor
 from loaders.kernels.cuda import CudaExecutor

@@ -32,7 +32,8 @@ if __name__ == "__main__":
 
 from benchmarks.common import script
 from loaders.arguments import Parser, positive
-from loaders.batch import IMAGENET_STD, Batch
+from loaders.batch import Batch
+from loaders.channels import IMAGENET_STD
 from loaders.cpus import available_cores
 from loaders.datasets.dataset import ImageDataset, open_folder
 from loaders.datasets.stored import open_stored

@@ -222,7 +222,7 @@ def _open(config: Config, images: ImageDataset, plan: ViewPlan, order: BatchOrde
           workers: int | None = None) -> Loader:  # fmt: skip
     return open_loader(
         config.loader, images, plan, order, device=world.device, dtype=dtype, workers=workers or config.workers,
-        hw_decoder_load=config.hw_decoder_load, on_error=config.on_error,
+        hw_decoder_load=config.hw_decoder_load, on_error=config.on_error, mean=config.mean, std=config.std,
     )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Build networks from a configuration: backbone, method, source of targets."""
 
 import logging
+from functools import partial
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from cocor.auxiliary import AUXILIARIES
 from cocor.auxiliary.base import Auxiliary
 from cocor.backbone import build_backbone, fixed_size, try_size
 from cocor.config.options import Config
+from cocor.config.parse import shown
 from cocor.distributed.collectives import World, broadcast_parameters, exchange, gather, main_first
 from cocor.methods import method_class
 from cocor.methods.base import Method, Ranks
@@ -28,9 +30,9 @@ def build_method(config: Config, world: World) -> Method:
     resumed.
     """
     torch.manual_seed(config.seed)
-    backbone = build_backbone(config.backbone, config.stem, config.image_size)
+    backbone = build_backbone(config.backbone, config.stem, config.image_size, config.in_chans)
     if config.composite_size:
-        try_size(backbone, config.backbone, config.composite_size, "--composite-size")
+        try_size(backbone, config.backbone, config.composite_size, "--composite-size", config.in_chans)
     if config.init is not None and not checkpoint.exists(config.resume, config.output):
         start_from(backbone, config)
     ranks = Ranks(world.rank, world.size, gather, exchange)
@@ -77,7 +79,8 @@ def start_from(backbone: nn.Module, config: Config) -> None:
         UserError: no weights there, or they are not all that ``backbone`` needs.
     """
     with torch.random.fork_rng(devices=[]):  # the heads depend on the seed alone
-        encoder = main_first(lambda: load_encoder(str(config.init), architecture=config.backbone, stem=config.stem))
+        build = partial(load_encoder, architecture=config.backbone, stem=config.stem, in_chans=config.in_chans)
+        encoder = main_first(lambda: build(str(config.init)))
     model = encoder.backbone
     resample = getattr(model, "set_input_size", None)
     if resample is not None and fixed_size(model) not in (None, config.image_size):
@@ -85,7 +88,11 @@ def start_from(backbone: nn.Module, config: Config) -> None:
     has, needs = ({name: value.shape for name, value in part.state_dict().items()} for part in (model, backbone))
     unfit = sorted({name for name, _ in has.items() ^ needs.items()})
     if unfit:
-        what = f"{len(unfit)} of its tensors do not fit --backbone {config.backbone} --stem {config.stem}"
+        what = f"{len(unfit)} of its tensors do not fit --backbone {config.backbone} --stem {config.stem} "
+        what += f"--in-chans {config.in_chans}"
         raise UserError(f"--init {config.init}: {what}, such as {unfit[0]}")
     backbone.load_state_dict(model.state_dict())
     _log.info(f"--init {encoder.describe()}")
+    if encoder.origin in ("cocor", "timm") and (encoder.mean, encoder.std) != (config.mean, config.std):
+        its = f"--mean {shown(encoder.mean)} --std {shown(encoder.std)}"
+        _log.warning(f"--init {encoder.name} comes from images normalised by {its}, which this run does not have")

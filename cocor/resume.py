@@ -75,7 +75,7 @@ def _write(run: Run) -> None:
     folder, milestones = config.output / checkpoint.FOLDER, config.keep_every_epochs * per_epoch
     checkpoint.save(folder, state, keep=config.keep_checkpoints, milestones=milestones)
     about = {"architecture": config.backbone, "stem": config.stem, "image_size": config.image_size}
-    about |= {"method": config.method, "step": run.done}
+    about |= {"mean": list(config.mean), "std": list(config.std), "method": config.method, "step": run.done}
     checkpoint.export_backbone(run.step.method.backbone, config.output / "backbone.safetensors", about)
 
 

@@ -222,7 +222,7 @@ def train_epoch(run: Run, make_step: Callable[[Batch, Batch | None, int], Metric
     with closing(run.pairs(epoch, first)) as batches:
         for batch, labelled in log.timed(batches):
             if run.world.main and not sheet.exists():
-                save_view_sheet(batch, sheet)
+                save_view_sheet(batch, sheet, config.mean, config.std)
                 log.event(PICTURE, run.done, epoch, {"file": run_dir.VIEWS})
             # Dropout and the like: checkpoints need no generator state, and it does not matter who else draws from it.
             torch.manual_seed((config.seed * 1_000_003 + run.done * 4096 + run.world.rank) % 2**63)

@@ -105,6 +105,11 @@ above_zero = _real("above 0", lambda value: 0 < value < math.inf)
 zero_or_more = _real("of 0 or more", lambda value: 0 <= value < math.inf)
 
 
+def a_channel(kind: Callable[[str], float]) -> Callable[[str], tuple[float, ...]]:
+    """Make an argparse ``type``: ``kind`` for each channel, between commas."""
+    return lambda text: tuple(map(kind, text.split(",")))
+
+
 def writable(text: str) -> Path:
     """Take an output file (an argparse ``type``) that can be written, hours before."""
     try:

@@ -6,25 +6,23 @@ from typing import Protocol
 
 from torch import Tensor
 
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
-
 
 @dataclass(frozen=True)
 class Batch:
     """One rank's share of a step: V contrastive views, O originals, L composites.
 
-    Images of its B samples are normalised, channels-last, in the compute dtype, on the training device:
+    Images of its B samples are normalised, channels-last, in the compute dtype, on the training device. They have C = 3
+    channels, or 1, their luma:
 
-    - ``views`` (V, B, 3, H, W): the contrastive views.
-    - ``original`` (O*B, 3, H, W), view-major: what the consistency loss compares with. O is 1 except in the
+    - ``views`` (V, B, C, H, W): the contrastive views.
+    - ``original`` (O*B, C, H, W), view-major: what the consistency loss compares with. O is 1 except in the
       ``released`` recipe, which averages the embeddings of several weak crops.
-    - ``composites`` (L, B, 3, H, W): one composite view a length, in the order of the plan's lengths.
+    - ``composites`` (L, B, C, H, W): one composite view a length, in the order of the plan's lengths.
     - ``composition`` (L, B, 14) uint8: how often each basic augmentation of :mod:`loaders.views.ops` was applied.
     - ``label`` (B,) int64, -1 where there is none; ``index`` (B,) int64, the sample's place in the data set.
     - ``parameters`` (V, B, 16) float32: what was done to each contrastive view, the numbers of
       :data:`loaders.views.parameters.PARAMETERS`; None unless the plan asks for them.
-    - ``kept`` (N, B, 3, H, W): further views with a part of the first contrastive one; None unless the plan has some.
+    - ``kept`` (N, B, C, H, W): further views with a part of the first contrastive one; None unless the plan has some.
     """
 
     views: Tensor

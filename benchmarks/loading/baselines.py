@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 from torchvision.transforms import v2
 
 from benchmarks.loading.stages import FULL, PLAIN, Stage
-from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
+from loaders.batch import Batch
+from loaders.channels import IMAGENET_MEAN, IMAGENET_STD
 from loaders.dali.pipeline import load_dali
 from loaders.errors import UserError
 from loaders.views.ops import BASIC, Op

@@ -114,6 +114,10 @@ def check(config: Config) -> None:
     mistakes = {
         "label_fraction: 0 shows no label; use --mmnn constants for that":
             learned and c.label_split is None and c.label_fraction == 0,
+        f"in_chans: {c.in_chans}: a view has three planes of 8 bits; write three bands of the images as RGB for 3, or "
+        "one as grey for 1": c.in_chans not in (1, 3),
+        f"mean: {shown(c.mean)} and std: {shown(c.std)} must have one value each, or one for each of --in-chans "
+        f"{c.in_chans}": not len(c.mean) == len(c.std) == c.in_chans,
         f"lengths: {c.lengths} names a length twice": len(set(c.lengths)) < len(c.lengths),
         f"lengths_per_step: {c.lengths_per_step} is more than there are in --lengths {shown(c.lengths)}":
             c.lengths_per_step > len(c.lengths),

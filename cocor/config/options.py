@@ -15,6 +15,7 @@ import yaml
 from cocor.auxiliary import AUXILIARIES
 from cocor.config.parse import option
 from cocor.methods import METHODS, spec
+from loaders.channels import IMAGENET_MEAN, IMAGENET_STD
 from loaders.files import write_text
 from loaders.views.ops import POOLS, Magnitudes, Order
 from loaders.views.plan import Kept
@@ -56,6 +57,11 @@ class Config:
         "imagenet", "first layers; small: 3x3 stride 1, no pooling (CIFAR), or a transformer's patches of 4 pixels"
     )
     image_size: int = option(224, "side of every view in pixels", low=8, high=4096)
+    in_chans: int = option(3, "channels of images for the encoder; 1: grey", low=1)
+    mean: tuple[float, ...] = option(
+        IMAGENET_MEAN, "of pixels from 0 to 1, to normalise them: a value a channel, or one", low=0, high=1
+    )
+    std: tuple[float, ...] = option(IMAGENET_STD, "their deviation; cocor-prep info measures both", low=1e-3, high=1)
     epochs: int = option(200, "passes over the data", low=1, high=10**6)
     batch_size: int = option(256, "images a step, over all GPUs", low=2, high=2**20)
     labelled_batch_size: int = option(0, "labelled ones, over all GPUs; 0: a quarter of the batch", low=0, high=2**20)

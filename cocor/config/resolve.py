@@ -7,7 +7,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from cocor.config.options import BEFORE, PRESETS, Config
 from cocor.config.parse import shown
 from cocor.methods import METHODS, owners, spec
 from loaders.arguments import nearest
+from loaders.channels import GREY_MEAN, GREY_STD
 from loaders.errors import UserError
 
 GROUPS = {  # the first field of each group
@@ -33,6 +34,8 @@ GROUPS = {  # the first field of each group
 
 _NOTES = {  # shown in the help in place of a default
     "output": "default: runs/NAME, after the config file or the method",
+    "mean": f"default: ImageNet's, {shown(Config.mean)}; grey: {shown(GREY_MEAN)}",
+    "std": f"default: {shown(Config.std)}; grey: {shown(GREY_STD)}",
     "gpus": "default: all",
     "precision": "default: bf16 on GPUs, fp32 on the CPU",
     "execution": "auto: fused in long runs on GPUs, graph in short ones, eager on the CPU",
@@ -122,10 +125,15 @@ def resolve(values: Mapping[str, Any], name: str | None = None) -> Config:
         defaults = defaults | {"warmup_epochs": min(defaults["warmup_epochs"], epochs // 10)}
     if values.get("optimiser") == "adamw":  # MoCo v3's for ViTs, whose rate is for a batch of 256
         defaults = defaults | {"lr": 1.5e-4, "weight_decay": 0.1}
+    if values.get("in_chans") == 1:
+        defaults = defaults | {"mean": GREY_MEAN, "std": GREY_STD}
     if values.get("mmnn_optimiser", Config.mmnn_optimiser) != "adam":
         # The authors' rate, which belongs to the loss as printed; ten times it won on CIFAR-10 with the sharper one.
         defaults = defaults | {"mmnn_lr": 0.5 if defaults.get("consistency_beta", 1.0) > 1.0 else 0.05}
     config = Config(**{"output": folder, **defaults, **_mmnn_start(values, epochs), **values})
+    if config.in_chans == 3:
+        mean, std = (values * 3 if len(values) == 1 else values for values in (config.mean, config.std))
+        config = replace(config, mean=mean, std=std)
     check(config)
     return config
 

@@ -20,12 +20,14 @@ from cocor.eval.detect.recipe import add_flags as detect_flags
 from cocor.run_dir import check_pair
 from loaders.arguments import (
     Parser,
+    a_channel,
     above_zero,
     fraction,
     image_size,
     not_negative,
     positive,
     seed,
+    share,
     two_or_more,
     workers,
 )
@@ -172,6 +174,10 @@ def add_encoder_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--which", choices=["online", "ema"], default="online", help=which)
     parser.add_argument("--backbone", metavar="NAME", help="timm's name, where the weights do not tell")
     parser.add_argument("--stem", choices=["imagenet", "small"], help="first layers, where the weights do not tell")
+    usual = "default: what a run or timm tells, else ImageNet's"
+    text = f"of pixels from 0 to 1, to normalise them: a value a channel, with commas, or one ({usual})"
+    parser.add_argument("--mean", type=a_channel(share), metavar="FLOAT,...", help=text)
+    parser.add_argument("--std", type=a_channel(fraction), metavar="FLOAT,...", help="their standard deviation")
 
 
 def _command(add: Commands, name: str, text: str, several: bool = False) -> argparse.ArgumentParser:

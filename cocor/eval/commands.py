@@ -234,8 +234,8 @@ def consistency(args: argparse.Namespace) -> None:
     if args.crop or args.filter:
         raise UserError("--crop and --filter: consistency draws its views as training does; leave them out")
     dataset = evenly_spread(options.chosen_images(args), args.images)
-    hints = {"which": args.which, "architecture": args.backbone, "stem": args.stem}
-    subjects = options.distinct([consistency_probe.subject(w, args.world.device, **hints) for w in args.weights])
+    hints, device = options.encoder_hints(args), args.world.device
+    subjects = options.distinct([consistency_probe.subject(weights, device, **hints) for weights in args.weights])
     encoder = options.chosen_encoder(args, args.weights[0])
     found = consistency_probe.measure(subjects, dataset, options.extraction(args, encoder), args.seed)
     _finish_several(args, encoder, "consistency", found, figures.draw_consistency)

@@ -11,8 +11,8 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import closing, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,15 +25,15 @@ from torch import Tensor, nn
 from cocor.data import file_states
 from cocor.distributed.collectives import World, barrier, together
 from cocor.eval.crops import Crop, CropPlan
-from cocor.eval.probes.online import evaluating
 from cocor.weights.load import Encoder
+from loaders.batch import Loader
 from loaders.datasets.dataset import ImageDataset, OnError
 from loaders.errors import UserError
 from loaders.files import replacing
 from loaders.open import LoaderName, open_loader
 from loaders.progress import track
 from loaders.views.order import BatchOrder
-from loaders.views.plan import Filter
+from loaders.views.plan import Filter, ViewPlan
 
 _SHARED_ROWS = 65536  # rows of one exchange between ranks
 _CONSTANT = 1e-3  # standard deviation as a share of the norm, below which features count as constant
@@ -104,11 +104,21 @@ class Extraction:
         """Return the name of a cache entry: equal for equal features."""
         parts: list[str | int] = [encoder.digest, encoder.architecture, encoder.stem, dataset.digest]
         parts += [self.crop, self.filter, self.size, self.loader, str(self.precision)]
-        return hashlib.sha256(json.dumps([*parts, file_states(dataset)]).encode()).hexdigest()[:32]
+        content = [*parts, encoder.mean, encoder.std, file_states(dataset)]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
 
     def path(self, encoder: Encoder, dataset: ImageDataset) -> Path | None:
         """Return the file of the cache for these features."""
         return None if self.cache is None else self.cache / f"{self.key(encoder, dataset)}.safetensors"
+
+    def open_loader(
+        self, dataset: ImageDataset, plan: ViewPlan, order: BatchOrder, mean: Sequence[float], std: Sequence[float]
+    ) -> Loader:
+        """Open a loader of these images; ``mean`` and ``std`` are those of the encoder that is to see them."""
+        return open_loader(
+            self.loader, dataset, plan, order, device=self.world.device, workers=self.workers, on_error=self.on_error,
+            mean=mean, std=std,
+        )  # fmt: skip
 
 
 def features_of(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: str = "features") -> Features:
@@ -134,7 +144,7 @@ def features_of(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: 
 
 def _compute(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: str) -> Tensor:
     began = time.perf_counter()
-    values, left_out = _extract(encoder.backbone, dataset, how, name)
+    values, left_out = _extract(encoder, dataset, how, name)
     seconds = time.perf_counter() - began
     if how.world.main:
         _log.info(f"{name}: {len(dataset):,} in {seconds:.1f} s, {len(dataset) / seconds:,.0f} images/s")
@@ -176,20 +186,20 @@ def _write_cache(values: Tensor, path: Path | None, how: Extraction) -> None:
 
 
 @torch.no_grad()
-def _extract(backbone: nn.Module, dataset: ImageDataset, how: Extraction, name: str) -> tuple[Tensor, Tensor]:
+def _extract(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: str) -> tuple[Tensor, Tensor]:
     """Return the features of all images, 0 for those that could not be read, and which (N,) these are."""
-    world, count = how.world, len(dataset)
+    world, count, backbone = how.world, len(dataset), encoder.backbone
     rows = torch.from_numpy(_rows_of_rank(count, how.batch_size, world))
     backbone.to(world.device)
     if world.device.type == "cuda":
         backbone.to(memory_format=torch.channels_last)
     left_out = torch.zeros(count, dtype=torch.bool)
     left_out[rows] = True
-    found = torch.zeros(count, *_shape(backbone, how))
+    found = torch.zeros(count, *_shape(encoder, how))
 
     def fill_own() -> None:
         with evaluating(backbone):
-            for index, batch_features in encoded(backbone, dataset.subset(rows.numpy()), how, name):
+            for index, batch_features in encoded(encoder, dataset.subset(rows.numpy()), how, name):
                 found[rows[index]], left_out[rows[index]] = batch_features, False
 
     together(fill_own)
@@ -201,32 +211,31 @@ def _extract(backbone: nn.Module, dataset: ImageDataset, how: Extraction, name: 
     return found, left_out
 
 
-def _shape(backbone: nn.Module, how: Extraction) -> tuple[int, ...]:
+def _shape(encoder: Encoder, how: Extraction) -> tuple[int, ...]:
     """Return the shape of an image's features: (D,), or (10, D) of ten crops."""
-    with torch.no_grad(), evaluating(backbone):
-        width = encode(backbone, torch.zeros(1, 3, how.size, how.size, device=how.world.device), how).shape[1]
+    black = torch.zeros(1, encoder.channels, how.size, how.size, device=how.world.device)
+    with torch.no_grad(), evaluating(encoder.backbone):
+        width = encode(encoder.backbone, black, how).shape[1]
     return (10, width) if how.crop == "ten" else (width,)
 
 
-def encoded(backbone: nn.Module, dataset: ImageDataset, how: Extraction, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+def encoded(encoder: Encoder, dataset: ImageDataset, how: Extraction, name: str) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (places, features (B, D) or (B, 10, D), float32 on the CPU) of each batch."""
     if not len(dataset):
         return
     plan = CropPlan(size=how.size, crop=how.crop, filter=how.filter)
     order = BatchOrder(len(dataset), how.batch_size, shuffle=False, drop_last=False)
-    loader = open_loader(
-        how.loader, dataset, plan, order, device=how.world.device, workers=how.workers, on_error=how.on_error
-    )
+    loader = how.open_loader(dataset, plan, order, encoder.mean, encoder.std)
     with closing(loader), closing(loader.epoch(0)) as batches:
         for batch in track(batches, len(dataset), name, "images", how.batch_size):
-            output = encode(backbone, batch.original, how)
+            output = encode(encoder.backbone, batch.original, how)
             views = output.view(plan.views, len(batch.index), -1).transpose(0, 1)
             yield batch.index.cpu(), views[:, 0].cpu() if plan.views == 1 else views.cpu()
 
 
 @torch.no_grad()
 def encode(backbone: nn.Module, images: Tensor, how: Extraction) -> Tensor:
-    """Encode ``images`` (N, 3, H, W) to features float32 (N, D), in evaluation mode."""
+    """Encode ``images`` (N, C, H, W) to features float32 (N, D), in evaluation mode."""
     with torch.autocast(images.device.type, how.precision, enabled=how.precision != torch.float32):
         try:
             output: Tensor = backbone(images).float()
@@ -235,6 +244,18 @@ def encode(backbone: nn.Module, images: Tensor, how: Extraction) -> Tensor:
     if output.ndim != 2:
         raise UserError(f"the encoder gives {tuple(output.shape[1:])} an image instead of one feature vector")
     return output
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put ``module`` into evaluation mode; afterwards parts return to their own."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
 
 
 def _rows_of_rank(count: int, batch_size: int, world: World) -> np.ndarray:

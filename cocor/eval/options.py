@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -118,9 +118,14 @@ def data_name(args: argparse.Namespace) -> str:
     return f"{place.parent.name}-{name}" if name.lower() in SPLITS else name
 
 
+def encoder_hints(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what the flags say of encoders, as :func:`load_encoder` takes it."""
+    return {"which": args.which, "architecture": args.backbone, "stem": args.stem, "mean": args.mean, "std": args.std}
+
+
 def chosen_encoder(args: argparse.Namespace, weights: str) -> Encoder:
     """Load the encoder in ``weights``; the main rank prints a line about it."""
-    found = load_encoder(weights, which=args.which, architecture=args.backbone, stem=args.stem)
+    found = load_encoder(weights, **encoder_hints(args))
     if args.world.main:
         print(found.describe())
     return found

@@ -4,6 +4,7 @@ Columns are the original, the contrastive views and the composites; under each c
 basic augmentations that it is made of. Looking at this picture finds more mistakes in a recipe than any log.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
+from loaders.batch import Batch
 from loaders.files import replacing
 from loaders.views.ops import BASIC
 
@@ -20,18 +21,25 @@ _GAP, _FONT_SIZE, _LINE = 8, 13, 16
 _INK, _PAPER = "black", "white"
 
 
-def save_view_sheet(batch: Batch, path: Path, *, images: int = 8) -> None:
+def save_view_sheet(
+    batch: Batch, path: Path, mean: Sequence[float], std: Sequence[float], *, images: int = 8
+) -> None:  # fmt: skip
     """Draw the first ``images`` samples of ``batch`` into the PNG file ``path``.
+
+    ``mean`` and ``std`` are those by which its images are normalised.
 
     Raises:
         UserError: the file cannot be written.
     """
-    sheet = _draw(_columns(batch, min(images, len(batch.index))))
+    shift, scale = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
+    sheet = _draw(_columns(batch, min(images, len(batch.index)), shift, scale))
     with replacing(path) as temporary:
         sheet.save(temporary, format="PNG")
 
 
-def _columns(batch: Batch, count: int) -> list[tuple[str, list[tuple[Image.Image, str]]]]:
+def _columns(
+    batch: Batch, count: int, mean: Tensor, std: Tensor
+) -> list[tuple[str, list[tuple[Image.Image, str]]]]:  # fmt: skip
     """Return (title, [(picture, caption) of each sample]) of every column."""
     labels = zip(batch.index.tolist(), batch.label.tolist(), strict=True)
     names = [f"image {index}" if label < 0 else f"image {index}, class {label}" for index, label in labels][:count]
@@ -44,8 +52,11 @@ def _columns(batch: Batch, count: int) -> list[tuple[str, list[tuple[Image.Image
     for views, compositions in zip(batch.composites, batch.composition, strict=True):
         title = f"composite, length {int(compositions[0].sum())}"
         columns.append((title, views, [describe(composition) for composition in compositions[:count]]))
-    return [(title, [(_picture(view), text) for view, text in zip(views[:count], captions, strict=True)])
-            for title, views, captions in columns]  # fmt: skip
+    return [
+        (title, [(_picture(view * std + mean), text) for view, text in zip(shown, captions, strict=True)])
+        for title, views, captions in columns
+        for shown in [views[:count].detach().float().cpu()]
+    ]
 
 
 def describe(composition: Tensor) -> str:
@@ -54,10 +65,8 @@ def describe(composition: Tensor) -> str:
     return ", ".join(label if count == 1 else f"{label} x{count}" for label, count in counts.items())
 
 
-def _picture(view: Tensor) -> Image.Image:
-    std, mean = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_STD, IMAGENET_MEAN))
-    pixels = view.detach().float().cpu() * std + mean
-    levels = (pixels.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0)
+def _picture(pixels: Tensor) -> Image.Image:
+    levels = (pixels.clamp(0, 1) * 255).round().to(torch.uint8).expand(3, -1, -1).permute(1, 2, 0)
     image = Image.fromarray(levels.contiguous().numpy())
     factor = -(-_LEAST_TILE // max(image.size))
     return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)

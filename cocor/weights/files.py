@@ -25,7 +25,7 @@ Which = Literal["online", "ema"]
 # Where training programs put their weights, searched in this order; the second word is for their moving average.
 _ONLINE = ("state_dict", "model", "model_state_dict", "model_state", "network", "net")
 _EMA = ("state_dict_ema", "model_ema", "ema", "ema_state_dict")
-_HINTS = ("architecture", "stem", "image_size")
+_HINTS = ("architecture", "stem", "image_size", "mean", "std")
 _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 # Packages whose objects lie beside weights. Stand-ins replace these, so the packages are neither imported nor needed.
 _BESIDE = re.compile(r"(pathlib|collections|datetime|enum|omegaconf|mmengine|mmcv|yacs|addict|easydict|lightning"
@@ -38,8 +38,8 @@ _LFS = b"version https://git-lfs.github.com/"
 class WeightFile:
     """Tensors by flat name, without wrappers' prefixes, and ``hints`` on the model.
 
-    Hints are ``architecture``, ``stem`` and ``image_size``. ``averaged``: all tensors are of a moving average, which
-    the file keeps in a dict of its own.
+    Hints are ``architecture``, ``stem``, ``image_size``, ``mean`` and ``std``. ``averaged``: all tensors are of a
+    moving average, which the file keeps in a dict of its own.
     """
 
     path: Path
@@ -165,5 +165,5 @@ def _hints(content: Mapping[Any, Any]) -> dict[str, str]:
     config = content.get("config")
     if isinstance(config, Mapping) and isinstance(config.get("backbone"), str):
         hints = {"architecture": config["backbone"], "stem": str(config.get("stem", "imagenet"))}
-        return hints | ({"image_size": str(config["image_size"])} if "image_size" in config else {})
+        return hints | {key: str(config[key]) for key in ("image_size", "mean", "std") if key in config}
     return {"architecture": content["arch"]} if isinstance(content.get("arch"), str) else {}

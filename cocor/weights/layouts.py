@@ -54,14 +54,14 @@ _FIRST = re.compile(r"(conv1|conv1\.0|stem\S*|patch_embed\.proj|features\.0\S*|c
 class Models:
     """Models that weights are compared with, each built once; the user's word first."""
 
-    def __init__(self, architecture: str | None, stem: str | None, image_size: int | None) -> None:
-        self.architecture, self.stem, self.image_size = architecture, stem, image_size
+    def __init__(self, architecture: str | None, stem: str | None, image_size: int | None, channels: int) -> None:
+        self.architecture, self.stem, self.image_size, self.channels = architecture, stem, image_size, channels
         self._built: dict[tuple[str, str], nn.Module] = {}
 
     def get(self, architecture: str, stem: str) -> nn.Module:
         """Return the model of this name and stem."""
         if (architecture, stem) not in self._built:
-            self._built[architecture, stem] = build_backbone(architecture, stem, self.image_size)
+            self._built[architecture, stem] = build_backbone(architecture, stem, self.image_size, self.channels)
         return self._built[architecture, stem]
 
     def stem_of(self, architecture: str | None, seen: str) -> str:
@@ -156,6 +156,12 @@ def recognise(file: WeightFile, which: Which, models: Models) -> Layout:
     raise UserError(f"{file.path}: no {kind} among its {len(file.tensors)} weights ({text})")
 
 
+def channels_of(file: WeightFile) -> int:
+    """Return how many channels the images of its encoders have: 1 if first layers show that, else 3."""
+    seen = {value.shape[1] for name, value in file.tensors.items() if value.ndim == 4 and _FIRST.search(name)}
+    return 1 if 1 in seen and 3 not in seen else 3
+
+
 def _within(whole: list[Layout], which: Which) -> Layout | None:
     """Choose the wanted encoder of a known program within a wrapper: one is trained, all others are averages."""
     parts = [layout.prefix.split(".") for layout in whole]
@@ -216,4 +222,4 @@ def _guess(found: dict[str, Tensor]) -> tuple[str | None, str]:
     stem = found.get("conv1.weight")
     if name and bottleneck:
         name = {64: name, 128: f"wide_{name}_2"}.get(found["layer1.0.conv1.weight"].shape[0])
-    return name, "small" if stem is not None and stem.shape[1:] == (3, 3, 3) else "imagenet"
+    return name, "small" if stem is not None and stem.shape[2:] == (3, 3) else "imagenet"

@@ -8,9 +8,13 @@ the file, and no weight below the prefix may be left over but those of heads; el
 """
 
 import hashlib
+import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import timm
 import torch
@@ -19,17 +23,19 @@ from torch import nn
 from cocor.backbone import build_backbone
 from cocor.run_dir import step_of
 from cocor.weights.files import Which, read_weights
-from cocor.weights.layouts import Layout, Models, recognise
+from cocor.weights.layouts import Layout, Models, channels_of, recognise
+from loaders.channels import GREY_MEAN, GREY_STD, IMAGENET_MEAN, IMAGENET_STD
 from loaders.errors import UserError
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Frozen backbone, images (B, 3, H, W) -> features (B, D), and its origin.
+    """Frozen backbone, images (B, C, H, W) -> features (B, D), and its origin.
 
     ``image_size``: side in pixels of the crops that it was trained on, if known, else the usual one. ``matched`` of its
     ``total`` tensors came from the file, whose ``unused`` tensors are heads and the like. Equal encoders have equal
-    ``digest`` (SHA-256). ``file`` is what was read, None for timm's and untrained ones.
+    ``digest`` (SHA-256). ``file`` is what was read, None for timm's and untrained ones. ``mean`` and ``std``
+    are those of pixels in [0, 1] that normalise its images, a value for each of their channels.
     """
 
     backbone: nn.Module
@@ -43,6 +49,12 @@ class Encoder:
     unused: int
     digest: str
     file: Path | None = None
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
+
+    @property
+    def channels(self) -> int:
+        return len(self.mean)
 
     def describe(self) -> str:
         """Describe it in a line."""
@@ -52,22 +64,36 @@ class Encoder:
 
 
 def load_encoder(
-    weights: str | Path, *, which: Which = "online", architecture: str | None = None, stem: str | None = None
-) -> Encoder:
+    weights: str | Path, *, which: Which = "online", architecture: str | None = None, stem: str | None = None,
+    mean: Sequence[float] | None = None, std: Sequence[float] | None = None, in_chans: int = 3,
+) -> Encoder:  # fmt: skip
     """Load the encoder of a file, a run's folder, ``timm:NAME`` or ``random:NAME``.
 
-    ``architecture`` (timm's name) and ``stem`` override what the file says or its shapes show.
+    ``architecture`` (timm's name) and ``stem`` override what the file says or its shapes show, ``mean`` and ``std`` the
+    normalisation of its images that a run's file or timm tells, else ImageNet's. ``in_chans`` are the channels of
+    ``timm:NAME`` and ``random:NAME``.
 
     Raises:
         UserError: nothing there, unsafe to open, or not fully the weights of such an encoder.
     """
+    found = _load(weights, which, architecture, stem, in_chans)
+    given: dict[str, Any] = {key: tuple(v) for key, v in (("mean", mean), ("std", std)) if v is not None}
+    for key, values in given.items():
+        if len(values) not in (1, found.channels):
+            raise UserError(f"--{key}: {len(values)} values for {found.channels} channels; give as many, or one")
+    return replace(found, **{key: values * (found.channels // len(values)) for key, values in given.items()})
+
+
+def _load(
+    weights: str | Path, which: Which, architecture: str | None, stem: str | None, in_chans: int
+) -> Encoder:  # fmt: skip
     source, colon, model = str(weights).partition(":")
     if colon and source in ("timm", "random"):
         if not model:
             raise UserError(f"{source}: name a model of timm's behind it, such as {source}:resnet50")
         if which == "ema":
             raise UserError(f"--which ema: {source}:{model} has no moving average; leave the flag out")
-        return _without_file(source, model, stem or "imagenet")
+        return _without_file(source, model, stem or "imagenet", in_chans)
     file = read_weights(_file(Path(weights), which), which)
     hints = file.hints
     if architecture is not None and architecture != hints.get("architecture", architecture):
@@ -75,7 +101,7 @@ def load_encoder(
     architecture, stem = architecture or hints.get("architecture"), stem or hints.get("stem")
     hint = hints.get("image_size")
     size = None if hint is None else _image_size(hint, architecture, stem or "imagenet")
-    layout = recognise(file, which, Models(architecture, stem, size))
+    layout = recognise(file, which, Models(architecture, stem, size, channels := channels_of(file)))
     if layout.architecture is None or layout.model is None:
         raise UserError(f"{file.path}: the shapes of its {_few(list(layout.tensors))} weights are no ResNet's that is "
                         "known here; name the model with --backbone")  # fmt: skip
@@ -84,7 +110,10 @@ def load_encoder(
     size = size or _image_size(None, layout.architecture, layout.stem)
     found = _encoder(layout.model, _short_name(file.path), origin, layout.architecture, layout.stem, size)
     matched = len(layout.fitting)
-    return replace(found, matched=matched, unused=len(file.tensors) - matched, file=file.path)
+    usual = {"mean": GREY_MEAN, "std": GREY_STD} if channels == 1 else {"mean": IMAGENET_MEAN, "std": IMAGENET_STD}
+    told = {key: tuple(json.loads(file.hints[key])) for key in usual if key in file.hints and origin == "cocor"}
+    unused = len(file.tensors) - matched
+    return replace(found, matched=matched, unused=unused, file=file.path, **usual | told)
 
 
 def _encoder(backbone: nn.Module, name: str, origin: str, architecture: str, stem: str, image_size: int) -> Encoder:
@@ -103,17 +132,20 @@ def digest(module: nn.Module) -> str:
     return found.hexdigest()
 
 
-def _without_file(source: str, model: str, stem: str) -> Encoder:
+def _without_file(source: str, model: str, stem: str, in_chans: int) -> Encoder:
     torch.manual_seed(0)
-    backbone = build_backbone(model, stem)
+    backbone = build_backbone(model, stem, in_chans=in_chans)
     if source == "timm":
         try:
-            backbone = timm.create_model(model, pretrained=True, num_classes=0)
+            backbone = timm.create_model(model, pretrained=True, num_classes=0, in_chans=in_chans)
         except Exception as error:  # whatever the download runs into; a time-out has no text
             reason = (str(error) or type(error).__name__).splitlines()[0][:160]
             raise UserError(f"timm:{model}: its weights could not be had: {reason}") from None
     origin = "timm" if source == "timm" else "no training at all"
-    return _encoder(backbone, f"{source}:{model}", origin, model, stem, _image_size(None, model, stem))
+    found = _encoder(backbone, f"{source}:{model}", origin, model, stem, _image_size(None, model, stem))
+    usual: Any = backbone.pretrained_cfg if source == "timm" else {"mean": IMAGENET_MEAN, "std": IMAGENET_STD}
+    mean, std = (tuple(usual[key]) if in_chans == 3 else (round(fmean(usual[key]), 4),) for key in ("mean", "std"))
+    return replace(found, mean=mean, std=std)
 
 
 def _image_size(hint: str | None, architecture: str | None, stem: str) -> int:

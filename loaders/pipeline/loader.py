@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
+from loaders.batch import Batch
+from loaders.channels import IMAGENET_MEAN, IMAGENET_STD, luma
 from loaders.cpus import available_cores
 from loaders.datasets.dataset import ImageDataset, OnError
 from loaders.errors import UserError
@@ -47,7 +48,9 @@ class LoaderOptions(TypedDict, total=False):
 class PipelineLoader(ABC):
     """Batches of ``dataset`` as ``plan`` and ``order`` say; subclasses make the crops.
 
-    - ``device``, ``dtype``: where images arrive, normalised by ``mean`` and ``std`` of the values in [0, 1].
+    - ``device``, ``dtype``: where images arrive.
+    - ``mean``, ``std``: of the values in [0, 1], by which images are normalised. Three values are those of R, G and B;
+      with one value, images have one channel, the luma of the views, which are rendered in colour all the same.
     - ``workers``: threads or processes that decode; None means one per core.
     - ``on_error``: whether an image that turns out unusable while the loader runs stops it with a UserError that names
       it, or is replaced by another sample (:mod:`loaders.pipeline.jobs`).
@@ -65,6 +68,8 @@ class PipelineLoader(ABC):
         self.device = usable_device(device)
         self.workers = available_cores() if workers is None else workers
         threads = max(1, int(self.workers * self.views_share))
+        self._grey = len(mean) == 1
+        mean, std = ([*values] * (3 // len(values)) for values in (mean, std))  # of R, G and B
         self._executor = make_executor(self.device, dtype, plan.layout, plan.size, mean, std, threads)
         self.jobs = Jobs(dataset, plan, order, on_error, pinned=self.on_gpu)
         self._memory = BufferPool()
@@ -139,8 +144,8 @@ class PipelineLoader(ABC):
         crops = crops.to(self.device, non_blocking=True)
         shape = (self.plan.layout.views, len(crops), *crops.shape[2:])
         out = None if self.on_gpu else self._memory.empty(shape, np.float32)
-        images = self._executor(crops, here["flips"], here["codes"], here["params"], out)  # (T, B, S, S, 3)
-        return assemble(torch.as_tensor(images), here, self.plan, self.dtype)
+        images = torch.as_tensor(self._executor(crops, here["flips"], here["codes"], here["params"], out))
+        return assemble(luma(images) if self._grey else images, here, self.plan, self.dtype)
 
     def _finish_all(self, source: JobCrops) -> Generator[Batch, None, None]:
         with closing(source):
@@ -167,12 +172,12 @@ class PipelineLoader(ABC):
 
 
 def assemble(images: Tensor, tensors: dict[str, Tensor], plan: ViewPlan, dtype: torch.dtype) -> Batch:
-    """Cut views (T, B, S, S, 3) into a batch, uncopied if of the right type."""
-    layout, size = plan.layout, plan.size
+    """Cut views (T, B, S, S, C) into a batch, uncopied if of the right type."""
+    layout, shape = plan.layout, images.shape[2:]
     channels_last = images.to(dtype).permute(0, 1, 4, 2, 3)
     counts = [layout.contrastive, layout.originals, layout.composites, layout.kept]
     views, original, composites, kept = channels_last.split(counts)
-    original = original.permute(0, 1, 3, 4, 2).reshape(-1, size, size, 3).permute(0, 3, 1, 2)
+    original = original.permute(0, 1, 3, 4, 2).reshape(-1, *shape).permute(0, 3, 1, 2)
     composition, label, index = (tensors[name] for name in ("composition", "label", "index"))
     return Batch(
         views, original, composites, composition, label, index, tensors.get("parameters"), kept if plan.kept else None

@@ -1,5 +1,6 @@
 """Describe a data set: a table for the terminal and a contact sheet."""
 
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from loaders.prep.source import Source
 from loaders.text import printable
 
 _COLUMNS, _ROWS, _TILE, _CAPTION = 10, 8, 96, 14  # of the sheet: counts, then pixels
+_MEASURED = 200  # images whose pixels are looked at
 
 
 def describe_source(source: Source) -> list[tuple[str, str]]:
@@ -34,6 +36,8 @@ def describe_source(source: Source) -> list[tuple[str, str]]:
         height, width = source.sizes[source.sizes.prod(axis=1, dtype=np.int64).argmax()]
         lines.append(("shorter side", f"{sides.min()} to {sides.max()} pixels, median {np.median(sides):.0f}"))
         lines.append(("largest", f"{width} x {height} pixels"))
+    if measured := _measure(source):
+        lines.append(("pixels", measured))
     if source.faults:
         name, reason = source.faults[0]
         lines.append(("unusable", f"{len(source.faults):,}, such as {printable(name)}: {reason}"))
@@ -46,15 +50,40 @@ def describe_source(source: Source) -> list[tuple[str, str]]:
     return lines + [(heading, printable(text)) for heading, text in facts]
 
 
+def _measure(source: Source) -> str:
+    """Measure the pixels of some images, as flags of cocor-train; nothing if none can be read."""
+    counts, images = np.zeros((3, 256)), 0  # how often each level occurs in R, G and B; every image counts alike
+    for index in _spread(source, _MEASURED):
+        with suppress(ImageFault, OSError):
+            image = decode_file(BytesIO(source.locate(index).read()))
+            counts += np.reshape(image.histogram(), (3, 256)) / (image.width * image.height)
+            images += 1
+    if not images:
+        return ""
+    grey = (counts == counts[0]).all()
+    shares, levels = (counts[:1] if grey else counts) / images, np.arange(256) / 255
+    mean = shares @ levels
+    std = np.sqrt(shares @ levels**2 - mean**2)
+    flags = [f"--{name} {','.join(f'{value:.3f}' for value in part)}" for name, part in (("mean", mean), ("std", std))]
+    used = np.flatnonzero(counts.any(0))
+    kind = "grey, --in-chans 1 " if grey else ""
+    return f"{kind}{' '.join(flags)}, levels {used[0]} to {used[-1]} of 255 (of {images:,} images)"
+
+
+def _spread(source: Source, most: int) -> list[int]:
+    """Choose at most ``most`` images, spread evenly over the set."""
+    return np.unique(np.linspace(0, len(source) - 1, min(len(source), most)).round().astype(int)).tolist()
+
+
 def contact_sheet(source: Source, output: Path, force: bool = False) -> int:
     """Write a PNG of images spread evenly over the set; return their number."""
     if not len(source):
         raise UserError(f"{printable(source.path)}: no images to show")
-    shown = np.unique(np.linspace(0, len(source) - 1, min(len(source), _COLUMNS * _ROWS)).round().astype(int))
+    shown = _spread(source, _COLUMNS * _ROWS)
     rows = -(-len(shown) // _COLUMNS)
     sheet = Image.new("RGB", (_COLUMNS * (_TILE + 4), rows * (_TILE + _CAPTION + 4)), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(10)
-    for place, index in enumerate(shown.tolist()):
+    for place, index in enumerate(shown):
         x, y = place % _COLUMNS * (_TILE + 4) + 2, place // _COLUMNS * (_TILE + _CAPTION + 4) + 2
         label = source.labels[index]
         caption = printable(source.classes[label] if label >= 0 else source.names[index])

@@ -12,6 +12,7 @@ from cocor.config.checks import check_ranks
 from cocor.config.options import Config, labelled_batch_size
 from cocor.config.resolve import load
 from cocor.methods.moco import key_bn_groups
+from loaders.channels import IMAGENET_MEAN, IMAGENET_STD
 from loaders.errors import UserError
 
 
@@ -75,6 +76,16 @@ def test_flags_are_true_or_false(tmp_path: Path, argv: str) -> None:
     assert "overwrite: '2' is not true or false" in complaint("--config", written(tmp_path, "overwrite: 2\n"))
 
 
+@pytest.mark.parametrize(
+    ("flags", "mean", "std"),
+    [("", IMAGENET_MEAN, IMAGENET_STD), ("--mean 0.5 --std 0.2", (0.5,) * 3, (0.2,) * 3),
+     ("--in-chans 1", (0.449,), (0.226,)), ("--in-chans 1 --std 0.2", (0.449,), (0.2,))],
+)  # fmt: skip
+def test_there_is_a_mean_for_every_channel(flags: str, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+    config = load(flags.split())
+    assert (config.mean, config.std) == (mean, std)
+
+
 FLAGS = [  # and parts of what is said
     ("--epohcs 3", "--epohcs|did you mean --epochs"),
     ("--batch_size 3", "--batch_size|did you mean --batch-size"),
@@ -97,6 +108,10 @@ FLAGS = [  # and parts of what is said
     ("--lengths-per-step -1", "lengths_per_step: -1 is too small; the least is 0"),
     ("--composite-size 225", "composite_size: 225 is no size between 14 and the 224 of --image-size"),
     ("--composite-size 13", "composite_size: 13 is no size between 14 and the 224 of --image-size"),
+    ("--in-chans 4", "in_chans: 4: a view has three planes of 8 bits; write three bands of the images as RGB"),
+    ("--mean 0.5,0.4", "mean: 0.5,0.4 and std: 0.229,0.224,0.225 must have one value each|each of --in-chans 3"),
+    ("--in-chans 1 --mean 0.4,0.4,0.4", "mean: 0.4,0.4,0.4 and std: 0.226 must|--in-chans 1"),
+    ("--mean 128", "mean: 128.0 is too large; the most is 1"), ("--std 0", "std: 0.0 is too small; the least is 0.001"),
     ("--mmnn-every 0", "mmnn_every: 0 is too small; the least is 1"),
     ("--warmup-epochs 200", "warmup_epochs: 200 leaves nothing of 200 epochs; lower it or raise epochs"),
     ("--consistency-sign printed --mmnn none", "--consistency-sign printed|leave it out with --consistency abs"),

@@ -13,7 +13,8 @@ from helpers.loading import OpenLoader, opening
 from helpers.prep_cases import CORNERS, corner_colours, good_cases, write_all
 from PIL import Image
 
-from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Loader
+from loaders.batch import Loader
+from loaders.channels import IMAGENET_MEAN, IMAGENET_STD
 from loaders.datasets.dataset import open_folder
 from loaders.datasets.stored import StoredDataset, open_stored
 from loaders.errors import UserError

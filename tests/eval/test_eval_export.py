@@ -18,7 +18,7 @@ from cocor.eval.export.detectron2 import detectron2_name
 from cocor.eval.export.formats import FORMATS, export
 from cocor.train import main as train
 from cocor.weights.load import Encoder, load_encoder
-from loaders.batch import IMAGENET_MEAN
+from loaders.channels import IMAGENET_MEAN
 from loaders.errors import UserError
 
 Capsys = pytest.CaptureFixture[str]

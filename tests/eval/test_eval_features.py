@@ -18,7 +18,7 @@ from cocor.eval.datasets.protocols import SgdSettings
 from cocor.eval.features import Extraction, features_of, summary
 from cocor.eval.probes.sgd import RandomCrops
 from cocor.weights.load import Encoder, digest, load_encoder
-from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
+from loaders.channels import IMAGENET_MEAN, IMAGENET_STD
 from loaders.datasets.dataset import open_folder
 from loaders.errors import UserError
 from loaders.open import open_loader

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from loaders.batch import IMAGENET_STD, Batch, Loader
+from loaders.batch import Batch, Loader
+from loaders.channels import IMAGENET_STD
 from loaders.datasets.dataset import ImageDataset, OnError
 from loaders.open import open_loader
 from loaders.views.order import BatchOrder

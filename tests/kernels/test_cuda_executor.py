@@ -18,7 +18,7 @@ from helpers.pictures import GREY_LEVELS, grey_levels_on_cpu
 from numpy.typing import NDArray
 from PIL import Image
 
-from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
+from loaders.channels import IMAGENET_MEAN, IMAGENET_STD
 from loaders.errors import UserError
 from loaders.kernels import cuda, pillow
 from loaders.kernels.cpu import CpuExecutor

@@ -12,7 +12,7 @@ import torch
 from cocor.config.options import Config
 from cocor.data import labelled_loader, open_data, training_loader, training_plan
 from cocor.distributed.collectives import World
-from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
+from loaders.channels import IMAGENET_MEAN, IMAGENET_STD
 from loaders.kernels import pillow
 from loaders.views.ops import END
 

@@ -15,13 +15,16 @@ import torch
 from helpers.loading import FIELDS, NAMES, OpenLoader, grey_levels, opening, same, threads
 from PIL import Image
 
-from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
+from loaders.channels import IMAGENET_MEAN, IMAGENET_STD, luma
 from loaders.dali import cuda_env
 from loaders.datasets.dataset import ImageDataset, open_folder
 from loaders.datasets.stored import open_stored
 from loaders.errors import UserError
-from loaders.open import LoaderName, open_loader
+from loaders.open import LoaderName, open_images, open_loader
 from loaders.pipeline.prefetch import Prefetch
+from loaders.prep.convert import convert
+from loaders.prep.encode import Settings
+from loaders.prep.sources import open_source
 from loaders.synthetic import SyntheticLoader, synthetic_dataset
 from loaders.views.order import BatchOrder, CyclicOrder
 from loaders.views.parameters import view_parameters
@@ -30,6 +33,7 @@ from loaders.views.plan import ViewPlan
 SIZE = 32
 PLAN = ViewPlan(size=SIZE, seed=3)
 LOADERS = ("torch", "dali")
+ONE_CHANNEL = {"mean": (0.0,), "std": (1.0,)}
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +180,48 @@ class TestPixels:
                 assert not execute or torch.equal(batch.composition, other.composition)
             loader.close()
         assert len(synthetic_dataset(5).subset([1, 2]).paths) == 2
+
+
+class TestChannels:
+    @pytest.mark.parametrize("name", NAMES)
+    def test_16_bit_grey_keeps_its_range(self, name: LoaderName, tmp_path: Path) -> None:
+        if name == "ffcv":
+            pytest.importorskip("ffcv", reason="needs the ffcv extra", exc_type=ImportError)
+        ramp = np.linspace(0, 65535, 64 * 64).astype(np.uint16).reshape(64, 64)
+        (tmp_path / "images").mkdir()
+        for file in ("x.png", "x.tif"):
+            Image.fromarray(ramp).save(tmp_path / "images" / file)
+        path = tmp_path / "images"
+        if name == "ffcv":
+            convert(open_source(path), tmp_path / "x.beton", "beton", Settings(raw=True), workers=1)
+            path = tmp_path / "x.beton"
+        plan = ViewPlan(56, contrastive=(), original="center", lengths=())  # 7/8 of the image, at its own scale
+        order, workers = BatchOrder(2, 2), 0 if name == "torch" else 1
+        with closing(open_loader(name, open_images(path), plan, order, workers=workers, **ONE_CHANNEL)) as loader:
+            batch = next(loader.epoch(0))
+        assert batch.original.shape == (2, 1, 56, 56)
+        assert batch.original.is_contiguous(memory_format=torch.channels_last)
+        expected = torch.from_numpy(np.round(ramp[4:60, 4:60] / 257)).float() / 255
+        assert torch.equal(batch.original, expected.expand(2, 1, -1, -1))
+
+    def test_one_channel_is_the_luma_of_every_view(self, dataset: ImageDataset) -> None:
+        """Such as Pillow's, which is rounded to whole levels."""
+        order = BatchOrder(24, 8)
+        batches = []
+        for values in (ONE_CHANNEL, {"mean": (0.0,) * 3, "std": (1.0,) * 3}):
+            with closing(open_loader("torch", dataset, ViewPlan(32), order, workers=0, **values)) as loader:
+                batches.append(next(loader.epoch(0)))
+        grey, colour = batches
+        for one, three in ((grey.views, colour.views), (grey.composites, colour.composites)):
+            assert one.shape == (len(one), 8, 1, 32, 32)
+            for found, view in zip(one.flatten(0, 1), three.flatten(0, 1), strict=True):
+                picture = Image.fromarray((view * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().numpy())
+                assert np.abs(found[0].numpy() * 255 - np.asarray(picture.convert("L"))).max() < 0.51
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+    def test_grey_pixels_stay_as_they_are(self, dtype: torch.dtype) -> None:
+        grey = torch.randn(5, 5, 1).to(dtype)
+        assert torch.equal(luma(grey.expand(5, 5, 3)), grey)
 
 
 class TestFaults:

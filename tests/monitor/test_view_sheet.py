@@ -9,9 +9,11 @@ import torch
 from PIL import Image
 
 from cocor.monitor.view_sheet import describe, save_view_sheet
-from loaders.batch import IMAGENET_MEAN, IMAGENET_STD, Batch
+from loaders.batch import Batch
+from loaders.channels import IMAGENET_MEAN, IMAGENET_STD
 from loaders.views.ops import BASIC, Op
 
+IMAGENET = IMAGENET_MEAN, IMAGENET_STD
 SIZE, TILE = 40, 160  # a 40-pixel image is shown four times as large
 
 
@@ -44,13 +46,13 @@ def shown(path: Path, column: int, row: int, lines: int = 1) -> np.ndarray:
 
 
 def test_views_stand_in_their_places(tmp_path: Path, batch: Batch, levels: torch.Tensor) -> None:
-    save_view_sheet(batch, tmp_path / "views.png")
+    save_view_sheet(batch, tmp_path / "views.png", *IMAGENET)
     for column in range(5):
         for row in range(3):
             expected = levels[column, row].permute(1, 2, 0).numpy()
             assert np.array_equal(shown(tmp_path / "views.png", column, row), expected)
     several = replace(batch, original=torch.cat([batch.original, -batch.original]))  # the first is shown
-    save_view_sheet(several, tmp_path / "views.png", images=2)
+    save_view_sheet(several, tmp_path / "views.png", *IMAGENET, images=2)
     assert np.array_equal(shown(tmp_path / "views.png", 0, 1), levels[0, 1].permute(1, 2, 0).numpy())
     assert Image.open(tmp_path / "views.png").height == 32 + 2 * (TILE + 32)
 
@@ -58,9 +60,9 @@ def test_views_stand_in_their_places(tmp_path: Path, batch: Batch, levels: torch
 def test_captions_are_drawn_and_long_ones_wrapped(tmp_path: Path, batch: Batch) -> None:
     assert describe(batch.composition[0, 0]) == "Rotate"
     assert describe(batch.composition[1, 0] + batch.composition[0, 0]) == "Color x2, Rotate"
-    save_view_sheet(batch, tmp_path / "short.png")
+    save_view_sheet(batch, tmp_path / "short.png", *IMAGENET)
     batch.composition.fill_(1)  # all fourteen at once
-    save_view_sheet(batch, tmp_path / "long.png")
+    save_view_sheet(batch, tmp_path / "long.png", *IMAGENET)
     short, long = (np.asarray(Image.open(tmp_path / name)) for name in ("short.png", "long.png"))
     assert long.shape[0] > short.shape[0] and long.shape[1] == short.shape[1]
     below = short[32 + TILE : 32 + TILE + 16]
@@ -71,6 +73,6 @@ def test_a_batch_of_views_alone(tmp_path: Path, batch: Batch, levels: torch.Tens
     bare = replace(
         batch, original=batch.original[:0], composites=batch.composites[:0], composition=batch.composition[:0]
     )
-    save_view_sheet(bare, tmp_path / "views.png")
+    save_view_sheet(bare, tmp_path / "views.png", *IMAGENET)
     assert np.array_equal(shown(tmp_path / "views.png", 1, 2), levels[2, 2].permute(1, 2, 0).numpy())
     assert Image.open(tmp_path / "views.png").width == 8 + 2 * (TILE + 8)

@@ -15,6 +15,7 @@ from torchvision.ops import roi_align
 
 from cocor.eval.detect.recipe import Recipe
 from cocor.weights.load import Encoder
+from loaders.channels import luma
 from loaders.errors import UserError
 
 Detector = Literal["c4", "fpn"]
@@ -27,7 +28,10 @@ def _resnet(encoder: Encoder) -> ResNet:
     if not isinstance(encoder.backbone, ResNet) or encoder.stem != "imagenet":
         raise UserError(f"detect: its detectors are built on ResNets with the usual stem, such as resnet50; this is "
                         f"{encoder.architecture} with the {encoder.stem} stem")  # fmt: skip
-    return copy.deepcopy(encoder.backbone).cpu().train().requires_grad_(True)
+    backbone = copy.deepcopy(encoder.backbone).cpu().train().requires_grad_(True)
+    if encoder.channels == 1:  # torchvision normalises in colour
+        backbone.conv1.register_forward_pre_hook(lambda _, images: luma(images[0], dim=1))
+    return backbone
 
 
 def _widths(backbone: ResNet) -> list[int]:
@@ -51,6 +55,7 @@ def build_detector(
     low, high = recipe.min_size
     sizes = {"min_size": (*range(low, high, 32), high), "max_size": round(high * _LONGEST)}
     options = {**sizes, "box_batch_size_per_image": recipe.regions}
+    options |= {"image_mean": encoder.mean, "image_std": encoder.std}
     build = _c4 if kind == "c4" else _fpn
     model = build(backbone, classes + 1, precision, options)
     nn.init.normal_(model.roi_heads.box_predictor.cls_score.weight, std=0.01)  # as Detectron2 does

@@ -6,8 +6,8 @@ from typing import Any
 
 import cocor
 from cocor.config.options import Config
-from cocor.config.parse import read_yaml
-from cocor.eval.export.rebuild import PREPROCESSING, timm_knows, timm_lines
+from cocor.config.parse import read_yaml, shown
+from cocor.eval.export.rebuild import timm_knows, timm_lines
 from cocor.metrics_file import Record, read_run
 from cocor.run_dir import CHECKPOINTS, CONFIG, LOG, METRICS, step_of
 from cocor.weights.load import Encoder
@@ -34,9 +34,9 @@ exported by cocor {cocor.__version__} from weights in the layout of {encoder.ori
 ## How to load it
 
 {_loading(encoder)}
-Input: RGB images of {encoder.image_size} x {encoder.image_size} pixels in [0, 1], normalised with mean \
-{PREPROCESSING["mean"]} and standard
-deviation {PREPROCESSING["std"]}. Weights: SHA-256 over names and values `{encoder.digest}`.
+Input: {"RGB" if encoder.channels == 3 else "grey"} images of {encoder.image_size} x {encoder.image_size} pixels in \
+[0, 1], normalised with mean {shown(encoder.mean)} and standard
+deviation {shown(encoder.std)}. Weights: SHA-256 over names and values `{encoder.digest}`.
 
 ## Training
 

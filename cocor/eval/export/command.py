@@ -49,11 +49,12 @@ def _export(options: argparse.Namespace) -> None:
     check_folder("--output", options.output)
     from cocor.eval.export.formats import FORMATS
     from cocor.eval.export.hub import check_push
+    from cocor.eval.options import encoder_hints
     from cocor.weights.load import load_encoder
 
     if options.push:
         check_push(options.push)
-    encoder = load_encoder(options.weights, which=options.which, architecture=options.backbone, stem=options.stem)
+    encoder = load_encoder(options.weights, **encoder_hints(options))
     print(encoder.describe())
     name = options.name or encoder.name.replace("/", "-").replace(":", "-")
     outputs = {form: options.output / f"{name}{FORMATS[form].suffix}" for form in _forms(options)}

@@ -18,6 +18,8 @@ _BUILDS = re.compile(r"(resnet\d+|wide_resnet\d+_2|resnext\d+_\d+x\d+d)(\..+)?")
 
 def check(encoder: Encoder) -> None:
     """Raise UserError if Detectron2 has no such model."""
+    if encoder.channels != 3:
+        raise UserError("--to detectron2: its models take colour images; use --to timm or --to hub")
     bottleneck = "layer1.0.conv3.weight" in weights_of(encoder)
     if not bottleneck or encoder.stem != "imagenet" or not _BUILDS.fullmatch(encoder.architecture):
         raise UserError("--to detectron2: its ResNets are bottleneck ones with the usual stem, such as resnet50; "

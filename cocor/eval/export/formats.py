@@ -67,12 +67,14 @@ def _timm(encoder: Encoder, output: Path) -> None:
         options = timm_options(encoder)
         model = timm.create_model(encoder.architecture, num_classes=0, checkpoint_path=str(output), **options)
     else:
-        model = build_backbone(encoder.architecture, encoder.stem, only_size(encoder))
+        model = build_backbone(encoder.architecture, encoder.stem, only_size(encoder), encoder.channels)
         timm.models.load_checkpoint(model, str(output))
     check_same(encoder, model, output)
 
 
 def _in_torchvision(encoder: Encoder) -> None:
+    if encoder.channels != 3:
+        raise UserError("--to torchvision: its models take colour images; use --to timm or --to hub")
     model = _torchvision_model(encoder)
     other = sorted(set(weights_of(encoder)) ^ {name for name in model.state_dict() if not name.startswith("fc.")})
     if other:
@@ -100,7 +102,7 @@ def _torchvision_model(encoder: Encoder) -> nn.Module:
 
 
 def _torchvision_lines(encoder: Encoder, output: Path) -> str:
-    stem = small_stem_lines() if encoder.stem == "small" else ""
+    stem = small_stem_lines(encoder) if encoder.stem == "small" else ""
     return (f"import torch, torchvision\nmodel = torchvision.models.{encoder.architecture}()\n{stem}"
             f"model.fc = torch.nn.Identity()\nmodel.load_state_dict(torch.load({str(output)!r}))\n")  # fmt: skip
 

@@ -12,9 +12,9 @@ from timm.models._hub import save_config_for_hf
 from cocor.backbone import build_backbone
 from cocor.eval.export.card import model_card
 from cocor.eval.export.rebuild import (
-    PREPROCESSING,
     check_same,
     only_size,
+    preprocessing,
     timm_knows,
     timm_lines,
     timm_options,
@@ -34,15 +34,15 @@ def write(encoder: Encoder, output: Path) -> None:
     Where timm cannot build the model by name (:func:`timm_knows`), the card has the lines that do.
     """
     write_weights(encoder, output / "model.safetensors")
-    size = {"input_size": (3, encoder.image_size, encoder.image_size)}
-    about = {"pretrained_cfg": _OF_TIMMS_WEIGHTS | PREPROCESSING | size, "stem": encoder.stem}
+    size = {"input_size": (encoder.channels, encoder.image_size, encoder.image_size)}
+    about = {"pretrained_cfg": _OF_TIMMS_WEIGHTS | preprocessing(encoder) | size, "stem": encoder.stem}
     with replacing(output / "config.json") as temporary:
         save_config_for_hf(encoder.backbone, str(temporary), about, timm_options(encoder))
     write_text(output / "README.md", model_card(encoder))
     if timm_knows(encoder):
         model = timm.create_model(f"local-dir:{output}", pretrained=True)
     else:
-        model = build_backbone(encoder.architecture, encoder.stem, only_size(encoder))
+        model = build_backbone(encoder.architecture, encoder.stem, only_size(encoder), encoder.channels)
         model.load_state_dict(safetensors.torch.load_file(output / "model.safetensors"))
     check_same(encoder, model, output)
 

@@ -1,4 +1,4 @@
-"""Write ONNX: normalised images (B, 3, H, W) float32 -> features (B, D), for any batch B."""
+"""Write ONNX: normalised images (B, C, H, W) float32 -> features (B, D), for any batch B."""
 
 import importlib.util
 import json
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from cocor.eval.export.rebuild import PREPROCESSING, check_close, sample_images
+from cocor.eval.export.rebuild import check_close, preprocessing, sample_images
 from cocor.weights.load import Encoder
 from loaders.errors import UserError
 from loaders.files import replacing
@@ -30,7 +30,7 @@ def write(encoder: Encoder, output: Path) -> None:
     import onnxruntime
 
     side = encoder.image_size
-    sample, batch = (sample_images(2, side),), ({0: torch.export.Dim("batch")},)
+    sample, batch = (sample_images(encoder, 2, side),), ({0: torch.export.Dim("batch")},)
     try:
         program = torch.onnx.export(encoder.backbone.cpu(), sample, dynamo=True, dynamic_shapes=batch, verbose=False,
                                     input_names=["images"], output_names=["features"])  # fmt: skip
@@ -39,7 +39,8 @@ def write(encoder: Encoder, output: Path) -> None:
             f"--to onnx: PyTorch cannot export {encoder.architecture}: {str(error).splitlines()[0]}"
         ) from None
     assert program is not None
-    about = {"architecture": encoder.architecture, "image_size": side, "digest": encoder.digest, **PREPROCESSING}
+    about = {"architecture": encoder.architecture, "image_size": side, "digest": encoder.digest}
+    about |= preprocessing(encoder)
     program.model.metadata_props.update({key: json.dumps(value) for key, value in about.items()})
     with replacing(output) as temporary:
         program.save(temporary)
@@ -52,5 +53,5 @@ def lines(encoder: Encoder, output: Path) -> str:
     return ("import json, onnxruntime\n"
             f"session = onnxruntime.InferenceSession({str(output)!r})\n"
             "about = {k: json.loads(v) for k, v in session.get_modelmeta().custom_metadata_map.items()}  # mean, std\n"
-            f'features, = session.run(None, {{"images": images}})  # float32 (B, 3, {encoder.image_size}, '
-            f"{encoder.image_size}), normalised\n")  # fmt: skip
+            f'features, = session.run(None, {{"images": images}})  # float32 (B, {encoder.channels}, '
+            f"{encoder.image_size}, {encoder.image_size}), normalised\n")  # fmt: skip

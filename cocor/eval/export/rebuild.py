@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from cocor.backbone import SMALL_PATCH, fixed_size
 from cocor.checkpoint import export_backbone
 from cocor.weights.load import Encoder, digest
-from loaders.batch import IMAGENET_MEAN, IMAGENET_STD
 
-# What images have to be: the ``pretrained_cfg`` of timm, ONNX's metadata, the model card.
-PREPROCESSING = {"mean": IMAGENET_MEAN, "std": IMAGENET_STD, "interpolation": "bilinear", "crop_pct": 0.875}
 _TOLERANCE = 1e-4  # of other programs' arithmetic, relative to the largest feature
+
+
+def preprocessing(encoder: Encoder) -> dict[str, Any]:
+    """Return what images have to be: ``pretrained_cfg`` of timm, ONNX's metadata, the model card."""
+    return {"mean": encoder.mean, "std": encoder.std, "interpolation": "bilinear", "crop_pct": 0.875}
 
 
 def weights_of(encoder: Encoder) -> dict[str, Tensor]:
@@ -25,8 +27,9 @@ def weights_of(encoder: Encoder) -> dict[str, Tensor]:
 
 
 def write_weights(encoder: Encoder, output: Path) -> None:
-    """Write a ``.safetensors`` file that also tells this project architecture, stem and image size."""
+    """Write a ``.safetensors`` file that also tells this project model and images."""
     about = {"architecture": encoder.architecture, "stem": encoder.stem, "image_size": encoder.image_size}
+    about |= {"mean": list(encoder.mean), "std": list(encoder.std)}
     export_backbone(encoder.backbone, output, about)
 
 
@@ -39,9 +42,10 @@ def only_size(encoder: Encoder) -> int | None:
 
 
 def timm_options(encoder: Encoder) -> dict[str, Any]:
-    """Return the keywords with which timm builds the model for its image size and patches."""
+    """Return the keywords with which timm builds the model for its images and patches."""
     size, usual = only_size(encoder), timm.get_pretrained_cfg(encoder.architecture)
     options = {} if size is None or usual is None or usual.input_size[-1] == size else {"img_size": size}
+    options |= {} if encoder.channels == 3 else {"in_chans": encoder.channels}
     return options | ({"patch_size": SMALL_PATCH} if encoder.stem == "small" and _has_patches(encoder) else {})
 
 
@@ -62,12 +66,12 @@ def timm_lines(encoder: Encoder, weights: Path | str) -> str:
         return f'import timm\nmodel = timm.create_model("{encoder.architecture}", num_classes=0{weights}{options})\n'
     return ("import timm, torch\nfrom safetensors.torch import load_file\n"
             f'model = timm.create_model("{encoder.architecture}", num_classes=0{options})\n'
-            f"{small_stem_lines()}model.load_state_dict(load_file({str(weights)!r}))\n")  # fmt: skip
+            f"{small_stem_lines(encoder)}model.load_state_dict(load_file({str(weights)!r}))\n")  # fmt: skip
 
 
-def small_stem_lines() -> str:
+def small_stem_lines(encoder: Encoder) -> str:
     """Return Python lines that give the ResNet ``model``, of timm or torchvision, a small stem."""
-    return ("model.conv1 = torch.nn.Conv2d(3, model.conv1.out_channels, 3, padding=1, bias=False)\n"
+    return (f"model.conv1 = torch.nn.Conv2d({encoder.channels}, model.conv1.out_channels, 3, padding=1, bias=False)\n"
             "model.maxpool = torch.nn.Identity()\n")  # fmt: skip
 
 
@@ -75,7 +79,7 @@ def check_same(encoder: Encoder, model: nn.Module, output: Path) -> None:
     """Raise a RuntimeError unless ``model``, loaded from ``output``, has the encoder's weights and features."""
     if digest(model) != encoder.digest:
         raise RuntimeError(f"{output} does not give the encoder's weights back")
-    sample = sample_images(2, only_size(encoder) or 64)
+    sample = sample_images(encoder, 2, only_size(encoder) or 64)
     with torch.no_grad():
         if not torch.equal(model.eval()(sample), encoder.backbone.cpu()(sample)):
             raise RuntimeError(f"{output} does not give the encoder's features")
@@ -84,7 +88,7 @@ def check_same(encoder: Encoder, model: nn.Module, output: Path) -> None:
 def check_close(encoder: Encoder, run: Callable[[Tensor], np.ndarray], output: Path) -> None:
     """Raise a RuntimeError unless ``run`` gives the features to 1e-4 of the largest, in batches of 1 and 3."""
     for count in (1, 3):
-        sample = sample_images(count, encoder.image_size)
+        sample = sample_images(encoder, count, encoder.image_size)
         with torch.no_grad():
             wanted = encoder.backbone.cpu()(sample).numpy()
         found = run(sample)
@@ -92,6 +96,6 @@ def check_close(encoder: Encoder, run: Callable[[Tensor], np.ndarray], output: P
             raise RuntimeError(f"{output} does not give the encoder's features")
 
 
-def sample_images(count: int, side: int) -> Tensor:
-    """Draw ``count`` normal images (count, 3, side, side), the same in every call."""
-    return torch.randn(count, 3, side, side, generator=torch.Generator().manual_seed(0))
+def sample_images(encoder: Encoder, count: int, side: int) -> Tensor:
+    """Draw ``count`` normal images (count, C, side, side) for ``encoder``, the same in every call."""
+    return torch.randn(count, encoder.channels, side, side, generator=torch.Generator().manual_seed(0))

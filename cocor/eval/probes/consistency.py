@@ -21,15 +21,13 @@ from torch import Tensor, nn
 from cocor import checkpoint
 from cocor.config.options import BEFORE, Config
 from cocor.distributed.collectives import World
-from cocor.eval.features import Extraction
-from cocor.eval.probes.online import evaluating
+from cocor.eval.features import Extraction, evaluating
 from cocor.models import build_method
 from cocor.objective.consistency import latent_similarity
 from cocor.objective.mmnn import MMNN, Constants, by_length
 from cocor.weights.load import load_encoder
 from loaders.datasets.dataset import ImageDataset
 from loaders.errors import UserError
-from loaders.open import open_loader
 from loaders.progress import track
 from loaders.views.ops import BASIC
 from loaders.views.order import BatchOrder
@@ -42,7 +40,7 @@ _BATCH = 64
 
 @dataclass(frozen=True)
 class Subject:
-    """Maps from images to embeddings (N, d), and where their targets come from."""
+    """Maps from images, so normalised, to embeddings (N, d), and where their targets come from."""
 
     name: str
     space: str
@@ -51,6 +49,8 @@ class Subject:
     composite: Callable[[Tensor], Tensor]
     mmnn: MMNN | None
     constants: dict[int, float]
+    mean: Sequence[float]
+    std: Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ def subject(path: str | Path, device: torch.device, **encoder_options: Any) -> S
         encoder = load_encoder(path, **encoder_options)
         backbone = encoder.backbone.to(device)
         constants = by_length(Config.constants)
-        return Subject(encoder.name, "backbone features", backbone, backbone, backbone, None, constants)
+        of_pixels = encoder.mean, encoder.std
+        return Subject(encoder.name, "backbone features", backbone, backbone, backbone, None, constants, *of_pixels)
     file, state = found
     if encoder_options.get("which") == "ema":
         raise UserError(f"--which ema: {file} is compared as in training, behind its heads; leave the flag out")
@@ -110,7 +111,8 @@ def subject(path: str | Path, device: torch.device, **encoder_options: Any) -> S
         mmnn.load_state_dict(state["training"]["mmnn"])
         mmnn.to(device)
     name = file.parent.parent.name or file.stem
-    return Subject(name, "embeddings", method, method.embed_original, method.embed_composite, mmnn, constants)
+    embed, of_pixels = (method.embed_original, method.embed_composite), (config.mean, config.std)
+    return Subject(name, "embeddings", method, *embed, mmnn, constants, *of_pixels)
 
 
 def _checkpoint(path: Path) -> tuple[Path, dict[str, Any]] | None:
@@ -147,7 +149,7 @@ def _similarities(
     """Return similarities (L, N), targets (L, N) and compositions (L, N, 14) of all composites, on the CPU."""
     order = BatchOrder(len(dataset), min(_BATCH, how.batch_size), shuffle=False, drop_last=False)
     device = how.world.device
-    loader = open_loader(how.loader, dataset, plan, order, device=device, workers=how.workers, on_error=how.on_error)
+    loader = how.open_loader(dataset, plan, order, one.mean, one.std)
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     with closing(loader), closing(loader.epoch(0)) as batches, evaluating(one.module):
         for batch in track(batches, len(dataset), f"consistency of {one.name}", "images", order.batch_size):

@@ -8,7 +8,7 @@ import copy
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,14 +18,12 @@ from torch.nn import functional as F
 from cocor import checkpoint
 from cocor.eval.datasets.protocols import FINETUNE, RANDOM_CROP_SCALE
 from cocor.eval.datasets.splits import Splits
-from cocor.eval.features import Extraction, encoded
-from cocor.eval.probes.online import evaluating
+from cocor.eval.features import Extraction, encoded, evaluating
 from cocor.step.optim import Cosine
 from cocor.weights.load import Encoder
 from loaders.datasets.dataset import ImageDataset
 from loaders.datasets.labels import stratified_split
 from loaders.errors import UserError
-from loaders.open import open_loader
 from loaders.progress import track
 from loaders.views.order import BatchOrder
 from loaders.views.plan import ViewPlan
@@ -85,7 +83,8 @@ def finetune(
     training = _Training(encoder, train, settings, how, folder, resume)
     for _ in track(training.steps(), training.steps_left, f"fine-tuning on {settings.fraction:.3g}", "steps"):
         pass
-    top1, top5, tested = _test(training.model, splits.test, settings, how)
+    tuned = replace(encoder, backbone=training.model)
+    top1, top5, tested = _test(tuned, splits.test, settings, how)
     sizes = len(train), tested, len(train.classes), settings.epochs, training.batch
     seconds = time.perf_counter() - began
     return FinetuneResult(
@@ -101,6 +100,7 @@ class _Training:
         resume: bool,
     ) -> None:  # fmt: skip
         self._settings, self._how, self._train, self._folder = settings, how, train, folder
+        self._encoder = encoder
         self.batch = min(how.batch_size, len(train), max(_SMALLEST_BATCH, len(train) // _FEWEST_STEPS))
         self.model = _with_classifier(encoder, len(train.classes), how)
         parts = [list(part.parameters()) for part in self.model]
@@ -129,9 +129,7 @@ class _Training:
         )  # fmt: skip
         order = BatchOrder(len(self._train), self.batch, seed=settings.seed)
         cosine = Cosine(settings.epochs * order.steps)
-        loader = open_loader(
-            how.loader, self._train, plan, order, device=how.world.device, workers=how.workers, on_error=how.on_error
-        )
+        loader = how.open_loader(self._train, plan, order, self._encoder.mean, self._encoder.std)
         with closing(loader):
             self.model.train()
             for epoch in range(self._epoch, settings.epochs):
@@ -176,10 +174,10 @@ class _Training:
 
 
 def _with_classifier(encoder: Encoder, classes: int, how: Extraction) -> nn.Sequential:
-    """Put a linear layer, at first zero, on a copy: (B, 3, H, W) -> logits (B, C)."""
+    """Put a linear layer, at first zero, on a copy: (B, C, H, W) -> logits (B, C)."""
     backbone = copy.deepcopy(encoder.backbone).requires_grad_(True).to(how.world.device)
     with evaluating(backbone), torch.no_grad():
-        width = backbone(torch.zeros(1, 3, how.size, how.size, device=how.world.device)).shape[1]
+        width = backbone(torch.zeros(1, encoder.channels, how.size, how.size, device=how.world.device)).shape[1]
     head = nn.Linear(width, classes)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
@@ -187,14 +185,12 @@ def _with_classifier(encoder: Encoder, classes: int, how: Extraction) -> nn.Sequ
     return model.to(memory_format=torch.channels_last) if how.world.device.type == "cuda" else model
 
 
-def _test(
-    model: nn.Module, test: ImageDataset, settings: FinetuneSettings, how: Extraction
-) -> tuple[float, float, int]:
+def _test(tuned: Encoder, test: ImageDataset, settings: FinetuneSettings, how: Extraction) -> tuple[float, float, int]:
     """Return top-1, top-5, and of how many labelled images that could be read."""
     test = test.subset((test.labels >= 0).nonzero()[0])
     labels, ranks = torch.from_numpy(test.labels.copy()), torch.full((len(test),), -1)
-    with evaluating(model):
-        for index, logits in encoded(model, test, how, "test images"):
+    with evaluating(tuned.backbone):
+        for index, logits in encoded(tuned, test, how, "test images"):
             if not logits.isfinite().all():
                 raise _diverged(settings)
             own = logits.gather(1, labels[index, None])

@@ -22,14 +22,12 @@ import torch
 from torch import Tensor
 
 from cocor.eval.crops import Crop, CropPlan
-from cocor.eval.features import Extraction, Features, encode
+from cocor.eval.features import Extraction, Features, encode, evaluating
 from cocor.eval.probes.knn import nearest_neighbours
 from cocor.eval.probes.linear import PENALTIES, linear_probe
-from cocor.eval.probes.online import evaluating
 from cocor.weights.load import Encoder
 from loaders.datasets.dataset import ImageDataset
 from loaders.errors import UserError
-from loaders.open import open_loader
 from loaders.progress import track
 from loaders.views.ops import BASIC, END, Op
 from loaders.views.order import BatchOrder
@@ -147,7 +145,7 @@ def _features(encoder: Encoder, dataset: ImageDataset, how: Extraction, seed: in
     shift, turn = (torch.randperm(len(dataset), generator=generator) % classes for classes in (HUES, TURNS))
     plan = InvariancePlan(how.size, seed, crop=how.crop, filter=how.filter, shift=shift.numpy())
     order = BatchOrder(len(dataset), how.batch_size, shuffle=False, drop_last=False)
-    loader = open_loader(how.loader, dataset, plan, order, device=device, workers=how.workers, on_error=how.on_error)
+    loader = how.open_loader(dataset, plan, order, encoder.mean, encoder.std)
     found: Tensor | None = None
     composition = torch.zeros(len(LENGTHS), len(dataset), len(BASIC), dtype=torch.uint8)
     seen = torch.zeros(len(dataset), dtype=torch.bool)

@@ -16,13 +16,11 @@ from torch.nn import functional as F
 
 from cocor.distributed.collectives import gather
 from cocor.eval.datasets.protocols import RANDOM_CROP_SCALE, SgdSettings
-from cocor.eval.features import Extraction, Features, encode
+from cocor.eval.features import Extraction, Features, encode, evaluating
 from cocor.eval.probes.linear import check_splits, class_mean, top1
-from cocor.eval.probes.online import evaluating
 from cocor.weights.load import Encoder
 from loaders.datasets.dataset import ImageDataset
 from loaders.errors import UserError
-from loaders.open import open_loader
 from loaders.progress import track
 from loaders.views.order import BatchOrder
 from loaders.views.plan import ViewPlan
@@ -91,9 +89,7 @@ class RandomCrops:
         self._encoder, self._how = encoder, how
         plan = ViewPlan(how.size, _SEED, (), "shared", original_scale=RANDOM_CROP_SCALE, lengths=(), filter=how.filter)
         order = BatchOrder(len(dataset), together, rank=world.rank, world_size=world.size, seed=_SEED)
-        self._loader = open_loader(
-            how.loader, dataset, plan, order, device=world.device, workers=how.workers, on_error=how.on_error
-        )
+        self._loader = how.open_loader(dataset, plan, order, encoder.mean, encoder.std)
         self._together = together
 
     def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:

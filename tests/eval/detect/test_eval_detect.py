@@ -27,6 +27,7 @@ from cocor.eval.detect.datasets import open_sets
 from cocor.eval.detect.model import build_detector
 from cocor.eval.detect.recipe import RECIPES
 from cocor.weights.load import load_encoder
+from loaders.channels import luma
 
 Capsys = pytest.CaptureFixture[str]
 SMALL = ("--min-size", "64", "96", "--batch-size", "2", "--regions", "16", "--gpu", "no", "--workers", "0")
@@ -121,6 +122,18 @@ def test_bfloat16_gives_float32_features() -> None:
     )
     assert half.dtype == torch.float32 and not torch.equal(half, exact)
     assert torch.allclose(half, exact, atol=0.1)
+
+
+@pytest.mark.parametrize("kind", ["c4", "fpn"])
+def test_grey_encoders_see_the_luma(kind: Any) -> None:
+    encoder = load_encoder("random:test_resnet", in_chans=1, mean=[0.4], std=[0.3])
+    model = build_detector(kind, encoder, 20, RECIPES["voc0712"], torch.float32).eval()
+    assert (model.transform.image_mean, model.transform.image_std) == ((0.4,), (0.3,))
+    images = torch.rand(2, 3, 64, 64)
+    first, second = (model.backbone(seen) for seen in (images, luma(images, 1).expand(-1, 3, -1, -1)))
+    if kind == "fpn":
+        first, second = first["0"], second["0"]
+    assert torch.equal(first, second)
 
 
 def test_pycocotools_is_asked_for(voc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
