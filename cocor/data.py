@@ -1,7 +1,7 @@
 """Build loaders from a configuration: which images, which views, which batches.
 
-Up to four loaders of one kind serve a run: of the unlabelled batches with all their views, of the labelled batches that
-steer the MMNN, and of bank and queries of the online probes.
+Up to five loaders of one kind serve a run: of the unlabelled batches with all their views, of the labelled batches that
+steer the MMNN, and of bank, queries and pairs of views of the online probes.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ from loaders.views.plan import Augmentation, ViewPlan
 _log = logging.getLogger(__name__)
 
 # Online probes use no more images than this: enough for a trend, seconds on a GPU.
-KNN_BANK, KNN_QUERIES = 20_000, 5_000
+KNN_BANK, KNN_QUERIES, KNN_PAIRS = 20_000, 5_000, 1_024
 _KNN_BATCH = 256
 
 _LABELLED_STREAM = 1 << 62
@@ -203,19 +203,23 @@ def labelled_loader(config: Config, data: Data, world: World, dtype: torch.dtype
     return _open(config, data.labelled, labelled_plan(config, stream), order, world, dtype, max(1, config.workers // 4))
 
 
-def probe_loaders(config: Config, data: Data, world: World, dtype: torch.dtype) -> tuple[Loader, Loader] | None:
-    """Open bank and queries of the online probes; None without labels in both."""
+def probe_loaders(config: Config, data: Data, world: World, dtype: torch.dtype) -> tuple[Loader, Loader, Loader] | None:
+    """Open bank, queries and pairs of views of the online probes; None without labels."""
     if data.held_out is None or (data.train.labels < 0).all() or (data.held_out.labels < 0).all():
         return None
 
-    def evaluation_loader(dataset: ImageDataset, limit: int, views: tuple[Augmentation, ...] = ()) -> Loader:
+    def evaluation_loader(dataset: ImageDataset, limit: int, plan: ViewPlan) -> Loader:
         chosen = dataset.subset(evenly(np.flatnonzero(dataset.labels >= 0), limit))
         order = BatchOrder(len(chosen), _KNN_BATCH, shuffle=False, drop_last=False)
-        plan = ViewPlan(config.image_size, config.seed, views, "center", lengths=())
         return _open(config, chosen, plan, order, world, dtype)
 
+    crops = ViewPlan(config.image_size, config.seed, (), "center", lengths=())
     views = tuple(_augmentation(config, view) for view in range(2))  # whose distance is the alignment
-    return evaluation_loader(data.train, KNN_BANK), evaluation_loader(data.held_out, KNN_QUERIES, views)
+    pairs = ViewPlan(config.image_size, config.seed, views, "none", lengths=())
+    return (
+        evaluation_loader(data.train, KNN_BANK, crops), evaluation_loader(data.held_out, KNN_QUERIES, crops),
+        evaluation_loader(data.held_out, KNN_PAIRS, pairs),
+    )  # fmt: skip
 
 
 def _open(config: Config, images: ImageDataset, plan: ViewPlan, order: BatchOrder, world: World, dtype: torch.dtype,
