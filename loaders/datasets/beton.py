@@ -45,6 +45,7 @@ JPEG, RAW = 0, 1  # mode
 FIELD_NAMES = ("image", "label")
 LARGEST_SIDE = 65535
 SPARE_CLASSES = 22_000  # allowed in a file without class names, however few its images: as many as ImageNet-21K has
+_READ_AHEAD = 128 << 10  # bytes that a system reads ahead at a time; of a larger request it reads no more
 POINTER = struct.Struct("<16sQQ")  # in the image field's arguments: marker, offset and length of the record
 MARKER = b"cocor-prep\0\0\0\0\0\0"
 
@@ -93,6 +94,16 @@ class Beton:
         """Return the stored bytes, not copied: a JPEG, or raw pixels (H, W, 3)."""
         start = int(self.table["data_ptr"][index])
         return memoryview(self.data)[start : start + int(self.sizes_in_bytes[index])]
+
+    def read_ahead(self, rows: npt.NDArray[np.int64]) -> None:
+        """Have the system begin to read the stored bytes of ``rows``.
+
+        Otherwise whoever decodes an image waits once or twice for a disk that is slow to answer.
+        """
+        starts, sizes = self.table["data_ptr"][rows].tolist(), self.sizes_in_bytes[rows].tolist()
+        for start, size in zip(starts, sizes, strict=True):
+            for at in range(start - start % mmap.PAGESIZE, start + size, _READ_AHEAD):
+                self.data.madvise(mmap.MADV_WILLNEED, at, min(_READ_AHEAD, start + size - at))
 
     def check(self, index: int) -> None:
         """Check an image's stored bytes. UnusableImage naming it if they differ."""

@@ -63,6 +63,7 @@ class FfcvLoader(PipelineLoader):
             rows = self._stored.rows[job.planned.index]
             if not np.array_equal(rows, stored[:, ROW]):  # some images are known to be unusable
                 stored = locate(self._stored.file, rows)
+            self._stored.file.beton.read_ahead(rows)
             return pool.submit(job, stored, self.room(job))
 
         def mend(pending: PendingCrops) -> tuple[Job, Tensor]:
