@@ -16,7 +16,7 @@ from cocor.cli import command
 from loaders.cpus import available_cores
 from loaders.files import write_text
 
-PACKAGES = ("torch", "torchvision", "numpy", "numba", "pillow", "nvidia-dali-cuda130", "ffcv")
+PACKAGES = ("torch", "torchvision", "numpy", "numba", "pillow", "nvidia-dali-cuda130", "ffcv", "kornia", "lightly")
 RESULTS = Path(__file__).parent / "results"
 
 

@@ -1,7 +1,7 @@
 """Time how fast batches come: loaders x stages of the data path, in one table.
 
     python benchmarks/throughput.py                         # any machine; makes its own JPEG files
-    python benchmarks/throughput.py --data imagenet/train --json out.json --plot out.png
+    python benchmarks/throughput.py --data imagenet/train --json out.json
     python benchmarks/throughput.py --loader dali --loader torchvision --stage composites
     python benchmarks/throughput.py --quick                 # under a minute on two cores: does it all work?
 
@@ -16,10 +16,12 @@ Stages (columns): decode; + crops (three, resized, flipped); + contrastive views
 bfloat16 on a GPU; on a CPU, only if asked for, ResNet-18 in float32).
 
 How each figure is taken, and what would make it wrong
-- Every case runs in new processes, one a GPU. Images come from the page cache: a slow disk is not measured.
+- Every case runs in new processes, one a GPU. Images come from the page cache.
+- With --latency-ms loaders of image files are measured again on first reads: each time that a file is opened it is
+  dropped from the page cache, and comes so many milliseconds late. A .beton file is mapped, so there is no such row.
 - samples/s: finished batches over wall-clock time, in up to three windows of --seconds in all, after warm-up; median,
   and ± the range over the median. Wrong if other programs use the machine: compare rows of one run only.
-- views/s: samples/s times the stage's views (3, 3, 6, 6). a core: samples/s over the cores busy.
+- views/s: samples/s times the stage's views (3, 3, 6, 6; of two peers 2). a core: samples/s over the cores busy.
 - cores: CPU time of the process and its descendants over wall-clock time, both between the same two readings.
 - taken: the share of the training step that the loader costs: 1 - (step on batches made before) / (step on the
   loader's), both in one process, the former before and after.
@@ -27,14 +29,15 @@ How each figure is taken, and what would make it wrong
   and a long p99 are normal then.
 - reserved, card: GiB reserved by torch at the peak, and used on the card at the end by everything. Of several GPUs the
   rates and cores add up, and the worst latency and memory are shown.
-Baselines draw their own random numbers, so they do equal work on average, not the same.
+Peers draw their own random numbers, so they do equal work on average, not the same.
 """
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -43,13 +46,13 @@ if __name__ == "__main__":
 
 from benchmarks.common import describe_machine, header, machine_line, results_file, script, write_json
 from benchmarks.images import describe, line, make_photographs, open_images
+from benchmarks.loading import first_reads
 from benchmarks.loading.cases import Settings, measure
-from benchmarks.loading.contenders import CONTENDERS, STAGES_OF, Contender
-from benchmarks.loading.report import COLUMNS, Case, case_line, plot, ratio_lines, ratios, summary
+from benchmarks.loading.contenders import CONTENDERS
+from benchmarks.loading.report import COLUMNS, Case, case_line, ratio_lines, ratios, summary
 from benchmarks.loading.stages import STAGES, Stage
 from benchmarks.processes import alone
 from cocor.config.options import Execution
-from cocor.panels import check_picture
 from loaders.arguments import Parser, above_zero, not_negative, positive, share, writable
 from loaders.errors import UserError
 from loaders.files import check_file
@@ -59,8 +62,8 @@ def main() -> None:
     started, options = time.monotonic(), arguments()
     if options.data is not None and not options.data.exists():
         raise UserError(f"--data {options.data}: no such folder")
-    if options.plot is not None:
-        check_picture(options.plot)
+    if options.latency_ms:
+        first_reads.prepare()
     machine = alone(describe_machine)
     settings = settings_of(options, machine)
     targets = [] if options.json is None else [options.json]
@@ -72,8 +75,8 @@ def main() -> None:
     cases, data = list[Case](), describe(chosen)
     print(machine_line(machine), line(data), settings, header(COLUMNS), sep="\n", flush=True)
 
-    for contender, stage in places_of(options, settings):
-        cases.append(measure(contender, stage, chosen, settings))
+    for contender, stage, latency_ms in places_of(options, settings):
+        cases.append(measure(contender, stage, chosen, replace(settings, latency_ms=latency_ms)))
         print(case_line(cases[-1]), flush=True)
         content = {"benchmark": "throughput", "machine": machine, "data": data, "settings": asdict(settings)}
         content |= {"cells": [asdict(case) for case in cases], "ratios": list(ratios(cases))}
@@ -81,8 +84,6 @@ def main() -> None:
             write_json(target, content)
     print("", summary(cases), "", *ratio_lines(cases), sep="\n", flush=True)
     print(f"took {time.monotonic() - started:.0f} s")
-    if options.plot:
-        plot(cases, machine_line(machine), options.plot)
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -99,12 +100,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--workers", type=positive, help="threads or processes of a loader (default: one a core)")
     add("--seconds", type=above_zero, help="timed, of every case (default: 6)")
     add("--hw-decoder-load", type=share, default=0.65, help="share of JPEGs for the GPU's decoder")
+    add("--latency-ms", type=not_negative, nargs="+", default=[], help="also measure first reads, so late")
     add("--backbone", help="timm name of the trained encoder (default: resnet50; on CPUs resnet18)")
     add("--execution", choices=get_args(Execution)[1:], help="of the training step (default: graph; eager on CPUs)")
     add("--quick", action="store_true", help="small and short: no measurement")
     add("--json", type=writable, metavar="FILE", help="write all figures to FILE, after every row")
     add("--save", action="store_true", help="write them to benchmarks/results/throughput-<device>.json")
-    add("--plot", type=writable, metavar="FILE.png", help="draw samples/s (needs matplotlib)")
     return parser.parse_all(argv)
 
 
@@ -126,11 +127,14 @@ def settings_of(options: argparse.Namespace, machine: dict[str, Any]) -> Setting
     )  # fmt: skip
 
 
-def places_of(options: argparse.Namespace, settings: Settings) -> Iterator[tuple[Contender, Stage]]:
-    """Yield the cases to measure; training on a CPU only if asked for."""
+def places_of(options: argparse.Namespace, settings: Settings) -> Iterator[tuple[str, Stage, float | None]]:
+    """Yield the cases to measure; what is for a GPU, and training, on a CPU only if asked for."""
     stages: Sequence[Stage] = options.stage or (STAGES if settings.on_gpu or options.quick else STAGES[:-1])
-    for contender in options.loader or CONTENDERS:
-        yield from ((contender, stage) for stage in STAGES_OF[contender] if stage in stages)
+    for name in options.loader or CONTENDERS:
+        contender = CONTENDERS[name]
+        if settings.on_gpu or options.loader or not contender.for_gpus:
+            latencies = [None, *options.latency_ms] if contender.opens_files else [None]
+            yield from itertools.product((name,), (stage for stage in contender.stages if stage in stages), latencies)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.images import store
-from benchmarks.loading.contenders import Contender, Request, Source, labelled, open_source, premade, synthetic_batch
+from benchmarks.loading import first_reads
+from benchmarks.loading.contenders import CONTENDERS, Request, Source, labelled, premade, synthetic_batch
 from benchmarks.loading.stages import Stage, views_of
 from benchmarks.loading.timing import Window, completed, milliseconds, time_together, time_windows
 from benchmarks.processes import in_processes
@@ -44,7 +45,10 @@ _STEPS = 100_000  # of an epoch; the learning-rate schedule must not end
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of all cases; ``batch_size`` is over all ranks, ``workers`` of each."""
+    """Settings of a case; ``batch_size`` is over all ranks, ``workers`` of each.
+
+    ``latency_ms``: how late files come from the disk; None: they come from the page cache.
+    """
 
     on_gpu: bool
     ranks: int
@@ -55,13 +59,14 @@ class Settings:
     hw_decoder_load: float
     backbone: str
     execution: Execution = "eager"
+    latency_ms: float | None = None
 
 
 @dataclass(frozen=True)
 class Measured:
     """Figures of a case, over all ranks; see ``throughput.py``."""
 
-    loader: Contender
+    loader: str
     stage: Stage
     samples_per_s: float
     spread: float
@@ -76,6 +81,7 @@ class Measured:
     gpu_used_gib: float | None = None
     premade_ms: float | None = None
     gpu_share: float | None = None
+    latency_ms: float | None = None
     note: str = ""
 
 
@@ -83,9 +89,10 @@ class Measured:
 class Absent:
     """Reason why a case has no figures."""
 
-    loader: Contender
+    loader: str
     stage: Stage
     reason: str
+    latency_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -99,11 +106,11 @@ class _Rank:
     note: str = ""
 
 
-def measure(contender: Contender, stage: Stage, images: ImageDataset, settings: Settings) -> Measured | Absent:
+def measure(contender: str, stage: Stage, images: ImageDataset, settings: Settings) -> Measured | Absent:
     """Measure a case on all ranks at once."""
     source = _beton(images) if contender == "ffcv" else images
     if isinstance(source, str):
-        return Absent(contender, stage, source)
+        return Absent(contender, stage, source, settings.latency_ms)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = int(listener.getsockname()[1])
@@ -111,7 +118,9 @@ def measure(contender: Contender, stage: Stage, images: ImageDataset, settings: 
     compiles = stage == "step" and settings.execution in ("compiled", "fused")
     answers = in_processes(jobs, 4 * settings.seconds + (_COMPILING if compiles else _PATIENCE))
     failures = [answer for answer in answers if isinstance(answer, str)]
-    return Absent(contender, stage, failures[0]) if failures else _combine(contender, stage, answers)
+    if failures:
+        return Absent(contender, stage, failures[0], settings.latency_ms)
+    return replace(_combine(contender, stage, answers), latency_ms=settings.latency_ms)
 
 
 @cache
@@ -121,7 +130,7 @@ def _beton(images: ImageDataset) -> Path | str:
 
 
 def _measure_rank(
-    contender: Contender, stage: Stage, source: ImageDataset | Path, settings: Settings, rank: int, port: int
+    contender: str, stage: Stage, source: ImageDataset | Path, settings: Settings, rank: int, port: int
 ) -> _Rank:
     """Measure one rank on a data set, or on the ``.beton`` file at a path."""
     if settings.ranks > 1:  # as torchrun tells its ranks
@@ -136,6 +145,8 @@ def _measure_rank(
         torch.bfloat16 if settings.on_gpu else torch.float32, settings.workers, settings.hw_decoder_load,
         rank, settings.ranks,
     )  # fmt: skip
+    if settings.latency_ms is not None:
+        first_reads.begin(request.dataset.root, settings.latency_ms)
     torch.set_num_threads(1)  # loaders have threads of their own, and torch's spin while they wait for a processor
     result = _measure_step(request, world, settings) if stage == "step" else _measure_loader(request, settings.seconds)
     shutdown()
@@ -143,7 +154,7 @@ def _measure_rank(
 
 
 def _measure_loader(request: Request, seconds: float) -> _Rank:
-    with closing(open_source(request)) as source:
+    with closing(CONTENDERS[request.contender].open(request)) as source:
         counts = completed((count for count, _ in source.batches), request.device)
         windows = time_windows(counts, seconds, source.burst)
         return _Rank(windows, *_gpu_memory(request.device), note=source.note)
@@ -151,7 +162,7 @@ def _measure_loader(request: Request, seconds: float) -> _Rank:
 
 def _measure_step(request: Request, world: World, settings: Settings) -> _Rank:
     """Time training on premade batches before and after those of the loader."""
-    with closing(open_source(request)) as source:  # first, as it may fail for what is missing
+    with closing(CONTENDERS[request.contender].open(request)) as source:  # first, as it may fail for what is missing
         trainer = Trainer(request, world, settings.backbone, settings.execution)
         before = _premade_seconds(request, world, trainer, settings.seconds / 2)
         if request.device.type == "cuda":
@@ -192,7 +203,7 @@ def _gpu_memory(device: torch.device) -> tuple[float | None, float | None]:
     return torch.cuda.max_memory_reserved(device) / _GIB, (total - free) / _GIB
 
 
-def _combine(contender: Contender, stage: Stage, ranks: list[_Rank]) -> Measured:
+def _combine(contender: str, stage: Stage, ranks: list[_Rank]) -> Measured:
     """Add up rates and cores over ranks; take latency and memory of the worst."""
     rounds = [sum(w.rate for w in together) for together in zip(*(rank.windows for rank in ranks), strict=False)]
     rate = statistics.median(rounds)
@@ -205,11 +216,12 @@ def _combine(contender: Contender, stage: Stage, ranks: list[_Rank]) -> Measured
         )
         share = 1 - premade_ms / step_ms
     p50, p99 = (max(milliseconds(rank.windows, percent) for rank in ranks) for percent in (50, 99))
+    views = CONTENDERS[contender].views or views_of(stage)
     return Measured(
         contender, stage, samples_per_s=rate, spread=(max(rounds) - min(rounds)) / rate,
-        views_per_s=rate * views_of(stage), samples_per_s_per_core=rate / max(cores, 1e-3), cores_busy=cores,
-        batch_ms_p50=p50, batch_ms_p99=p99, batches=sum(len(window.intervals) for window in ranks[0].windows),
-        windows=len(rounds), premade_ms=premade_ms, gpu_share=share, note=ranks[0].note,
+        views_per_s=rate * views, samples_per_s_per_core=rate / max(cores, 1e-3),
+        cores_busy=cores, batch_ms_p50=p50, batch_ms_p99=p99, windows=len(rounds), premade_ms=premade_ms,
+        batches=sum(len(window.intervals) for window in ranks[0].windows), gpu_share=share, note=ranks[0].note,
         gpu_reserved_gib=max((rank.reserved for rank in ranks if rank.reserved is not None), default=None),
         gpu_used_gib=max((rank.used for rank in ranks if rank.used is not None), default=None),
     )  # fmt: skip

@@ -9,18 +9,16 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-import simplejpeg
 import torch
 from helpers.manual_clock import HandClock, wound_by_hand
 from PIL import Image
 
 from benchmarks import common, scaling, throughput
 from benchmarks.images import open_images
-from benchmarks.loading import baselines, timing
+from benchmarks.loading import first_reads, timing, torch_peers
 from benchmarks.loading.cases import Absent, Measured, Settings, measure
-from benchmarks.loading.contenders import STAGES_OF, Contender
+from benchmarks.loading.contenders import CONTENDERS
 from benchmarks.loading.report import case_line
 from benchmarks.loading.stages import Stage
 from benchmarks.loading.timing import milliseconds, time_windows
@@ -29,7 +27,7 @@ from loaders.cpus import available_cores
 from loaders.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-LOADERS: tuple[Contender, ...] = ("dali", "torchvision")
+LOADERS = ("dali", "torchvision")
 STAGES: tuple[Stage, ...] = ("decode", "composites", "step")
 Refusal = Callable[..., str]
 
@@ -46,16 +44,16 @@ def test_throughput_figures_agree(photo_folder: Path, tmp_path: Path) -> None:
     choice = [word for name in LOADERS for word in ("--loader", name)]
     choice += [word for name in STAGES for word in ("--stage", name)]
     small = ("--quick", "--gpus", 0, "--seconds", 0.1, "--batch-size", 4, "--images", 16, "--data", photo_folder)
-    files = ("--json", tmp_path / "out.json", "--plot", tmp_path / "out.png")
-    printed = run("benchmarks/throughput.py", *small, *choice, *files)
+    printed = run("benchmarks/throughput.py", *small, *choice, "--json", tmp_path / "out.json")
     assert "samples/s" in printed and "dali / torchvision" in printed
-    assert Image.open(tmp_path / "out.png").width > 500
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["machine"]["cores"] >= 1 and result["machine"]["torch"] == torch.__version__.partition("+")[0]
     assert result["data"]["images"] == 16 and result["data"]["mean_kilobytes"] > 1
     assert result["settings"]["batch_size"] == 4 and not result["settings"]["on_gpu"]
     cases = {(case["loader"], case["stage"]): case for case in result["cells"]}
-    assert list(cases) == [(loader, stage) for loader in LOADERS for stage in STAGES if stage in STAGES_OF[loader]]
+    assert list(cases) == [
+        (loader, stage) for loader in LOADERS for stage in STAGES if stage in CONTENDERS[loader].stages
+    ]
     assert [case["reason"] for case in cases.values() if "reason" in case] == []
     for case in cases.values():
         assert 0 < case["cores_busy"] < 4 * result["machine"]["cores"]
@@ -116,6 +114,47 @@ def test_cases_are_measured_apart(photo_folder: Path) -> None:
     assert isinstance(case, Absent) and "no_such_network" in case.reason
 
 
+@pytest.mark.parametrize(("peer", "views"), [("solo-learn", 2), ("lightly", 2), ("kornia", 6), ("torchvision-gpu", 6)])
+def test_peers_make_their_views(photo_folder: Path, peer: str, views: int) -> None:
+    """On a CPU, which those for a GPU take for their device."""
+    settings = Settings(False, 1, 4, 32, 1, 0.1, 0.65, "test_resnet")
+    case = measure(peer, CONTENDERS[peer].stages[-1], open_images(photo_folder, 16), settings)
+    if isinstance(case, Absent):
+        assert peer in ("kornia", "lightly") and case.reason == f"{peer} is not installed: pip install {peer}"
+    else:
+        assert case.views_per_s == pytest.approx(views * case.samples_per_s) and case.views_per_s > 0
+
+
+def test_first_reads_are_late(photo_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By compiled code, C and Python; files of other folders are not."""
+    monkeypatch.setenv("LD_PRELOAD", "")
+    first_reads.prepare()
+    jpeg = next(photo_folder.glob("*/*.jpg"))
+    printed = run("-c", OPENERS, photo_folder, jpeg)
+    compiled, stream, python, elsewhere = map(float, printed.split())
+    assert elsewhere < 0.2 <= min(compiled, stream, python)
+
+
+OPENERS = r"""
+import ctypes, sys, time
+from pathlib import Path
+from benchmarks.loading.first_reads import begin
+from loaders.datasets import file_reader
+import numpy as np
+folder, jpeg = map(Path, sys.argv[1:])
+path, data = np.frombuffer(bytes(jpeg) + b"\0", np.uint8).copy(), np.empty(jpeg.stat().st_size, np.uint8)
+file_reader._read_file(path, data)
+begin(folder, 200)
+for opener in (
+    lambda: file_reader._read_file(path, data), lambda: ctypes.CDLL(None).fopen(bytes(jpeg), b"rb"),
+    jpeg.read_bytes, Path("README.md").read_bytes
+):
+    start = time.perf_counter()
+    opener()
+    print(time.perf_counter() - start)
+"""
+
+
 def test_the_probe_compares_with_scikit_learn(tmp_path: Path) -> None:
     target = tmp_path / "probe.json"
     small = ("--images", 300, "--dimensions", 8, "--classes", 3, "--json", target)
@@ -144,7 +183,6 @@ ZEROS = ["--batch-size 0", "--images 0", "--images -3", "--seconds 0", "--second
     [
         *(("throughput", words, words.replace(" ", ": ") + " must be ") for words in ZEROS),
         ("throughput", "--quick --data no/such/folder", "--data no/such/folder: no such folder"),
-        ("throughput", "--quick --plot rates.bmp", "rates.bmp: pictures are .png, .svg or .pdf"),
         ("kernel", "--batches 64,0", "--batches: "), ("kernel", "--json /proc/x.json", "--json: "),
         ("prep", "rates --data . --repeats 0", "--repeats: "), ("prep", "agreement --batch-size 0", "--batch-size: "),
         ("probe", "--penalty 0", "--penalty: "), ("probe", "--classes 2", "--classes: 2 must be at least 3"),
@@ -220,15 +258,9 @@ class TestWindows:
         assert len(time_windows(bursts(), 0.01)) == 1  # a slow stream gets one window
 
 
-def test_reference_decoders_decode_the_pixels(photo_folder: Path, tmp_path: Path) -> None:
-    jpeg = next(photo_folder.glob("*/*.jpg"))
-    expected = np.asarray(baselines.pillow_decode(jpeg.read_bytes())).astype(int)
-    decode = simplejpeg.decode_jpeg
-    pixels = decode(jpeg.read_bytes())
-    assert pixels.shape == expected.shape and np.abs(pixels - expected).mean() < 10
-
-    Image.open(jpeg).save(tmp_path / "0.png")  # which it cannot decode, and which therefore does not count
-    files, note = baselines.decodable(decode, "turbo", [str(tmp_path / "0.png"), str(jpeg)])
-    assert len(files) == 1 and note == "turbo, 1 of 2 images"
+def test_only_what_all_decode_is_decoded(photo_folder: Path, tmp_path: Path) -> None:
+    jpeg, png = str(next(photo_folder.glob("*/*.jpg"))), str(tmp_path / "0.png")
+    Image.open(jpeg).save(png)
+    assert torch_peers.decodable([png, jpeg]) == ([jpeg], "1 of 2 images")
     with pytest.raises(UserError, match="can decode none of the images"):
-        baselines.decodable(decode, "turbo", [str(tmp_path / "0.png")])
+        torch_peers.decodable([png])
