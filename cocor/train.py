@@ -107,6 +107,7 @@ def train(config: Config, world: World, given: Config) -> None:
         stack.callback(lock.release)
         if config.trains:
             on_main(lambda: run_dir.claim(config, lock))
+            on_main(lambda: track.check(config.track or ()))
         elif config.profile:
             on_main(lambda: run_dir.check_trace(config))
         run = stack.enter_context(closing(build(config, world)))

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,3 +121,14 @@ def test_missing_trackers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match="--track no_such_tool: is not installed: pip install no_such_tool"):
         track.check(["no_such_tool"])
+
+
+def test_ranks_of_torchrun_miss_them_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(key, value)
+    assert main(flags(**SYNTHETIC, track="wandb", output=tmp_path / "run")) == 2
+    assert "--track wandb: is not installed: pip install wandb" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
