@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -220,22 +221,30 @@ def all_passes(step: TrainingStep, batch: Batch, labelled: Batch | None) -> None
     """Run the encoder's passes of one step, with the contrastive loss, alone."""
     method, parameters = step.method, step.parameters
     backbone = [p for p in method.backbone.parameters() if p.requires_grad]
+    composites = []
     if step.target is not None:
         with step.autocast():
             method.embed_original(batch.original)
-        for at, images in enumerate(batch.composites):
-            with step.streams.beside(at):
-                with step.autocast():
-                    output = method.embed_composite(images).sum()
-                torch.autograd.grad(output, parameters, allow_unused=True)
+        composites = [
+            step.streams.run(at, partial(composite_pass, step, images)) for at, images in enumerate(batch.composites)
+        ]
     with step.autocast():
         loss = method.contrastive(batch.views, batch.label)
     torch.autograd.grad(loss, parameters, allow_unused=True)
     step.streams.join()
+    for wait in composites:
+        wait()
     if step.outer is not None and labelled is not None:
         with step.autocast(), batch_statistics_only(method.backbone):
             output = method.backbone(labelled.original).sum()
         torch.autograd.grad(output, backbone)
+
+
+def composite_pass(step: TrainingStep, images: Tensor) -> None:
+    """Run the pass of one length of composites, forward and back."""
+    with step.autocast():
+        output = step.method.embed_composite(images).sum()
+    torch.autograd.grad(output, step.parameters, allow_unused=True)
 
 
 def forward_backward(step: TrainingStep, images: Tensor) -> None:

@@ -48,6 +48,8 @@ def _command(name: str, module: str, first: Callable[[], None] | None = None) ->
     SIGINT has its default action during the import: Python would raise KeyboardInterrupt wherever it is while PyTorch
     loads, and print a traceback.
     """
+    # Read when PyTorch loads. Its threads would spin while they wait, for cores that other programs need.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not if ignored, as for background jobs
     if handled:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

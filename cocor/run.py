@@ -17,7 +17,6 @@ from cocor.monitor.health import HealthMonitor
 from cocor.step.compile import choose
 from cocor.step.step import TrainingStep
 from loaders.batch import Batch, Loader
-from loaders.cpus import available_cores
 
 _Pair = tuple[Batch, Batch | None]
 
@@ -54,6 +53,7 @@ class Run:
         for part in (self.loader, self.labelled, self.probes):
             if part is not None:
                 part.close()
+        self.step.streams.close()
 
     def pairs(self, epoch: int, first: int) -> Generator[_Pair, None, None]:
         """Yield an epoch's batches from step ``first``, each with a labelled one or None.
@@ -91,10 +91,6 @@ def build(config: Config, world: World) -> Run:
     if world.device.type == "cuda":
         torch.backends.cudnn.benchmark = True
         torch.set_float32_matmul_precision("high")
-    else:
-        # Threads of an operation spin while they wait for each other: one that shares its core with the loader holds up
-        # all others. On two cores a small network is many times faster with one thread.
-        torch.set_num_threads(max(1, min(torch.get_num_threads(), available_cores() - 1)))
     method = build_method(config, world)
     loader = training_loader(config, data, world, precision)
     execution = choose(config, world, config.epochs * loader.steps_per_epoch)

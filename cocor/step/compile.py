@@ -19,6 +19,7 @@ import torch
 
 from cocor.config.options import Config
 from cocor.distributed.collectives import World
+from cocor.step.cores import use_cores
 from cocor.step.cudagraph import GraphedStep
 from cocor.step.step import Metrics, TrainingStep
 from loaders.batch import Batch
@@ -74,6 +75,8 @@ def executable(step: TrainingStep, execution: str, parallel: bool | None = None)
     if execution in ("compiled", "fused"):
         _log.info("compiling: the first steps take minutes; the compiler keeps its work for later runs")
         compile_backbones(step)
+    elif step.device.type == "cpu":
+        use_cores(step)
     return GraphedStep(step, parallel) if execution in ("graph", "fused") else step
 
 

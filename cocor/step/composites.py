@@ -8,10 +8,12 @@ The gradient of each length is kept by itself, because the exact hyper-gradient 
 cross-entropy's. The consistency loss then needs no backward pass of its own: its gradient is a linear combination.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,40 +24,64 @@ from cocor.methods.base import Method, normalised
 from cocor.objective.consistency import Consistency, abs_loss, latent_similarity, pull_loss, softplus_loss
 from loaders.batch import Batch
 
+Item = TypeVar("Item")
 Timer = Callable[[str], AbstractContextManager[object]]
 
 
 class Streams:
-    """Run parts of a step on CUDA streams of their own, as one may not fill a GPU.
+    """Run parts of a step beside each other, as one may not fill a GPU or a CPU.
 
-    Without any, which :meth:`use` sets, they run on the current stream itself.
+    They run on CUDA streams or in threads of their own. Without any, which :meth:`use` and :meth:`use_threads` set,
+    they run where they are called.
     """
 
     def __init__(self) -> None:
         self._streams: Sequence[torch.cuda.Stream] = ()
+        self._threads: ThreadPoolExecutor | None = None
 
     def use(self, streams: Sequence[torch.cuda.Stream]) -> None:
         self._streams = streams
 
-    @contextmanager
-    def beside(self, number: int) -> Iterator[None]:
-        """Run the block on the stream of part ``number``, after what is queued so far.
+    def use_threads(self, count: int) -> None:
+        """Run parts in ``count`` threads, which share operations with as many as this one."""
+        self._threads = ThreadPoolExecutor(count, "lengths", torch.set_num_threads, (torch.get_num_threads(),))
 
-        Tensors made there must be kept alive until the step ends, as the caching allocator may hand out their memory
-        otherwise.
+    def close(self) -> None:
+        """End the threads."""
+        if self._threads is not None:
+            self._threads.shutdown()
+
+    def run(self, number: int, part: Callable[[], Item]) -> Callable[[], Item]:
+        """Start ``part`` as number ``number``, after what is queued so far.
+
+        Returns a function that waits for its thread and returns its result. Tensors made on a stream must be kept alive
+        until the step ends, as the caching allocator may hand out their memory otherwise.
         """
+        if self._threads is not None:
+            future = self._threads.submit(part)
+            return lambda: part() if future.cancel() else future.result()  # here and now, if no thread has begun it
         if not self._streams:
-            yield
-            return
-        stream = self._streams[number % len(self._streams)]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            yield
+            result = part()
+        else:
+            stream = self._streams[number % len(self._streams)]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                result = part()
+        return lambda: result
 
     def join(self) -> None:
-        """Let the current stream wait for all that runs :meth:`beside` it."""
+        """Let the current stream wait for all streams that :meth:`run` has used."""
         for stream in self._streams:
             torch.cuda.current_stream().wait_stream(stream)
+
+
+@dataclass
+class Started:
+    """The lengths of a batch, or of a part of one, which may still be under way."""
+
+    target: Tensor  # (L, B) with the MMNN's graph
+    originals: Tensor  # (B, d)
+    results: list[Callable[[], tuple[Tensor, Sequence[Tensor]]]]  # per length: similarity (B,), its gradients
 
 
 @dataclass
@@ -99,26 +125,36 @@ class CompositeTerm:
             self._loss = partial(softplus_loss, weight=config.consistency_weight, beta=beta, sign=sign)
         self._autocast, self._streams = autocast, streams
 
-    def begin(self, batch: Batch, timer: Timer) -> Lengths:
-        """Compute similarities and gradients, which may run on when this returns."""
+    def run_in_threads(self, count: int, method: Method) -> None:
+        """Run the lengths in threads, by this copy of the method."""
+        self._method = method
+        self._streams.use_threads(count)
+
+    def begin(self, batch: Batch, timer: Timer) -> Started:
+        """Start computing similarities and gradients, which may run on when this returns."""
+        count = len(batch.composites)
         with timer("original"):
             originals = self.originals(batch)
             target = self._target(batch.composition)
-        lengths = Lengths(target, originals, [], [])
-        for number, images in enumerate(batch.composites):
-            with timer("composites"), self._streams.beside(number):
-                with self._autocast():
-                    embedding = self._method.embed_composite(images)
-                similarity = latent_similarity(embedding[None], originals)[0]
-                lengths.gradients.append(self._gradients(similarity, target[number], len(batch.composites)))
-                lengths.similarity.append(similarity.detach())
-        return lengths
 
-    def joined(self, lengths: Lengths | None, more: Lengths) -> Lengths:
-        """Append ``more``, of the next part of the batch; gradients add up."""
+        def length(number: int) -> tuple[Tensor, Sequence[Tensor]]:
+            with timer("composites"):
+                with self._autocast():
+                    embedding = self._method.embed_composite(batch.composites[number])
+                similarity = latent_similarity(embedding[None], originals)[0]
+                gradients = self._gradients(similarity, target[number], count)
+                return similarity.detach(), gradients
+
+        return Started(target, originals, [self._streams.run(at, partial(length, at)) for at in range(count)])
+
+    def joined(self, lengths: Lengths | None, started: Started) -> Lengths:
+        """Wait for ``started``, the next part of the batch, and append it; gradients add up."""
+        self._streams.join()
+        results = [result() for result in reversed(started.results)][::-1]  # threads begin with the first
+        gradients, similarity = [own for _, own in results], [one for one, _ in results]
+        more = Lengths(started.target, started.originals, gradients, similarity)
         if lengths is None:
             return more
-        self._streams.join()
         pairs = zip(lengths.gradients, more.gradients, strict=True)
         return Lengths(
             torch.cat([lengths.target, more.target], 1),
@@ -128,8 +164,7 @@ class CompositeTerm:
         )
 
     def finish(self, lengths: Lengths) -> CompositeGradients:
-        """Wait for all lengths, and compute their consistency loss."""
-        self._streams.join()
+        """Compute the consistency loss of all lengths."""
         consistency = self.consistency(torch.stack(lengths.similarity), lengths.target)
         return CompositeGradients(consistency, lengths.target, lengths.originals, lengths.gradients)
 
