@@ -10,7 +10,9 @@ Loaders (rows)
   synthetic          the same without files: noise crops, so the views' cost alone
   dali-auto-aug      DALI's own operators: colour twist, blur, and RandAugment from nvidia.dali.auto_aug for composites
   torchvision        v2 transforms on Pillow images in a plain DataLoader (in batches of 64: the rate is the same)
-  libjpeg-turbo, pillow   decoding from memory alone, one process a core
+  torchvision-gpu, kornia  v2 transforms, or kornia's, on GPU tensors that nvJPEG decoded
+  solo-learn, lightly      two contrastive views: the former's DALI pipeline, the latter's transform in a DataLoader
+  libjpeg-turbo      decoding from memory alone, one process a core
 Stages (columns): decode; + crops (three, resized, flipped); + contrastive views (jitter, grey, blur on two of them);
 + composites (1, 2 and 3 operations on the third: six views, normalised); + training step (MoCo + CoCor: ResNet-50 in
 bfloat16 on a GPU; on a CPU, only if asked for, ResNet-18 in float32).

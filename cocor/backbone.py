@@ -17,7 +17,7 @@ SMALL_PATCH = 4  # pixels a side of a small stem's patches
 def build_backbone(
     name: str, stem: str = "imagenet", image_size: int | None = None, in_chans: int = 3
 ) -> nn.Module:  # fmt: skip
-    """Build a timm model without classifier: (B, 3, H, W) -> features (B, D).
+    """Build a timm model without classifier: (B, C, H, W) -> features (B, D).
 
     ``stem`` "small" is the usual change for images of 32 to 64 pixels: a ResNet's first convolution of 3x3 with stride
     1, and no pooling after it; a transformer's patches of 4 pixels. ``image_size`` is H = W, if not timm's default;

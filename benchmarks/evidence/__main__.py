@@ -111,7 +111,6 @@ def study(options: argparse.Namespace, given: Sequence[str]) -> None:
 
 def variants_of(options: argparse.Namespace) -> list[Variant]:
     """Choose the variants of a study by ``--only``."""
-
     variants = STUDIES["cocor" if options.study == "methods" else options.study]
     names = {variant.key for variant in variants}
 

@@ -51,7 +51,7 @@ class Auxiliary(nn.Module):
         return 0.0
 
     def views(self, batch: Batch) -> Tensor:
-        """Return the contrastive views (V, B, 3, H, W) of the method."""
+        """Return the contrastive views (V, B, C, H, W) of the method."""
         return batch.views
 
     def loss(self, method: Method, batch: Batch, features: Sequence[Tensor]) -> Tensor | None:

@@ -10,8 +10,8 @@ y_t and y^_t as the pairs, and all y_t and y^_t of the batch as negatives, with 
     composites   x is CoCor's original, t the composition vector (14 counts): a composite is t(x) and nothing else
 
 Parameters are standardised, as there, but by statistics of the batch. Theirs have the crop in pixels, not in shares of
-the image, and whether there was jitter and blur at all. All passes have a gradient; each has batch
-statistics of its own for the backbone's BatchNorm, those of the heads cover all images of all ranks together.
+the image, and whether there was jitter and blur at all. All passes have a gradient; each has batch statistics of its
+own for the backbone's BatchNorm, those of the heads cover all images of all ranks together.
 """
 
 from collections.abc import Sequence

@@ -121,7 +121,7 @@ def knn(args: argparse.Namespace) -> None:
         lines = [f"k = {k}: top-1 {accuracy:.2%}" for k, accuracy in curve.items()]
         lines.append(f"{len(queries):,} queries, bank of {len(bank):,}, temperature {args.temperature}")
         lines += [f"note: {note}" for note in notes]
-        report = {"encoder": encoder.describe(), "features": summary(bank), "temperature": args.temperature}
+        report = _origin(encoder) | {"features": summary(bank), "temperature": args.temperature}
         report["result"] = [asdict(result) for result in found]
         picture = figures.draw_curve, title, "neighbours k", {encoder.name: curve}
         _finish(args, encoder, "knn", lines, report, *picture)
@@ -203,7 +203,7 @@ def neighbours(args: argparse.Namespace) -> None:
     row = result["rows"][0]
     lines = [f"nearest neighbours of {row['query']} among {len(bank):,} images:"]
     lines += [f"  {value:.4f}  {name}" for value, name in zip(row["similarities"], row["neighbours"], strict=True)]
-    report = {"encoder": encoder.describe(), "result": result}
+    report = _origin(encoder) | {"result": result}
     _finish(args, encoder, f"neighbours_{Path(args.image).stem}", lines, report, save_sheet, found, query, images)
 
 
@@ -267,8 +267,8 @@ def detect(args: argparse.Namespace) -> None:
     encoder, name = options.chosen_encoder(args, args.weights[0]), f"detect_{args.detector}"
     found = detection(args, encoder, _folder(args, encoder) / name)
     if found is not None:
-        report = {"encoder": encoder.describe(), "weights_digest": encoder.digest, "notes": found.notes}
-        _finish(args, encoder, name, found.lines(), report | {"result": found.plain()}, draw_detections, found)
+        report = _origin(encoder) | {"notes": found.notes, "result": found.plain()}
+        _finish(args, encoder, name, found.lines(), report, draw_detections, found)
 
 
 def transfer(args: argparse.Namespace) -> None:
@@ -306,8 +306,13 @@ def _title(encoder: Encoder, splits: Splits) -> str:
 def _about(encoder: Encoder, splits: Splits, **features: Features) -> dict[str, Any]:
     """Begin a report: weights, data, and a summary of their features by split."""
     found = {split: summary(values) for split, values in features.items()}
-    report = {"encoder": encoder.describe(), "weights_digest": encoder.digest, "protocol": asdict(splits.protocol)}
-    return report | {"notes": splits.notes, "features": found}
+    return _origin(encoder) | {"protocol": asdict(splits.protocol), "notes": splits.notes, "features": found}
+
+
+def _origin(encoder: Encoder) -> dict[str, Any]:
+    """Name the weights, and what normalises their images."""
+    report = {"encoder": encoder.describe(), "weights_digest": encoder.digest}
+    return report | {"mean": encoder.mean, "std": encoder.std}
 
 
 def _folder(args: argparse.Namespace, encoder: Encoder) -> Path:

@@ -79,7 +79,7 @@ def joined(tensor: Tensor, ranks: Ranks) -> Tensor:
 class Method(nn.Module):
     """A contrastive method, whose ``state_dict`` is all that is needed to resume.
 
-    Its constructor takes a backbone, :class:`Ranks` and its options by their names. ``backbone`` maps images (B, 3, H,
+    Its constructor takes a backbone, :class:`Ranks` and its options by their names. ``backbone`` maps images (B, C, H,
     W) to features (B, D). ``metrics`` holds detached scalars () of the last ``contrastive`` call, whose mean over ranks
     is the global batch's: ``loss``, ``feature_std`` and more if the method has any.
     """
@@ -140,11 +140,11 @@ class Method(nn.Module):
         return features
 
     def loss_of(self, views: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the loss of views (V, B, 3, H, W), and embeddings (B, d) of the first."""
+        """Return the loss of views (V, B, C, H, W), and embeddings (B, d) of the first."""
         raise NotImplementedError
 
     def contrastive(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Compute the loss of views (V, B, 3, H, W), over the batches of all ranks.
+        """Compute the loss of views (V, B, C, H, W), over the batches of all ranks.
 
         Returns a scalar with gradient, and updates running statistics. ``labels`` (B,) int64 are for supervised
         methods; others ignore them.
@@ -163,7 +163,7 @@ class Method(nn.Module):
             return self.loss_of(views, labels)[0]
 
     def further_positive(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Compute the loss of one more view (B, 3, H, W) of the images, a scalar.
+        """Compute the loss of one more view (B, C, H, W) of the images, a scalar.
 
         For use between ``contrastive`` and ``after_step``: what the view is attracted to (keys, projections) is that of
         ``contrastive``, and gets no gradient.
@@ -171,17 +171,17 @@ class Method(nn.Module):
         raise NotImplementedError
 
     def encode(self, images: Tensor) -> Tensor:
-        """Embed images (N, 3, H, W) by backbone and head: normalised (N, d) with gradient."""
+        """Embed images (N, C, H, W) by backbone and head: normalised (N, d) with gradient."""
         raise NotImplementedError
 
     @torch.no_grad()
     def embed_original(self, images: Tensor) -> Tensor:
-        """Embed originals (N, 3, H, W): normalised (N, d) float32 without gradient."""
+        """Embed originals (N, C, H, W): normalised (N, d) float32 without gradient."""
         with batch_statistics_only(self):
             return self.encode(images)
 
     def embed_composite(self, images: Tensor) -> Tensor:
-        """Embed composites (N, 3, H, W): normalised (N, d) float32 with gradient."""
+        """Embed composites (N, C, H, W): normalised (N, d) float32 with gradient."""
         with batch_statistics_only(self):
             return self.encode(images)
 

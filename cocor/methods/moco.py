@@ -102,7 +102,7 @@ class MoCo(Method):
         return "ln(K + 1)", math.log(config.queue_size + 1)
 
     def contrastive(self, views: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Compute InfoNCE of views (2, B, 3, H, W) in float32."""
+        """Compute InfoNCE of views (2, B, C, H, W) in float32."""
         with torch.no_grad():
             keys = [self.encode_keys(images) for images in self._of_keys(views)]
         self._keys += keys
@@ -135,7 +135,7 @@ class MoCo(Method):
         return _mean([_info_nce(*pair) for pair in self.contrast(images)])
 
     def contrast(self, images: Tensor) -> list[Logits]:
-        """Compute the logits of one more view (B, 3, H, W), for each of the step's keys."""
+        """Compute the logits of one more view (B, C, H, W), for each of the step's keys."""
         with batch_statistics_only(self):
             queries = self.encode(images)
         return [self._logits(queries, keys) for keys in self._keys]

@@ -95,7 +95,7 @@ def sample_inner_products(method: Method, composites: Tensor, originals: Tensor,
 
     One forward-mode derivative (JVP) of the similarities along ``direction``, the averaged gradient of the
     cross-entropy by parameter name of ``method``. It stores no activations, but takes the time of about nine forward
-    passes (ResNet-50 on an H100, bf16), because BatchNorm's derivative is not fused. ``composites`` (L, B, 3, H, W),
+    passes (ResNet-50 on an H100, bf16), because BatchNorm's derivative is not fused. ``composites`` (L, B, C, H, W),
     ``originals`` (B, d) embeddings. ``parameters`` holds the weights before the step by name, for a module that has
     taken the step already; others are taken from the module. Synchronised BatchNorm has no such derivative
     (``cocor.config.checks`` refuses it).

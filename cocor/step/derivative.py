@@ -1,9 +1,8 @@
 """Differentiate an optimiser's step by its gradient, for the hyper-gradient.
 
 Of SGD's step this is minus the learning rate, for every weight; momentum and decay do not depend on the gradient.
-Others multiply that by a factor of each weight. For AdamW with the
-moments ``m = b1 m0 + (1 - b1) g``, ``v = b2 v0 + (1 - b2) g^2`` and, corrected for their start, ``m'``, ``v'`` after
-step t, it is
+Others multiply that by a factor of each weight. For AdamW with the moments ``m = b1 m0 + (1 - b1) g``,
+``v = b2 v0 + (1 - b2) g^2`` and, corrected for their start, ``m'``, ``v'`` after step t, it is
 
     d/dg  m' / (sqrt(v') + eps)  =  ((1 - b1) / (1 - b1^t) - m' g (1 - b2) / ((1 - b2^t) sqrt(v') D)) / D
 

@@ -100,7 +100,7 @@ def labelled_steps(config: Config, steps_per_epoch: int) -> int:
 
 
 def scaled_down(images: Tensor, size: int) -> Tensor:
-    """Resize (L, B, 3, H, W) to ``size`` pixels a side, antialiased; channels-last."""
+    """Resize (L, B, C, H, W) to ``size`` pixels a side, antialiased; channels-last."""
     lengths, count, channels = images.shape[:3]
     result = images.new_empty(lengths, count, size, size, channels).movedim(-1, 2)
     precise = torch.promote_types(images.dtype, torch.float32)  # on a CPU it does not work in bfloat16
@@ -110,6 +110,6 @@ def scaled_down(images: Tensor, size: int) -> Tensor:
 
 
 def _chosen(images: Tensor, places: Sequence[int]) -> Tensor:
-    """Select rows ``places`` of (L, B, 3, H, W), still channels-last."""
+    """Select rows ``places`` of (L, B, C, H, W), still channels-last."""
     # Indexing would copy the indices to the device.
     return torch.stack([images[place].movedim(1, -1) for place in places]).movedim(-1, 2)

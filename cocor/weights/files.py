@@ -6,6 +6,7 @@ replaced by inert stand-ins, so that these packages need not be installed.
 """
 
 import argparse
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,6 +47,17 @@ class WeightFile:
     tensors: dict[str, Tensor]
     hints: dict[str, str]
     averaged: bool = False
+
+    def of_pixels(self, key: str) -> tuple[float, ...]:
+        """Return the ``mean`` or ``std`` of pixels in [0, 1] by one or three channels; () if it tells none."""
+        try:
+            found: Any = json.loads(self.hints.get(key, "")) if "stem" in self.hints else None
+        except ValueError:  # a word, in a configuration of another program
+            return ()
+        if not isinstance(found, list) or len(found) not in (1, 3):
+            return ()
+        low = 0 if key == "mean" else 1e-3
+        return tuple(found) if all(isinstance(v, int | float) and low <= v <= 1 for v in found) else ()
 
 
 def read_weights(path: Path, which: Which = "online") -> WeightFile:
@@ -165,5 +177,6 @@ def _hints(content: Mapping[Any, Any]) -> dict[str, str]:
     config = content.get("config")
     if isinstance(config, Mapping) and isinstance(config.get("backbone"), str):
         hints = {"architecture": config["backbone"], "stem": str(config.get("stem", "imagenet"))}
-        return hints | {key: str(config[key]) for key in ("image_size", "mean", "std") if key in config}
+        found = {key: config[key] for key in ("image_size", "mean", "std") if key in config}
+        return hints | {key: str(list(v) if isinstance(v, tuple) else v) for key, v in found.items()}
     return {"architecture": content["arch"]} if isinstance(content.get("arch"), str) else {}

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
 
+import timm
 import torch
 from torch import Tensor, nn
 
@@ -156,10 +157,25 @@ def recognise(file: WeightFile, which: Which, models: Models) -> Layout:
     raise UserError(f"{file.path}: no {kind} among its {len(file.tensors)} weights ({text})")
 
 
-def channels_of(file: WeightFile) -> int:
-    """Return how many channels the images of its encoders have: 1 if first layers show that, else 3."""
-    seen = {value.shape[1] for name, value in file.tensors.items() if value.ndim == 4 and _FIRST.search(name)}
-    return 1 if 1 in seen and 3 not in seen else 3
+def channels_of(file: WeightFile, architecture: str | None) -> int:
+    """Return how many channels the images of its encoders have, 1 or 3.
+
+    The layer that timm calls the first of ``architecture`` tells that, else the file's ``mean``, else the outermost
+    layer with a first one's name: deeper ones may be depthwise, with one channel as well.
+    """
+    ends = tuple(f".{name}" for name in _first_of(architecture))
+    outer = sorted((n for n, value in file.tensors.items() if value.ndim == 4), key=lambda n: (n.count("."), n))
+    by_model = [file.tensors[name].shape[1] for name in outer if f".{name}".endswith(ends)]
+    by_name = [file.tensors[name].shape[1] for name in outer if re.search(rf"(^|\.){_FIRST.pattern}", name)]
+    seen = (*by_model[:1], len(file.of_pixels("mean")), *by_name[:1])
+    return next((count for count in seen if count in (1, 3)), 3)
+
+
+def _first_of(architecture: str | None) -> tuple[str, ...]:
+    """Name the weights of the layers that timm calls the first ones of ``architecture``."""
+    usual = None if architecture is None else timm.get_pretrained_cfg(architecture)
+    first = (usual and usual.first_conv) or ()
+    return tuple(f"{name}.weight" for name in ((first,) if isinstance(first, str) else first))
 
 
 def _within(whole: list[Layout], which: Which) -> Layout | None:
@@ -178,8 +194,9 @@ def _within(whole: list[Layout], which: Which) -> Layout | None:
 def _candidates(file: WeightFile, models: Models) -> dict[str, Layout]:
     """Return a layout for every prefix below which an encoder begins, the shortest prefix first."""
     starts = ((name, at) for name in file.tensors for at in (0, *(dot.end() for dot in re.finditer(r"\.", name))))
-    found = {}
-    for prefix in sorted({n[:at] for n, at in starts if _FIRST.match(n[at:])}, key=lambda one: (len(one), one)):
+    found, first = {}, _first_of(models.architecture)
+    prefixes = {n[:at] for n, at in starts if n[at:] in first or _FIRST.match(n[at:])}
+    for prefix in sorted(prefixes, key=lambda one: (len(one), one)):
         below = {name.removeprefix(prefix): v for name, v in file.tensors.items() if name.startswith(prefix)}
         below = _conventional_names(below)
         guess, seen = _guess(below)

@@ -8,7 +8,6 @@ the file, and no weight below the prefix may be left over but those of heads; el
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,8 +33,8 @@ class Encoder:
 
     ``image_size``: side in pixels of the crops that it was trained on, if known, else the usual one. ``matched`` of its
     ``total`` tensors came from the file, whose ``unused`` tensors are heads and the like. Equal encoders have equal
-    ``digest`` (SHA-256). ``file`` is what was read, None for timm's and untrained ones. ``mean`` and ``std``
-    are those of pixels in [0, 1] that normalise its images, a value for each of their channels.
+    ``digest`` (SHA-256). ``file`` is what was read, None for timm's and untrained ones. ``mean`` and ``std`` are
+    those of pixels in [0, 1] that normalise its images, a value for each of their channels.
     """
 
     backbone: nn.Module
@@ -77,11 +76,23 @@ def load_encoder(
         UserError: nothing there, unsafe to open, or not fully the weights of such an encoder.
     """
     found = _load(weights, which, architecture, stem, in_chans)
-    given: dict[str, Any] = {key: tuple(v) for key, v in (("mean", mean), ("std", std)) if v is not None}
+    own: dict[str, Any] = normalisation(found.channels, mean, std)
+    return replace(found, **own)
+
+
+def normalisation(
+    channels: int, mean: Sequence[float] | None, std: Sequence[float] | None
+) -> dict[str, tuple[float, ...]]:  # fmt: skip
+    """Return which of ``mean`` and ``std`` the user gives, a value a channel.
+
+    Raises:
+        UserError: for another number of channels.
+    """
+    given = {key: tuple(v) for key, v in (("mean", mean), ("std", std)) if v is not None}
     for key, values in given.items():
-        if len(values) not in (1, found.channels):
-            raise UserError(f"--{key}: {len(values)} values for {found.channels} channels; give as many, or one")
-    return replace(found, **{key: values * (found.channels // len(values)) for key, values in given.items()})
+        if len(values) not in (1, channels):
+            raise UserError(f"--{key}: {len(values)} values for {channels} channels; give as many, or one")
+    return {key: values * (channels // len(values)) for key, values in given.items()}
 
 
 def _load(
@@ -101,7 +112,8 @@ def _load(
     architecture, stem = architecture or hints.get("architecture"), stem or hints.get("stem")
     hint = hints.get("image_size")
     size = None if hint is None else _image_size(hint, architecture, stem or "imagenet")
-    layout = recognise(file, which, Models(architecture, stem, size, channels := channels_of(file)))
+    channels = channels_of(file, architecture)
+    layout = recognise(file, which, Models(architecture, stem, size, channels))
     if layout.architecture is None or layout.model is None:
         raise UserError(f"{file.path}: the shapes of its {_few(list(layout.tensors))} weights are no ResNet's that is "
                         "known here; name the model with --backbone")  # fmt: skip
@@ -111,7 +123,7 @@ def _load(
     found = _encoder(layout.model, _short_name(file.path), origin, layout.architecture, layout.stem, size)
     matched = len(layout.fitting)
     usual = {"mean": GREY_MEAN, "std": GREY_STD} if channels == 1 else {"mean": IMAGENET_MEAN, "std": IMAGENET_STD}
-    told = {key: tuple(json.loads(file.hints[key])) for key in usual if key in file.hints and origin == "cocor"}
+    told: dict[str, Any] = {key: values for key in usual if len(values := file.of_pixels(key)) == channels}
     unused = len(file.tensors) - matched
     return replace(found, matched=matched, unused=unused, file=file.path, **usual | told)
 

@@ -63,7 +63,7 @@ def _measure(source: Source) -> str:
     grey = (counts == counts[0]).all()
     shares, levels = (counts[:1] if grey else counts) / images, np.arange(256) / 255
     mean = shares @ levels
-    std = np.sqrt(shares @ levels**2 - mean**2)
+    std = np.sqrt(np.maximum(shares @ levels**2 - mean**2, 1e-6))  # 0.001 is the least that cocor-train takes
     flags = [f"--{name} {','.join(f'{value:.3f}' for value in part)}" for name, part in (("mean", mean), ("std", std))]
     used = np.flatnonzero(counts.any(0))
     kind = "grey, --in-chans 1 " if grey else ""

@@ -67,6 +67,10 @@ def test_flags_are_obeyed_or_refused(run: Path, photo_folder: Path) -> None:
     dataset = open_folder(photo_folder).subset(range(4))
     with pytest.raises(UserError, match="--which ema"):
         subject(run, CPU, which="ema")
+    with pytest.raises(UserError, match="--std: 2 values for 3 channels"):
+        subject(run, CPU, std=(0.2, 0.2))
+    given = subject(run, CPU, mean=(0.5,))
+    assert (given.mean, given.std) == ((0.5,) * 3, subject(run, CPU).std)
     exact, rounded = (
         measure([subject(run, CPU)], dataset, replace(HOW, precision=precision))[0].similarity[2]
         for precision in (torch.float32, torch.bfloat16)

@@ -12,6 +12,7 @@ from cocor.eval.datasets.splits import Splits, open_splits
 from cocor.eval.features import Extraction
 from cocor.eval.probes.finetune import FinetuneResult, FinetuneSettings, finetune
 from cocor.weights.load import digest, load_encoder
+from loaders.channels import IMAGENET_MEAN
 from loaders.errors import UserError
 
 HOW = Extraction(size=32, batch_size=4, workers=0)
@@ -27,9 +28,11 @@ def splits(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Spli
     return open_splits(root)
 
 
-def tuned(splits: Splits, folder: Path, resume: bool = False, **settings: float) -> FinetuneResult:
+def tuned(
+    splits: Splits, folder: Path, resume: bool = False, mean: tuple[float, ...] = IMAGENET_MEAN, **settings: float
+) -> FinetuneResult:  # fmt: skip
     chosen = {"fraction": 1.0, "epochs": 2, "lr": 0.1, "head_lr": 0.1, "seed": 0} | settings
-    encoder = load_encoder("random:test_resnet")
+    encoder = load_encoder("random:test_resnet", mean=mean)
     before = encoder.digest
     result = finetune(encoder, splits, FinetuneSettings(**chosen), HOW, folder, resume)
     assert digest(encoder.backbone) == before  # a copy is trained
@@ -82,6 +85,8 @@ def test_resumes_to_the_same_result(splits: Splits, tmp_path: Path, monkeypatch:
     assert all(torch.equal(first[name], second[name]) for name in first)
     with pytest.raises(UserError, match="differs in lr; leave --resume out"):
         tuned(splits, tmp_path / "parts", epochs=3, lr=0.2, resume=True)
+    with pytest.raises(UserError, match="differs in mean; leave --resume out"):
+        tuned(splits, tmp_path / "parts", epochs=3, mean=(0.5,), resume=True)
 
 
 def test_command_reports_every_fraction(splits: Splits, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

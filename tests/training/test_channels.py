@@ -55,6 +55,7 @@ def test_evaluation_knows_the_channels(run: Path, scans: Path, tmp_path: Path) -
         call = [command, str(run), "--data", str(scans), "--output", str(tmp_path), *usual, *more]
         assert evaluate(call) == 0
     assert json.loads((tmp_path / "knn.json").read_text())["result"][0]["k"] == 1
+    assert json.loads((tmp_path / "knn.json").read_text())["mean"] == [0.4]
     assert evaluate([*call, "--mean", "0.5,0.5,0.5"]) == 2
     newest = load_encoder(next((run / "checkpoints").iterdir()))
     assert (newest.mean, newest.std) == (load_encoder(run).mean, load_encoder(run).std) == ((0.4,), (0.3,))
@@ -83,11 +84,15 @@ def test_another_run_can_start_from_it(run: Path, scans: Path, tmp_path: Path, c
     assert "do not fit --backbone test_resnet --stem imagenet --in-chans 3" in capsys.readouterr().err
 
 
-def test_prep_measures_what_the_flags_take(scans: Path, capsys: Capture) -> None:
+def test_prep_measures_what_the_flags_take(scans: Path, tmp_path: Path, capsys: Capture) -> None:
     levels = np.stack([np.asarray(Image.open(file)) for file in (scans / "val").glob("*/*.png")]) / 65535
     assert prep(["info", str(scans / "val")]) == 0
     wanted = f"grey, --in-chans 1 --mean {levels.mean():.3f} --std {levels.std():.3f}, levels "
     assert wanted in capsys.readouterr().out
+    (tmp_path / "plain").mkdir()
+    Image.new("L", (40, 40), 201).save(tmp_path / "plain" / "1.png")
+    assert prep(["info", str(tmp_path)]) == 0
+    assert "--mean 0.788 --std 0.001, levels 201 to 201" in capsys.readouterr().out
 
 
 def test_what_no_file_tells_is_imagenets(tmp_path: Path) -> None:

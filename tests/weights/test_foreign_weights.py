@@ -19,6 +19,7 @@ from cocor.backbone import build_backbone
 from cocor.checkpoint import export_backbone
 from cocor.methods.moco import MoCo
 from cocor.weights.load import digest, load_encoder
+from loaders.channels import IMAGENET_MEAN
 from loaders.errors import UserError
 
 State = dict[str, Tensor]
@@ -187,6 +188,20 @@ def test_transformers_load_by_name(tmp_path: Path) -> None:
     assert load_encoder(tmp_path / "vit.pth", which="ema", **options).digest == digest(model)  # type: ignore[arg-type]
     unknown = prefixed(model.state_dict(), "model.trunk.") | {"model.0.weight": NOISE}
     assert load_encoder(saved(unknown, tmp_path), **options).digest == digest(model)  # type: ignore[arg-type]
+
+
+def test_depthwise_layers_do_not_look_grey(tmp_path: Path) -> None:
+    for channels in (3, 1):  # whose crpe1.conv_list.0.weight has one channel either way
+        state = timm.create_model("coat_lite_tiny", num_classes=0, in_chans=channels).state_dict()
+        found = load_encoder(saved(prefixed(state, "backbone."), tmp_path), architecture="coat_lite_tiny")
+        assert found.channels == channels
+
+
+@pytest.mark.parametrize("mean", [(0.5, 0.4, 0.3), "imagenet", "(0.5,)", [123.7, 116.3, 103.5], [0.5], [None] * 3, 0.5])
+def test_only_a_mean_of_pixels_is_believed(mean: Any, reference: nn.Module, tmp_path: Path) -> None:
+    config = {"backbone": "resnet18", "mean": mean}
+    found = load_encoder(saved({"config": config, "state_dict": reference.state_dict()}, tmp_path))
+    assert found.mean == (mean if isinstance(mean, tuple) else IMAGENET_MEAN)
 
 
 def test_fixed_size_models_get_their_size() -> None:

@@ -67,6 +67,7 @@ def detection(args: argparse.Namespace, encoder: Encoder, folder: Path) -> Detec
     model = build_detector(args.detector, encoder, len(train.classes), recipe, kind)
     identity = {"detector": args.detector, "encoder": encoder.digest, "images": str(len(train.images))}
     identity |= {"classes": ", ".join(train.classes), "precision": str(kind)}
+    identity |= {"mean": str(encoder.mean), "std": str(encoder.std)}
     losses = fine_tune(model, train, recipe, work, identity)
     boxes, read = detect_objects(model, test, work)
     if not args.world.main:

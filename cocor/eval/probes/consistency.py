@@ -25,7 +25,7 @@ from cocor.eval.features import Extraction, evaluating
 from cocor.models import build_method
 from cocor.objective.consistency import latent_similarity
 from cocor.objective.mmnn import MMNN, Constants, by_length
-from cocor.weights.load import load_encoder
+from cocor.weights.load import load_encoder, normalisation
 from loaders.datasets.dataset import ImageDataset
 from loaders.errors import UserError
 from loaders.progress import track
@@ -111,7 +111,9 @@ def subject(path: str | Path, device: torch.device, **encoder_options: Any) -> S
         mmnn.load_state_dict(state["training"]["mmnn"])
         mmnn.to(device)
     name = file.parent.parent.name or file.stem
-    embed, of_pixels = (method.embed_original, method.embed_composite), (config.mean, config.std)
+    given = normalisation(config.in_chans, encoder_options.get("mean"), encoder_options.get("std"))
+    of_pixels = given.get("mean", config.mean), given.get("std", config.std)
+    embed = method.embed_original, method.embed_composite
     return Subject(name, "embeddings", method, *embed, mmnn, constants, *of_pixels)
 
 

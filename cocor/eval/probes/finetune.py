@@ -109,6 +109,7 @@ class _Training:
         groups = [{"params": part, "lr": rate} for part, rate in zip(parts, self._rates, strict=True)]
         self._optimiser = torch.optim.SGD(groups, momentum=FINETUNE.momentum, nesterov=True, fused=on_gpu)
         self._about = asdict(settings) | {"weights": encoder.digest, "images": train.digest, "batch": self.batch}
+        self._about |= {"mean": list(encoder.mean), "std": list(encoder.std)}  # as files hold them
         self._epoch, self.loss = 0, float("nan")
         if resume:
             self._load()
