@@ -49,6 +49,7 @@ from cocor.methods.base import batch_statistics_only
 from cocor.models import build_method, build_target
 from cocor.monitor.profile import costs
 from cocor.step.compile import choose, executable
+from cocor.step.composites import Streams
 from cocor.step.cudagraph import WARM_UP
 from cocor.step.step import TrainingStep
 from loaders.arguments import Parser, above_zero, nearest, positive, writable
@@ -180,6 +181,7 @@ def measure_row(config: Config, execution: Execution, steps: int, device: torch.
     passes = seconds_of_passes(step, batch, labelled, recorded, steps)
     card = timed(_warmed_up(lambda: forward_backward(step, batch.original), recorded, device), steps, device)[0]
     units = len(batch.index) * sum(costs(config, 1).values()) / seconds
+    step.streams.close()
     return {
         "method": config.method, "cocor": target is not None, "execution": execution, "batch_size": config.batch_size,
         "images_per_s": len(batch.index) / seconds, "spread": spread, "step_ms": 1000 * seconds,
@@ -221,19 +223,16 @@ def all_passes(step: TrainingStep, batch: Batch, labelled: Batch | None) -> None
     """Run the encoder's passes of one step, with the contrastive loss, alone."""
     method, parameters = step.method, step.parameters
     backbone = [p for p in method.backbone.parameters() if p.requires_grad]
-    composites = []
+    streams = step.streams if step.device.type == "cuda" else Streams()  # threads need a method of their own
     if step.target is not None:
         with step.autocast():
             method.embed_original(batch.original)
-        composites = [
-            step.streams.run(at, partial(composite_pass, step, images)) for at, images in enumerate(batch.composites)
-        ]
+        for at, images in enumerate(batch.composites):
+            streams.run(at, partial(composite_pass, step, images))
     with step.autocast():
         loss = method.contrastive(batch.views, batch.label)
     torch.autograd.grad(loss, parameters, allow_unused=True)
-    step.streams.join()
-    for wait in composites:
-        wait()
+    streams.join()
     if step.outer is not None and labelled is not None:
         with step.autocast(), batch_statistics_only(method.backbone):
             output = method.backbone(labelled.original).sum()

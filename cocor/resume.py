@@ -107,8 +107,10 @@ def restore(run: Run) -> Path | None:
     run.done, run.probes_are_due = state["step"], state.get("knn_is_due", False)
     if state["config"].get("keep_best") == config.keep_best:  # else of another accuracy
         run.best = state.get("best", 0.0)
-    accuracy, epochs = state.get("best_knn", run.health.best_knn)
-    run.health.best_knn = accuracy, epochs
+    measures = ("knn_k", "knn_temperature", "val_data")
+    if all(state["config"].get(key) == config.to_dict()[key] for key in measures):
+        accuracy, epochs = state.get("best_knn", run.health.best_knn)
+        run.health.best_knn = accuracy, epochs
     return path
 
 

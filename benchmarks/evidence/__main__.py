@@ -88,8 +88,8 @@ def study(options: argparse.Namespace, given: Sequence[str]) -> None:
         if options.invariance is not None:
             open_images(or_demo(options.invariance))
     deadline = time.monotonic() + 60 * (math.inf if options.minutes is None else options.minutes)
-    # Seed by seed, so that what is stopped early is complete for some; in the study's order, which begins with what all
-    # others are compared with.
+    # Seed by seed, so that what is stopped early is complete for some; in the study's order, which begins with the
+    # plain method, where it has that.
     places = list(itertools.product(dict.fromkeys(options.seeds), variants, dict.fromkeys(methods)))
     for timed in (False, True):  # at equal epochs, then as long as one of those
         trainings = []

@@ -82,6 +82,9 @@ class Method(nn.Module):
     Its constructor takes a backbone, :class:`Ranks` and its options by their names. ``backbone`` maps images (B, C, H,
     W) to features (B, D). ``metrics`` holds detached scalars () of the last ``contrastive`` call, whose mean over ranks
     is the global batch's: ``loss``, ``feature_std`` and more if the method has any.
+
+    On a CPU the passes of composites run in threads, on a deep copy with the same tensors: ``embed_composite`` neither
+    reads nor sets other attributes that change.
     """
 
     # Literals, as they are read from the source too (cocor.methods.spec).

@@ -3,7 +3,7 @@
 Parts are timed by events on the device's stream wherever the work changes, so that they add up to the whole. They run
 one after another: compiled if the run would be, but not as a CUDA graph, so launch overhead shows. In the cost model F
 is one forward pass of the encoder over the batch, a backward pass costs 2 F. If steps differ
-(``cocor.step.subsample``), times and costs are means over a cycle.
+(``cocor.step.subsample``), times and costs are means over a cycle. On a CPU no part gets a thread of its own.
 """
 
 import os
@@ -25,6 +25,7 @@ from cocor.config.options import Config, labelled_batch_size
 from cocor.distributed.collectives import barrier
 from cocor.methods import method_class
 from cocor.step.compile import compile_backbones
+from cocor.step.cores import use_cores
 from loaders.batch import Batch
 
 if TYPE_CHECKING:  # run.py imports this folder
@@ -83,6 +84,8 @@ def report(run: "Run") -> None:
     run.step.timer = parts
     if run.execution in ("compiled", "fused"):
         compile_backbones(run.step)
+    if run.world.device.type == "cpu":
+        use_cores(run.step, in_threads=False)
     with closing(_endless(run)) as batches:
         _steps(run, batches, parts, WARM_UP)
         parts.start()

@@ -75,8 +75,8 @@ def executable(step: TrainingStep, execution: str, parallel: bool | None = None)
     if execution in ("compiled", "fused"):
         _log.info("compiling: the first steps take minutes; the compiler keeps its work for later runs")
         compile_backbones(step)
-    elif step.device.type == "cpu":
-        use_cores(step)
+    if step.device.type == "cpu":
+        use_cores(step, in_threads=execution == "eager")
     return GraphedStep(step, parallel) if execution in ("graph", "fused") else step
 
 

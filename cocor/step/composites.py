@@ -10,7 +10,7 @@ cross-entropy's. The consistency loss then needs no backward pass of its own: it
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -38,18 +38,19 @@ class Streams:
     def __init__(self) -> None:
         self._streams: Sequence[torch.cuda.Stream] = ()
         self._threads: ThreadPoolExecutor | None = None
+        self.on_close = ExitStack()
 
     def use(self, streams: Sequence[torch.cuda.Stream]) -> None:
         self._streams = streams
 
     def use_threads(self, count: int) -> None:
         """Run parts in ``count`` threads, which share operations with as many as this one."""
-        self._threads = ThreadPoolExecutor(count, "lengths", torch.set_num_threads, (torch.get_num_threads(),))
+        pool = ThreadPoolExecutor(count, "lengths", torch.set_num_threads, (torch.get_num_threads(),))
+        self._threads = self.on_close.enter_context(pool)
 
     def close(self) -> None:
-        """End the threads."""
-        if self._threads is not None:
-            self._threads.shutdown()
+        """End the threads, and do what else is to be done then."""
+        self.on_close.close()
 
     def run(self, number: int, part: Callable[[], Item]) -> Callable[[], Item]:
         """Start ``part`` as number ``number``, after what is queued so far.

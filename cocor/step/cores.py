@@ -3,7 +3,7 @@
 Threads that share an operation wait for each other thousands of times a step. A small network gains little by them, and
 beside other programs all wait for the one that has lost its core. So the contrastive part and the lengths of composites
 run in threads of their own first, which wait for each other once a step. Only cores that this leaves share operations,
-and only large ones. The step computes the same numbers as without threads of its own.
+and only large ones. The step computes the same numbers as with as many threads an operation and none of its own.
 """
 
 import copy
@@ -19,25 +19,33 @@ from cocor.methods.base import Method
 from cocor.step.step import TrainingStep
 from loaders.cpus import available_cores
 
-_MOST_PIXELS = 1 << 20  # of a batch whose passes fit into memory side by side: a pixel takes 2 KB in a ResNet-50
+_MOST_PIXELS = 1 << 20  # of a batch whose passes fit into memory side by side: 2 KB of activations each in a ResNet-50
 _PIXELS_A_THREAD = 1 << 16  # of a batch, below which threads wait for each other longer than they work
 
 
-def use_cores(step: TrainingStep) -> None:
-    """Let ``step`` use all cores of this process, or as many as ``OMP_NUM_THREADS``."""
-    cores = min(torch.get_num_threads(), available_cores())
+def use_cores(step: TrainingStep, in_threads: bool = True) -> None:
+    """Let ``step`` use all cores of this process, or as many as ``OMP_NUM_THREADS``, until its streams are closed.
+
+    Without ``in_threads``, no part gets a thread of its own.
+    """
+    given = torch.get_num_threads()
+    step.streams.on_close.callback(torch.set_num_threads, given)
+    cores = min(given, available_cores())
     pixels = step.config.batch_size // step.method.ranks.size // step.config.accumulate * step.config.image_size**2
-    threads = min(cores, _parts(step)) if pixels <= _MOST_PIXELS else 1
-    spare = os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE"  # for the loader, where waiting threads spin
-    torch.set_num_threads(max(1, min(cores // threads - spare, pixels // _PIXELS_A_THREAD)))
+    threads = min(cores, _parts(step)) if in_threads and pixels <= _MOST_PIXELS else 1
+    # Threads that spin while they wait would hold up the loader: they leave it a core.
+    reserved = 0 if os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE" else 1
+    torch.set_num_threads(max(1, min(cores // threads - reserved, pixels // _PIXELS_A_THREAD)))
     if step.composites is not None and threads > 1:
         step.composites.run_in_threads(threads - 1, without_statistics(step.method))
 
 
 def _parts(step: TrainingStep) -> int:
     """Count the parts of ``step`` that may run at the same time."""
-    # Ranks must meet in the same order, and random numbers must be drawn in the same order.
-    if step.composites is None or step.method.ranks.size > 1 or any(map(_draws, step.method.modules())):
+    # Ranks must meet in the same order, and random numbers must be drawn in the same order. Autocast's cache of weights
+    # is one for all threads, and what one without gradients has cast has no graph.
+    draws = any(map(_draws, step.method.modules()))
+    if step.composites is None or step.method.ranks.size > 1 or draws or step.precision != torch.float32:
         return 1
     return 1 + (step.config.lengths_per_step or len(step.config.lengths))
 

@@ -14,6 +14,7 @@ import mmap
 import os
 import struct
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -101,9 +102,10 @@ class Beton:
         Otherwise whoever decodes an image waits once or twice for a disk that is slow to answer.
         """
         starts, sizes = self.table["data_ptr"][rows].tolist(), self.sizes_in_bytes[rows].tolist()
-        for start, size in zip(starts, sizes, strict=True):
-            for at in range(start - start % mmap.PAGESIZE, start + size, _READ_AHEAD):
-                self.data.madvise(mmap.MADV_WILLNEED, at, min(_READ_AHEAD, start + size - at))
+        with suppress(OSError):  # it is a hint only
+            for start, size in zip(starts, sizes, strict=True):
+                for at in range(start - start % mmap.PAGESIZE, start + size, _READ_AHEAD):
+                    self.data.madvise(mmap.MADV_WILLNEED, at, min(_READ_AHEAD, start + size - at))
 
     def check(self, index: int) -> None:
         """Check an image's stored bytes. UnusableImage naming it if they differ."""

@@ -139,8 +139,8 @@ def _read_file(path: Bytes, data: Bytes) -> bool:
         return False
     # One byte more is asked for: a file that has it is too long. To ask for its length instead would be another round
     # trip on some network storage.
-    beyond, parts, done = np.empty(1, np.uint8), np.empty(4, np.intp), 0
-    parts[2], parts[3] = beyond.ctypes.data, 1
+    parts, done = np.empty(5, np.intp), 0  # place and length, twice; room for that byte
+    parts[2], parts[3] = parts.ctypes.data + 4 * parts.itemsize, 1
     while done < len(data):
         parts[0], parts[1] = data.ctypes.data + done, len(data) - done
         count = _readv(handle, parts.ctypes.data, 2)

@@ -8,10 +8,14 @@ links, pipes and devices are never opened, only named.
 import os
 import stat
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+AT_ONCE = 16  # questions to storage, which may take milliseconds to answer one
+_CHUNK = 64  # entries a thread asks about in a row
 _HOUSEKEEPING = frozenset({"__MACOSX", "Thumbs.db", "desktop.ini", "lost+found", "@eaDir"})
 
 
@@ -34,10 +38,15 @@ class Listing:
 
 def list_folder(root: str) -> Listing:
     """List everything visible below ``root``, sorted by folder in it, then by name."""
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="cocor-list") as pool:
+        return _list(root, pool)
+
+
+def _list(root: str, pool: Executor) -> Listing:
     listing = Listing()
     real_root = os.path.realpath(root)
     folders = {real_root}
-    links = deque(_walk(root, "", listing, folders))
+    links = deque(_walk(root, "", listing, folders, pool))
     files = {f"{real_root}/{name}" for name in listing.names} if links else set()
     # Real files and folders come first, so a link never displaces what it points to; then links in their order.
     while links:
@@ -49,7 +58,7 @@ def list_folder(root: str) -> Listing:
             encloses_root = Path(real_root).is_relative_to(target)
             if target not in folders and not encloses_root:
                 before = len(listing.names)
-                links.extend(_walk(root, name, listing, folders))
+                links.extend(_walk(root, name, listing, folders, pool))
                 files.update(os.path.realpath(f"{root}/{new}") for new in listing.names[before:])
         elif target not in files:
             files.add(target)
@@ -69,7 +78,7 @@ def sort_key(name: str) -> tuple[str, str]:
     return (top, rest) if slash else ("", name)
 
 
-def _walk(root: str, top: str, listing: Listing, folders: set[str]) -> Iterator[str]:
+def _walk(root: str, top: str, listing: Listing, folders: set[str], pool: Executor) -> Iterator[str]:
     """Add what lies below ``top`` to ``listing`` and ``folders``; yield links."""
     pending = [top]
     while pending:
@@ -81,6 +90,7 @@ def _walk(root: str, top: str, listing: Listing, folders: set[str]) -> Iterator[
         except OSError as fault:
             listing.faults.append((folder or ".", fault.strerror or str(fault)))
             continue
+        list(pool.map(_ask, [entries[at : at + _CHUNK] for at in range(0, len(entries), _CHUNK)]))
         for entry in entries:
             name = f"{folder}/{entry.name}" if folder else entry.name
             if entry.is_symlink():
@@ -91,6 +101,13 @@ def _walk(root: str, top: str, listing: Listing, folders: set[str]) -> Iterator[
                     listing.folders.append(name)
             else:
                 _add_file(name, entry, listing)
+
+
+def _ask(entries: "Sequence[os.DirEntry[str]]") -> None:
+    """Ask for the status of ``entries``, which keep the answer."""
+    for entry in entries:
+        with suppress(OSError):  # it is asked for again
+            entry.stat()
 
 
 def _add_file(name: str, file: "os.DirEntry[str] | Path", listing: Listing) -> None:

@@ -1,4 +1,4 @@
-"""Two steps of every method on 1, 2 and 4 ranks, as a program: ``python -m helpers.method_programs FOLDER IMAGES``.
+"""Steps of every method on 1, 2 and 4 ranks, as a program: ``python -m helpers.method_programs FOLDER IMAGES``.
 
 Main ranks write to FOLDER what the steps did: losses, averaged gradients of encoder, MMNN and classifier, and the state
 behind them; :mod:`test_methods_ranks` compares the files. Ranks are forked, since importing takes longer than steps.
@@ -74,15 +74,16 @@ def with_auxiliaries() -> dict[str, dict[str, Any]]:
 
 
 def batches(config: Config, world: World) -> list[tuple[Batch, Batch | None]]:
-    """This rank's share of the first steps, in float64."""
+    """This rank's share of the first steps, in float64; of one only on four ranks, which take long on few cores."""
+    count = STEPS if world.size < 4 else 1
     data = open_data(config)
     loader = training_loader(config, data, world, torch.float64)
     labelled = labelled_loader(config, data, world, torch.float64, loader.steps_per_epoch)
     if labelled is None:
         with closing(loader), closing(loader.epoch(0)) as one:
-            return [(batch, None) for batch, _ in zip(one, range(STEPS), strict=False)]
+            return [(batch, None) for batch, _ in zip(one, range(count), strict=False)]
     with closing(loader), closing(labelled), closing(loader.epoch(0)) as one, closing(labelled.epoch(0)) as other:
-        return [pair for pair, _ in zip(zip(one, other, strict=False), range(STEPS), strict=False)]
+        return [pair for pair, _ in zip(zip(one, other, strict=False), range(count), strict=False)]
 
 
 def in_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
@@ -135,8 +136,7 @@ def work(images: Path, world: World, file: Path) -> None:
         config = resolve(SMALL | options | {"data": images})
         plan = training_plan(config)
         planned[plan] = planned.get(plan) or batches(config, world)
-        first = planned[plan][: STEPS if world.size < 4 else 1]
-        results["float64"][name] = steps(config, world, None, first, torch.float64)
+        results["float64"][name] = steps(config, world, None, planned[plan], torch.float64)
     for name, options in ON_TWO.items() if world.size < 4 else ():
         config = resolve(SMALL | options | {"data": images})
         results["float64"][name] = steps(config, world, None if name == "plain" else mmnn, pairs, torch.float64)

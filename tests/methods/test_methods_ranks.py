@@ -31,7 +31,7 @@ def compared(results: dict[int, Results], precision: str, method: str,
              ranks: int) -> Iterator[tuple[str, Tensor, Tensor]]:  # fmt: skip
     """Name, value on ``ranks`` ranks and on one."""
     one, several = results[1][precision][method], results[ranks][precision][method]
-    if ranks == 4 and method in with_auxiliaries():  # one step only
+    if ranks == 4:  # one step only
         one, several = ({name: value for name, value in found.items() if name[0] == "0"} for found in (one, several))
     assert one.keys() == several.keys()
     with_mmnn = method in (*METHODS, "cheaper", "abs", "adamw")

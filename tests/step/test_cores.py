@@ -42,9 +42,9 @@ def test_threads_compute_the_written_step(options: dict[str, Any]) -> None:
     step, written = noise_step(config, WORLD), noise_step(config, WORLD)
     execute = executable(step, "eager")
     with closing(step.streams):
-        found = trained(step, execute)
+        found, expected = trained(step, execute), trained(written, written)  # with as many threads an operation
     assert step.composites is not None and step.composites._method is not step.method
-    for one, other in zip(found, trained(written, written), strict=True):
+    for one, other in zip(found, expected, strict=True):
         assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
 
 
@@ -62,11 +62,19 @@ def test_all_cores_are_used(options: dict[str, Any], parts: int, most: int, pass
         executable(step, "eager")
         assert torch.get_num_threads() == max(1, min(CORES // threads - (not passive), most))
     assert (step.streams._threads is not None) == (threads > 1)
+    assert torch.get_num_threads() == CORES  # for what comes next in this process
 
 
 def test_dropout_draws_its_numbers_in_turn() -> None:
     step = noise_step(noise_config(), WORLD)
     step.method.backbone.add_module("dropout", torch.nn.Dropout(0.1))
+    executable(step, "eager")
+    assert step.streams._threads is None
+
+
+def test_autocast_has_one_thread() -> None:
+    """Its cache of weights is one for all threads."""
+    step = noise_step(noise_config(), precision=torch.bfloat16)
     executable(step, "eager")
     assert step.streams._threads is None
 
