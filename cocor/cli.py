@@ -45,7 +45,7 @@ def _read_flags() -> None:
 def _command(name: str, module: str, first: Callable[[], None] | None = None) -> int:
     """Do ``first``, import ``module`` and run its ``main()``.
 
-    SIGINT has its default action during the import: Python would raise KeyboardInterrupt wherever it is while PyTorch
+    SIGINT has its default action before ``main()``: Python would raise KeyboardInterrupt wherever it is while PyTorch
     loads, and print a traceback.
     """
     # Read when PyTorch loads. Its threads would spin while they wait, for cores that other programs need.
@@ -56,10 +56,8 @@ def _command(name: str, module: str, first: Callable[[], None] | None = None) ->
     from cocor.distributed.report import USER_ERROR
 
     try:
-        if first is not None and (code := command(name, first)):
+        if first is not None and (code := command(name, first, listening=False)):
             return code
-        if handled:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
         try:
             main = importlib.import_module(module).main
         except Exception as error:
@@ -88,8 +86,11 @@ def _why_not_imported(error: Exception) -> str:
     raise error
 
 
-def command(name: str, body: Callable[[], None]) -> int:
-    """Run the ``body`` of a command; return its exit code, after one line on stderr."""
+def command(name: str, body: Callable[[], None], listening: bool = True) -> int:
+    """Run the ``body`` of a command; return its exit code, after one line on stderr.
+
+    It is ``listening`` to Ctrl-C unless SIGINT is to keep its action.
+    """
     import warnings
 
     from cocor.distributed.env import die_with_launcher
@@ -105,7 +106,8 @@ def command(name: str, body: Callable[[], None]) -> int:
     warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", FutureWarning)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warns, with pages of C++ frames, that a rank has gone
     try:
-        listen()
+        if listening:
+            listen()
         body()
         sys.stdout.flush()  # now, as a failure at interpreter exit could not be reported
         code = 0
