@@ -104,10 +104,11 @@ def _walk(root: str, top: str, listing: Listing, folders: set[str], pool: Execut
 
 
 def _ask(entries: "Sequence[os.DirEntry[str]]") -> None:
-    """Ask for the status of ``entries``, which keep the answer."""
+    """Ask for the status of the files among ``entries``, which keep the answer."""
     for entry in entries:
         with suppress(OSError):  # it is asked for again
-            entry.stat()
+            if entry.is_file(follow_symlinks=False):
+                entry.stat()
 
 
 def _add_file(name: str, file: "os.DirEntry[str] | Path", listing: Listing) -> None:
