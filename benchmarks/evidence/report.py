@@ -8,7 +8,6 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from scipy import stats
 
 from benchmarks.common import markdown
@@ -157,16 +156,12 @@ def _what_is_kept(axes: Any, runs: Sequence[Run]) -> None:
     """Draw a point a run: what its features keep of the hue, and its accuracy."""
     measure = "linear" if all("linear" in run for run in runs) else "k-NN"
     for number, (title, group) in enumerate(groupby(runs, lambda run: run["title"])):
-        points = [(run["invariance"]["hue"], run.get("linear") if measure == "linear" else run["knn"][-1][1])
-                  for run in group]  # fmt: skip
-        hue, accuracy = zip(*points, strict=True)
-        marker = "os^Dv"[number // _COLOURS % 5]
-        axes.scatter(
-            *(100 * np.array(values) for values in (hue, accuracy)),
-            c=f"C{number % _COLOURS}",
-            marker=marker,
-            label=title,
-        )
+        points = [
+            (100 * run["invariance"]["hue"], 100 * (run["linear"] if measure == "linear" else run["knn"][-1][1]))
+            for run in group
+        ]
+        look = {"c": f"C{number % _COLOURS}", "marker": "os^Dv"[number // _COLOURS % 5]}
+        axes.scatter(*zip(*points, strict=True), label=title, **look)
     axes.set(
         title=f"{NAMES[runs[0]['method']]}: accuracy against hue kept",
         xlabel="hue shift told from features (%)",
